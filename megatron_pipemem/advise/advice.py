@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
+from math import inf
 from typing import Literal
 
 from megatron_pipemem.config import layout
@@ -19,17 +20,21 @@ from megatron_pipemem.launch.feasibility import refusal
 from megatron_pipemem.launch.start_layout import laid_out, layers_of
 from megatron_pipemem.planner.balance import as_cut, balance
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.replay import Timing, family_schedule, measured, shortest
+from megatron_pipemem.planner.replay import Timing, family_schedule, measured, priced, shortest
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
-from megatron_pipemem.planner.space import Limits, Order, hides_messages, orders, without_overlap
+from megatron_pipemem.planner.space import Limits, Order, hides_messages, in_pairs, may_pair, orders, without_overlap
 from megatron_pipemem.planner.step import PlannedStep, price
+from megatron_pipemem.planner.variants import paired as with_pairs
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import family
 
 STOCKS = ("1f1b", "interleaved")
 """Megatron's own schedules."""
 OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
 """Schedules that a run is compared under, those with the fewest changes to a run first."""
+OF_PAIRS = (*OURS, "dualpipe-v")
+"""Schedules that a run in pairs is compared under."""
 SLICES, SHORTEST_SLICE, MICROBATCHES = (2, 4, 8), 4096, 4
 """Numbers of sequence slices that are tried, the fewest tokens of a slice, and the number of microbatches per pipeline rank
 from which the bubble is too small for slices.
@@ -51,6 +56,7 @@ class Way:
         step: the predicted costs of its stages.
         makespan: seconds of the schedule in a step.
         peaks: peak bytes of every pipeline rank, including parameters and optimizer.
+        hidden: per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs.
     """
 
     run: Run
@@ -59,6 +65,7 @@ class Way:
     step: PlannedStep
     makespan: float
     peaks: tuple[float, ...]
+    hidden: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -67,6 +74,7 @@ class Way:
             + self.order.name
             + (f" v={self.order.chunks}" if self.order.chunks else "")
             + (f" slices={self.slices}" if self.slices > 1 else "")
+            + " in pairs" * self.run.pairs
         )
 
     @property
@@ -85,13 +93,17 @@ class Way:
     @property
     def bubble_rate(self) -> float:
         """Fraction of the makespan in which the busiest rank idles."""
-        return max(0.0, 1 - self.run.parallelism.microbatches * max(self.step.work) / self.makespan)
+        busiest = self.step.busiest
+        work = self.run.parallelism.microbatches * self.step.work[busiest] - (
+            self.hidden[busiest] if self.hidden else 0
+        )
+        return max(0.0, 1 - work / self.makespan)
 
     @property
     def idle_rate(self) -> float:
         """Fraction of the makespan in which ranks idle on average, including idle time of ranks with less work."""
-        work = self.step.work
-        return max(0.0, 1 - self.run.parallelism.microbatches * sum(work) / len(work) / self.makespan)
+        work = self.run.parallelism.microbatches * sum(self.step.work) - sum(self.hidden)
+        return max(0.0, 1 - work / len(self.step.work) / self.makespan)
 
     @property
     def messages(self) -> int:
@@ -121,9 +133,11 @@ class Way:
         return 1 - self.seconds / today.seconds
 
 
-Verdict = Literal["stay", "overlap", "layout", "stock", "ours"]
-"""The answer: stay as you are, stay for the overlap of messages, change the layout alone, tune Megatron's own schedule, or
-take the first proposal."""
+Verdict = Literal["stay", "overlap", "layout", "stock", "pairs", "ours"]
+"""The answer: stay as you are, stay for the overlap of messages, change the layout alone, tune Megatron's own schedule, take
+the proposal in pairs, or take the first proposal."""
+PAIRED = "same memory, pairs"
+"""The kind of a proposal that runs forwards and backwards in pairs."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +170,7 @@ def advise(
     pace: MeasuredSlowdown | None = None,
     names: Collection[str] = (*STOCKS, *OURS),
     slices: bool = False,
+    pairs: bool = False,
 ) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
@@ -166,6 +181,7 @@ def advise(
         pace: measured prices; ``None`` for those of the formulas.
         names: the schedules that the run's program can take.
         slices: whether all sequences of the program have the same length, so that schedules may cut them into slices.
+        pairs: whether the forward step of the program can return a schedule plan, so that passes may run in pairs.
 
     Raises:
         UnsupportedError: the run has no pipeline (``no-pipeline``).
@@ -191,11 +207,15 @@ def advise(
             cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + (excess + today.peak * SAME_MEMORY) / GIB),
         )
     refused: dict[str, tuple[str, list[str]]] = {}
-    stocks = [way for name in STOCKS if name in names for way in _ways(run, name, pace)]
+    paired = [in_pairs(run)] if pairs and may_pair(run) else []
+    own = [run] if run.pairs else [run, *(replace(each, megatron=each.megatron | run.flags) for each in paired)]
+    stocks = [way for each in own for name in STOCKS if name in names for way in _ways(each, name, pace)]
     stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _seconds, refused)
-    ours = [way for name in OURS if name in names for way in _ways(run, name, pace)]
+    bare = without_overlap(run)
+    ours = [way for name in OURS if name in names for way in _ways(bare, name, pace)]
+    hiding = [way for each in paired for name in OF_PAIRS for way in _ways(each, name, pace)]
     sliced = list(_sliced(run, names, pace)) if slices else []
-    proposals = dict(_proposals(today, ours, sliced, memory, refused))
+    proposals = dict(_proposals(today, ours, sliced, hiding, memory, refused))
     overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ours, pace)
     verdict = _verdict(today, stock, proposals, overlap)
     if fails is not None and verdict in ("stay", "overlap"):
@@ -222,7 +242,10 @@ def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overla
     if stock is not None and gain >= AS_FAST:
         ours = max((way.gain(today) for way in proposals.values()), default=0.0)
         if not proposals or (stock.peak <= today.peak * (1 + SAME_MEMORY) and gain >= ours - AS_FAST):
-            return "layout" if stock.order == today.order else "stock"
+            same = stock.order == today.order and stock.run.pairs == today.run.pairs
+            return "layout" if same else "stock"
+    if PAIRED in proposals:
+        return "pairs"
     return "ours" if proposals else "overlap" if overlap else "stay"
 
 
@@ -253,7 +276,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
         cut = as_cut(run, partial(layers_of, run), pace)
         return Way(run, order, False, cut.step, cut.seconds - cut.step.outside, cut.held)
     layers = layers_of(run, placement)
-    return _way(run, order, placement, layers, pace)
+    return _way(run, order, placement, layers, pace, inf)
 
 
 def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
@@ -262,7 +285,12 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
     Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped.
     """
     is_stock = name in STOCKS
-    base = run if is_stock else without_overlap(run)
+    if is_stock and (run.schedule.slices or 1) > 1:
+        return
+    choice = replace(run.schedule, name=STOCK if is_stock else name)
+    if choice.name != run.schedule.name:
+        choice = replace(choice, options={})
+    base, memory = replace(run, schedule=choice), run.cluster.memory_bytes
     for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():
         for order in found:
             chunked = (order.chunks or 1) > 1
@@ -271,14 +299,11 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
             # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
             if is_stock and chunked and run.model.least_first:
                 continue
-            choice = replace(base.schedule, name=STOCK if is_stock else name)
-            if choice.name != run.schedule.name:
-                choice = replace(choice, options={})
             cut = replace(base.parallelism, chunks=order.chunks)
-            way = _way(replace(base, schedule=choice, parallelism=cut), order, placement, None, pace)
+            way = _way(replace(base, parallelism=cut), order, placement, None, pace, memory)
             if is_stock and 0 in way.step.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
                 layers = balance(way.run, pace=pace).best.layers
-                way = _way(layout.with_cut(way.run, layers), order, placement, layers, pace)
+                way = _way(layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
             yield way
 
 
@@ -299,34 +324,52 @@ def _sliced(run: Run, names: Collection[str], pace: MeasuredSlowdown | None) -> 
 
 
 def _way(
-    run: Run, order: Order, placement: Placement, layers: tuple[int, ...] | None, pace: MeasuredSlowdown | None
+    run: Run,
+    order: Order,
+    placement: Placement,
+    layers: tuple[int, ...] | None,
+    pace: MeasuredSlowdown | None,
+    memory: float,
 ) -> Way:
+    """Predict a run under the family of ``order``. Pairs keep the step within ``memory``, the bytes of a device."""
     slices = run.schedule.slices or 1
     step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
     if layers is None:
         run = layout.with_cut(run, step.layers)
     cut = run.parallelism
-    if slices == 1:
+    if run.pairs:
+        step = step.in_pairs()
+        costs = step.costs if "costs" in family(order.name).options else None
+
+        def timing(count: int) -> Timing:
+            alone = family_schedule(order.name, cut.pp, count, order.chunks, costs)
+            return Timing.of(with_pairs(alone, step, step.room(memory)))
+
+        found = priced(timing, cut.pp, cut.microbatches)
+    elif slices == 1:
         found = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
     else:
         schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
         found = Timing.simulated(schedule, step.costs).price
-    return Way(run, order, run.schedule.name == STOCK, step, found.seconds, step.held(found.peaks))
+    return Way(run, order, run.schedule.name == STOCK, step, found.seconds, step.held(found.peaks), found.hidden)
 
 
 def _proposals(
     today: Way,
     ways: Sequence[Way],
     sliced: Sequence[Way],
+    hiding: Sequence[Way],
     memory: float,
     refused: dict[str, tuple[str, list[str]]],
 ) -> Iterator[tuple[str, Way]]:
     """Yield kind and schedule for the best of every kind that is faster than the run and earlier kinds, or smaller.
 
-    ``ways`` run whole sequences, and ``sliced`` slices of them. ``memory`` is the memory of a device in bytes.
-    ``refused`` is extended by the refusals of better schedules (``_first``).
+    ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``memory`` is the memory of a
+    device in bytes. ``refused`` is extended by the refusals of better schedules (``_first``).
     """
-    same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
+    same, short, together = (
+        [way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced, hiding)
+    )
     fast = [
         way
         for way in ways
@@ -341,11 +384,12 @@ def _proposals(
         ("same memory", [way for way in same if _is_linear(way)], _seconds),
         chunked,
         cut,
+        (PAIRED, together, _seconds),
         smaller,
     ):
-        # That slices are refused, a user who has not asked for them need not know.
-        way = _first(fitting, key, {} if kind == cut[0] else refused)
-        if way is None or (way.order in proposed and way.slices == 1):
+        # That slices or pairs are refused, a user who has not asked for them need not know.
+        way = _first(fitting, key, {} if kind in (cut[0], PAIRED) else refused)
+        if way is None or (way.order in proposed and way.slices == 1 and kind != PAIRED):
             continue
         if kind == smaller[0] or way.seconds < fastest - AS_FAST * today.seconds:
             fastest = min(fastest, way.seconds)

@@ -10,9 +10,10 @@ from typing import Any
 from megatron_pipemem.advise.advice import OURS, STOCKS, Way, changed_flags
 from megatron_pipemem.advise.fields import ENDS, LAYOUT, VIRTUAL
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.runs import EP_OVERLAP, Run
 from megatron_pipemem.launch.command import Flags, words
 from megatron_pipemem.planner.space import STOCKS_ALONE
+from megatron_pipemem.schedule.options import STOCK
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Consumer:
         setting: spells a field of Megatron's configuration with its value; ``None`` if the program takes Megatron's flags.
         families: schedules that the program can run.
         slices: whether its sequences can be cut into slices, which those of other lengths and packed ones cannot.
+        pairs: whether its forward step can return a schedule plan, which passes in pairs need.
     """
 
     hook: tuple[str, ...] = ()
@@ -33,6 +35,7 @@ class Consumer:
     setting: Callable[[str, Any], list[str]] | None = None
     families: tuple[str, ...] = (*STOCKS, *OURS)
     slices: bool = False
+    pairs: bool = False
 
 
 def changes(consumer: Consumer, today: Run, way: Way) -> tuple[list[str], list[str]]:
@@ -56,7 +59,9 @@ def _without(flags: Flags, names: Collection[str]) -> Flags:
 
 def call(way: Way) -> str | None:
     """Return the Python call that enables a schedule of this package; ``None`` for Megatron's own."""
-    return None if way.is_stock else f'megatron_pipemem.enable("{way.run.schedule.name}")'
+    return (
+        None if way.is_stock else f'megatron_pipemem.enable("{way.run.schedule.name}"{", pairs=True" * way.run.pairs})'
+    )
 
 
 def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
@@ -71,8 +76,10 @@ def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
         if other.flags.get(flag) != today.flags.get(flag):
             found[field] = other.flags.get(flag)
     found |= {field: None for flag, field in ENDS.items() if today.flags.get(flag) and not other.flags.get(flag)}
-    gone = (flag for flag in STOCKS_ALONE if today.flags.get(flag) is True and flag not in other.flags)
-    return found | {flag.replace("-", "_"): False for flag in gone}
+    kept = other.flags if other.schedule.name == STOCK else {}  # of a call of ours, the setting is an argument
+    gone = (flag for flag in STOCKS_ALONE if today.flags.get(flag) is True and flag not in kept)
+    found |= {flag.replace("-", "_"): False for flag in gone}
+    return found | ({EP_OVERLAP.replace("-", "_"): True} if kept.get(EP_OVERLAP) and not today.pairs else {})
 
 
 def _python(field: str, value: Any) -> list[str]:
@@ -98,8 +105,8 @@ def _swift(field: str, value: Any) -> list[str]:
     return [name] if value is None else [name, str(value).lower() if value is False else str(value)]
 
 
-MEGATRON = Consumer(slices=True)
-BRIDGE = Consumer(where="in the recipe", setting=_python)
+MEGATRON = Consumer(slices=True, pairs=True)
+BRIDGE = Consumer(where="in the recipe", setting=_python, pairs=True)
 NEMO_RL = Consumer(
     where="at the beginning of NeMo-RL's MegatronPolicyWorker.__init__",
     setting=_hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_pipemem.advise.advice import AS_FAST, Advice, Way, advise
+from megatron_pipemem.advise.advice import AS_FAST, PAIRED, Advice, Way, advise
 from megatron_pipemem.advise.bridge import PREFIX, read_recipe
 from megatron_pipemem.advise.consumers import BRIDGE, call, changes
 from megatron_pipemem.advise.programs import is_settings, read_program, read_settings
@@ -28,6 +28,7 @@ from megatron_pipemem.mcore import INSTALL
 from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.plans import gibibytes
+from megatron_pipemem.planner.prices import MeasuredSlowdown
 
 _CLUSTER = "h100-80g"
 
@@ -90,7 +91,7 @@ def advise_command(
     check_output(write, (".yaml", ".yml"), "a run")
     reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
     pace = None if profile is None else pace_of(profile, reading.run)
-    advice = advise(reading.run, pace, reading.consumer.families, reading.consumer.slices)
+    advice = _advised(reading, pace)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
     if as_json:
@@ -105,8 +106,14 @@ def advise_words(words: list[str], devices: int | None) -> None:
     ``devices`` is ``None`` if the command gives the number.
     """
     reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
-    advice = advise(reading.run, names=reading.consumer.families, slices=reading.consumer.slices)
+    advice = _advised(reading)
     print_facts(console(), _lines(reading, advice, measured=False))
+
+
+def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
+    """Return the advice for a run, by the schedules that its program can take."""
+    consumer = reading.consumer
+    return advise(reading.run, pace, consumer.families, consumer.slices, consumer.pairs)
 
 
 def _known() -> dict[str, dict[str, Any]]:
@@ -237,9 +244,12 @@ def _answer(reading: Reading, advice: Advice) -> str:
         better = stock if stock is not None and stock.gain(today) >= AS_FAST else today
         what = "only change the layout" if advice.verdict == "layout" else "stay with Megatron's own schedule"
         return f"{what}: add {_addition(reading, better)}"
-    (kind, best), where = next(iter(advice.proposals.items())), reading.consumer.where
+    kind = PAIRED if advice.verdict == "pairs" else next(iter(advice.proposals))
+    best, where = advice.proposals[kind], reading.consumer.where
     ours, hint = max(way.gain(today) for way in advice.proposals.values()), ""
-    if kind == "less memory":
+    if kind == PAIRED:
+        hint = f"hide the travel of experts' tokens, {today.step.exchange_share:.0%} of the work: "
+    elif kind == "less memory":
         hint = f"for {gibibytes(today.peak - best.peak)} GiB less, "
     elif stock is not None and stock.gain(today) >= max(AS_FAST, ours - AS_FAST):
         more = gibibytes(max(0.0, stock.peak - today.peak))

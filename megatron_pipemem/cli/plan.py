@@ -29,7 +29,7 @@ from megatron_pipemem.cli.profile import DEFAULT_CLUSTER, ClusterName, SequenceL
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load, override, parse_override, read_raw, typed
 from megatron_pipemem.config.model import Execution
-from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run
+from megatron_pipemem.config.runs import OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.cut_flags import GROUP_SIZE
@@ -39,8 +39,8 @@ from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Answer, Base, Group, Plan, facts, gibibytes, run_files
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, without_overlap
-from megatron_pipemem.planner.variants import PLAIN
+from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, is_stocks, without_overlap
+from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN
 from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
@@ -86,9 +86,10 @@ def plan_command(
     The first row is the run as it stands, if it names a parallelism that fills its cluster. ``gain on today`` is the part of
     its step by which a plan's is shorter.
 
-    If the run has ``--tp-comm-overlap`` or ``--overlap-moe-expert-parallel-comm``, Megatron's own schedules keep the flag,
-    and ours are priced without it. If the run has ``schedule.overlap_steps: true``, plans are ranked by the time from step
-    to step without a barrier between steps. The gain then says how many times faster that is than with the barrier.
+    If the run has ``--tp-comm-overlap``, Megatron's own schedules keep the flag, and ours are priced without it. With
+    ``--overlap-moe-expert-parallel-comm``, schedules are priced with pairs (variant ``pairs``) and without. If the run has
+    ``schedule.overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The gain
+    then says how many times faster that is than with the barrier.
 
     Examples:
         # rank plans, with the limit of each
@@ -178,7 +179,9 @@ def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
         return None
     if way.refusal is not None and way.refusal.code != "does-not-fit":
         return None
-    return Plan(run, Base(Group(run, way.step, (), None, 0.0, 0.0), way.order), None, way.makespan, way.peaks)
+    hidden = way.hidden[way.step.busiest] if way.hidden else 0.0
+    base = Base(Group(run, way.step, (), IN_PAIRS if run.pairs else None, 0.0, 0.0), way.order)
+    return Plan(run, base, None, way.makespan, way.peaks, hidden=hidden)
 
 
 def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
@@ -211,7 +214,7 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
     table = FittingTable(columns, text=("schedule", "recompute", "binds"), caption=caption)
     for each in plans if today is None else (today, *plans):
         cut = each.run.parallelism
-        is_stock = each.hides_messages or (each is today and each.run.schedule.name == STOCK)
+        is_stock = is_stocks(each.run) or (each is today and each.run.schedule.name == STOCK)
         name = "today: " * (each is today) + "stock " * is_stock + each.schedule
         name += "" if cut.chunks is None else f" v={cut.chunks}"
         if (each.run.schedule.slices or 1) > 1:
@@ -233,12 +236,12 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
-    """Return two plans: the fastest with Megatron's overlap of messages within layers, and the fastest without it.
+    """Return two plans: the fastest with overlap of messages within layers, and the fastest without it.
 
     Both are ``None`` if the run has no such overlap. Either is ``None`` if no such plan is found. ``again`` plans a
     run. It is called for the run without the overlap if all plans of ``answer`` keep the overlap.
     """
-    if not any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values()):
+    if not any(run.flags.get(flag) for flag in OVERLAPS):
         return None, None
     kept = next((each for each in answer.plans if each.hides_messages), None)
     others = [each for each in answer.plans if not each.hides_messages] or [*again(without_overlap(run)).plans]
@@ -246,17 +249,22 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return a sentence on the time that Megatron's overlap of messages within layers saves.
+    """Return a sentence on the time that overlap of messages within layers saves.
 
     ``kept`` is the fastest plan with the overlap, and ``other`` the fastest without it.
     """
     shown = other.losses["messages within layers"] / other.seconds
-    text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
+    text = f"without overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:
         return f"{text}; no listed plan keeps the overlap"
     if kept.seconds <= other.seconds:
-        return f"{text}: stay with stock, which is {other.seconds / kept.seconds - 1:.1%} faster"
-    return f"{text}, which is still {kept.seconds / other.seconds - 1:.1%} faster than stock with the overlap"
+        faster = f"which is {other.seconds / kept.seconds - 1:.1%} faster"
+        return (
+            f"{text}: stay with stock, {faster}"
+            if is_stocks(kept.run)
+            else f"{text}: take {kept.schedule} in pairs, {faster}"
+        )
+    return f"{text}, which is still {kept.seconds / other.seconds - 1:.1%} faster than {kept.schedule} with overlap"
 
 
 def _gain(plan: Plan) -> str:

@@ -289,7 +289,6 @@ class Execution(Limited):
     implementation: Literal["local", "transformer_engine"] = "local"  # the implementation of linear layers and norms
     expert_load: Amount = 1.0  # tokens of the fullest rank's experts, as a multiple of even routing
     tp_overlap: bool = False  # tensor-parallel messages run during the matrix products that send or need them
-    ep_overlap: bool = False  # tokens go to experts and back while another microbatch computes
     # the form in which inputs that sequence parallelism gathers are kept for W
     weight_inputs: Literal["sharded", "gathered"] = "sharded"
     early_weights: str = "auto"  # modules whose weight gradients are computed in I (see options.early_weights)

@@ -89,9 +89,9 @@ FREEZES: dict[Trainable, str] = {
 }
 """Flags, named after Megatron-Bridge's settings, that freeze a part of a model with a vision tower."""
 
-STOCK_OVERLAPS = {"tp_overlap": "tp-comm-overlap", "ep_overlap": "overlap-moe-expert-parallel-comm"}
-"""Fields of ``Execution``, with the flags that hide messages within layers. Only Megatron's own schedules allow these
-flags.
+TP_OVERLAP, EP_OVERLAP = OVERLAPS = ("tp-comm-overlap", "overlap-moe-expert-parallel-comm")
+"""Flags that hide messages within layers. Only Megatron's own schedules allow the first one. With the second one forwards
+and backwards run in pairs.
 """
 
 BY_ACTION = ("core_attn", "layernorm", "activation")
@@ -206,6 +206,11 @@ class Run:
         return {key.replace("_", "-"): value for key, value in self.megatron.items()}
 
     @property
+    def pairs(self) -> bool:
+        """Whether forwards run together with backwards, which hides the exchange of the experts' tokens."""
+        return bool(self.flags.get(EP_OVERLAP))
+
+    @property
     def delays_updates(self) -> bool:
         """Whether the optimizer step of a batch waits for its gradient norm while the next batch already runs."""
         name = self.schedule.name
@@ -246,7 +251,7 @@ class Run:
             fp8=cast(Fp8, self.flags.get("fp8-recipe", "delayed") if self.flags.get("fp8-format") else "none"),
             implementation=self.implementation,
             expert_load=self._expert_load(),
-            **{name: choice.name == STOCK and bool(self.flags.get(flag)) for name, flag in STOCK_OVERLAPS.items()},
+            tp_overlap=choice.name == STOCK and bool(self.flags.get(TP_OVERLAP)),
             weight_inputs=self._weight_inputs(),
             early_weights=choice.early_weights,
             frozen=tuple(part for part, flag in FREEZES.items() if self.flags.get(flag)),

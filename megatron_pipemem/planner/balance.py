@@ -184,8 +184,8 @@ class _Scale:
         cut = self.run.parallelism
         if self._request.file is None:
             return priced(timing, cut.pp, cut.microbatches)
-        seconds, peaks = timing(self._count).price
-        return OrderPrice(seconds + self._further * max(step.work), peaks)
+        found = timing(self._count).price
+        return found._replace(seconds=found.seconds + self._further * max(step.work))
 
     @cached_property
     def partitioned(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
@@ -69,7 +69,7 @@ def request_of(run: Run) -> Request:
     given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
     given |= {"options": run.schedule_options, "microbatch_costs": choice.microbatch_costs, "offload": choice.offload}
     given |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
-    given["pairs"] = choice.name != STOCK and bool(run.flags.get(STOCK_OVERLAPS["ep_overlap"]))
+    given["pairs"] = choice.name != STOCK and run.pairs
     request = requested(choice.name, **given)
     if choice.name != STOCK:
         return request

@@ -45,9 +45,9 @@ from megatron_pipemem.planner.replay import (
     shortest,
 )
 from megatron_pipemem.planner.slices import sliced_step
-from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, orders
+from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, least_seconds, least_static, price
-from megatron_pipemem.planner.variants import PLAIN, Variant, variants
+from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN, Variant, variants
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -130,6 +130,7 @@ TOO_MUCH_KEPT = (
 TOO_HIGH = "the schedule's activations exceed the memory that parameters, gradients and optimizer leave on a device"
 SLOWER = "slower than the listed plans, by a lower bound or by simulated time"
 WAITS = "two replicas of the model need a barrier between steps, and the run has overlap_steps"
+NO_PAIRS = "no pair of a forward and a backward makes the step of the schedule shorter"
 UNTRIED = "offload that takes long to plan was not tried, and could be faster; narrow the choice by --only"
 _LARGEST_SEARCH = 60_000  # most passes of a step for which a search is tried
 _SEARCHES = 3
@@ -220,8 +221,8 @@ class _Planner:
         hopeful = [
             group
             for group in sorted(self._groups, key=lambda group: group.bound)
-            if group.variant is None
-            and not hides_messages(group.run)
+            if group.variant in (None, IN_PAIRS)
+            and not is_stocks(group.run)
             and group.step.placement.replicas == 1
             and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
             and 3 * _units(group.run) * group.step.placement.num_stages <= _LARGEST_SEARCH
@@ -236,6 +237,7 @@ class _Planner:
                         "slices": _slices(group.run),
                     }
                     request = Request.for_search(MemoryCap(group.step.room(self._memory), True), options)
+                    request = replace(request, pairs=group.run.pairs)
                     known = Knowledge(group.step.costs, placement=group.step.placement)
                     found = choose(request, Shape(p, None, m), known)
             except PipememError as error:
@@ -260,6 +262,10 @@ class _Planner:
             if run.schedule.overlap_steps and placement.replicas > 1:
                 self.rejected[WAITS] += len(found)
                 continue
+            if run.pairs:
+                if self.limits.admits(variant=IN_PAIRS.name):
+                    self._bound(run, IN_PAIRS.prepare(run, placement, self._pace), found, IN_PAIRS)
+                continue
             if self.limits.admits(variant=PLAIN):
                 step = (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
                 self._bound(run, step, found, None)
@@ -275,13 +281,14 @@ class _Planner:
         if min(room) <= 0:
             self.rejected[TOO_MUCH_STATIC] += len(found)
             return
-        m, slices = run.parallelism.microbatches, _slices(run)
+        m, slices, pairs = run.parallelism.microbatches, _slices(run), variant is IN_PAIRS
         if step.placement.replicas > 1:  # the orders decide how replicas share the microbatches
-            free = m * sum(step.work) / step.placement.num_devices
+            free = m * sum(step.work) * (1 - pairs * step.exchange_share) / step.placement.num_devices
         elif run.schedule.overlap_steps:  # the other bounds hold for steps that end together
             free = m * _busiest(step)
         else:
-            free = max(lower_bound(step.placement, m, step.costs, slices=slices), m * _busiest(step, slices))
+            free = lower_bound(step.placement, m, step.costs, slices=slices, pairs=pairs)
+            free = max(free, m * _busiest(step, slices))
         bound = free
         if variant is not None and variant.frees_memory:
             if any(step.saved[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
@@ -289,7 +296,7 @@ class _Planner:
                 return
         elif step.placement.replicas == 1:
             try:
-                bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices))
+                bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices, pairs=pairs))
                 if run.schedule.overlap_steps:
                     bound = free
             except PipememError:
@@ -336,6 +343,8 @@ class _Planner:
         Offload and both algorithms of vocabulary parallelism start from the same order.
         """
         cut, costs = group.run.parallelism, group.step.costs
+        if costs.have_exchanges:
+            costs = costs.of_computing(group.step.placement)
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
         if key not in self._times:
             passes = (order.name, cut.pp, cut.microbatches, order.chunks, costs)
@@ -347,7 +356,7 @@ class _Planner:
 
         Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
         """
-        seconds, peaks = self._measured(group, order)
+        seconds, peaks, _ = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name} is not needed, because the schedule fits into memory without it"] += 1
         elif not variant.frees_memory and not self._fits(group, peaks):
@@ -381,13 +390,18 @@ class _Planner:
         assert variant is not None
 
         def build(count: int) -> Schedule:
-            alone = family_schedule(order.name, group.run.parallelism.pp, count, order.chunks)
+            fitted = "costs" in family(order.name).options and variant is IN_PAIRS
+            costs = group.step.costs if fitted else None
+            alone = family_schedule(order.name, group.run.parallelism.pp, count, order.chunks, costs)
             return variant.apply(alone, group.step, group.step.room(self._memory))
 
         try:
             found = self._built(base, build, microbatches)
         except PipememError as error:
             self.rejected[f"{variant.name} cannot be combined with {order.name}: {error}"] += 1
+            return
+        if found is not None and variant is IN_PAIRS and found.order is not None and not found.order.pairs:
+            self.rejected[NO_PAIRS] += 1
             return
         if found is not None and rest:
             makespan = found.makespan + rest * _busiest(group.step)
@@ -421,7 +435,10 @@ class _Planner:
         """
         if not self._fits(base.group, price.peaks):
             return None
-        return Plan(_configured(base), base, schedule, price.seconds, base.group.step.held(price.peaks))
+        hidden = price.hidden and price.hidden[base.group.step.busiest]
+        return Plan(
+            _configured(base), base, schedule, price.seconds, base.group.step.held(price.peaks), hidden=hidden or 0.0
+        )
 
     def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory
@@ -448,9 +465,12 @@ def _units(run: Run) -> int:
 def _busiest(step: PlannedStep, slices: int = 1) -> float:
     """Return the seconds that the busiest device computes per microbatch, including vocabulary passes.
 
+    For orders with pairs, the exchanges of experts' tokens are left out.
+
     ``slices`` is the number of slices of a microbatch for which the step is priced.
     """
-    prices, vocabulary = step.costs.seconds(step.placement, slices), step.costs.vocabulary
+    costs = step.costs.of_computing(step.placement) if step.costs.have_exchanges else step.costs
+    prices, vocabulary = costs.seconds(step.placement, slices), costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
     return max(
         sum(sum(prices[k][s * slices : (s + 1) * slices]) for k in (Kind.F, Kind.I, Kind.W) for s in stages)
@@ -472,7 +492,7 @@ def _configured(base: Base) -> Run:
     group, order = base.group, base.order
     # Without a pipeline Megatron takes its own step, which our schedules do not replace.
     choice = replace(group.run.schedule, name=order.name)
-    if group.run.parallelism.pp == 1 or hides_messages(group.run):
+    if group.run.parallelism.pp == 1 or is_stocks(group.run):
         choice = replace(choice, name=STOCK, overlap_steps=False)
     if group.variant is not None:
         choice = group.variant.choice(choice)

@@ -17,6 +17,7 @@ from megatron_pipemem.planner.space import Order, hides_messages
 from megatron_pipemem.planner.step import PlannedStep, mfu, price
 from megatron_pipemem.planner.variants import PLAIN, Variant
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
@@ -32,6 +33,7 @@ class Plan:
     makespan: float  # seconds of the schedule alone; the period if no barrier stands between steps
     peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
     extended: bool = False  # whether the makespan is a lower bound, extrapolated from fewer microbatches
+    hidden: float = 0.0  # seconds by which pairs shorten the work of the busiest rank
 
     @property
     def schedule(self) -> str:
@@ -49,7 +51,7 @@ class Plan:
 
     @property
     def hides_messages(self) -> bool:
-        """Whether the plan hides messages within layers, which only Megatron's own schedules can."""
+        """Whether the plan hides messages within layers."""
         return hides_messages(self.run)
 
     @property
@@ -90,7 +92,7 @@ class Plan:
     @property
     def work(self) -> float:
         """Seconds of a step in which the busiest rank computes."""
-        return self.run.parallelism.microbatches * max(self.step.work)
+        return self.run.parallelism.microbatches * max(self.step.work) - self.hidden
 
     @property
     def bubble_rate(self) -> float:
@@ -101,11 +103,11 @@ class Plan:
     def losses(self) -> dict[str, float]:
         """Seconds of a step beyond the model's evenly divided computation, by cause, the largest first."""
         m, step = self.run.parallelism.microbatches, self.step
-        busiest = step.work.index(max(step.work))
+        busiest = step.busiest
         found = {
             "bubble": self.makespan - self.work,
-            "uneven stages": self.work - m * sum(step.work) / len(step.work),
-            "messages within layers": m * step.communication[busiest],
+            "uneven stages": m * (step.work[busiest] - sum(step.work) / len(step.work)),
+            "messages within layers": m * step.communication[busiest] - self.hidden,
             "recompute": m * step.again[busiest],
             "gradient reduction": step.reduction,
             "optimizer": step.optimizer,
@@ -130,7 +132,7 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
     ``path`` is that of the run file. An order that is more than a family's name becomes a schedule file next to it.
     """
     run, files = plan.run, {}
-    if plan.order is not None:
+    if plan.order is not None and run.schedule.name != STOCK:
         order = path.with_suffix(".csv")
         files[order] = plan.order.to_csv()
         choice = replace(run.schedule, name=str(order))

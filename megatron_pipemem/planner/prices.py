@@ -18,10 +18,10 @@ Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per elem
 * expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
 * a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, and twice that in an all-reduce;
 * recomputation belongs to I, with its communication;
-* ``--tp-comm-overlap`` and ``--overlap-moe-expert-parallel-comm`` of Megatron's own schedules hide messages behind
-  matrix products. A tensor-parallel ring of ``r`` ranks exposes at least ``1 / r`` of its messages. An all-to-all
-  exposes its excess over the products of a pair of microbatches. Passes without a partner, at the ends of a pipeline,
-  are priced as hidden too.
+* ``--tp-comm-overlap`` of Megatron's own schedules hides messages behind matrix products. A ring of ``r`` ranks exposes
+  at least ``1 / r`` of its messages;
+* ``--overlap-moe-expert-parallel-comm`` hides all-to-all in pairs of a forward and a backward, which depend on the order
+  of passes. So the prices of passes include their all-to-all, and ``Price.exchange`` has it apart.
 
 Seconds are the time that a pass occupies its device, including messages. The planner, `pipemem profile` without a
 measurement, and the costs files of the latter agree on this. A measurement runs on one device alone, so its seconds are
@@ -66,6 +66,7 @@ class Price(Summed):
 
     seconds: Passes = Passes()  # everything included
     communication: Passes = Passes()  # the part of them in tensor-, context- and expert-parallel messages
+    exchange: Passes = Passes()  # the part of them in which tokens travel to experts and back
     again: float = 0.0  # the part of I for recomputation
     kept: activations.Kept = activations.Kept()  # bytes of activations
     moved: float = 0.0  # bytes of them that offload moves each way
@@ -132,6 +133,7 @@ def layer(
     tails = _tails(model, execution, kind)
     products = _product_seconds(execution, cluster, plain, tails)
     shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], products)
+    exchange = sum(expert for _, (_, expert) in of_blocks)
     # In the backward, the ring sends keys and values with their gradients, and twice the products hide them.
     communication = shown + Passes(ring, 2 * ring + repeated)
     again = products.forward + moving
@@ -155,6 +157,7 @@ def layer(
     return Price(
         seconds=computing + shown + Passes(ring, 2 * ring + again, gathers),
         communication=communication,
+        exchange=Passes(exchange, exchange),
         again=again,
         kept=activations.layer_bytes(model, execution, kind),
         moved=activations.moved_bytes(model, execution, kind),
@@ -315,23 +318,15 @@ def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, ki
 def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]], products: Passes) -> Passes:
     """Return the seconds of a layer's messages that no computation hides, in F and in I.
 
-    Without the flags that overlap messages with products, these are all messages. ``messages`` has the seconds of
-    tensor-parallel and of expert-parallel messages of every block in F. I has as many.
+    Without the flag that overlaps tensor-parallel messages with products, these are all messages. ``messages`` has the
+    seconds of tensor-parallel and of expert-parallel messages of every block in F. I has as many.
     """
     shown = Passes()
     for tensor, expert in messages:
-        # No product hides the first part that a ring sends. Both kinds of messages overlap with the layer's products evenly.
-        beside = each_pass(
-            lambda each: each / len(messages), Passes(products.forward, products.input + products.weight)
-        )
-        least = tensor / execution.tp
-        hidden = Passes(*(min(tensor - least, each) for each in (beside.forward, beside.input)))
-        tensors = Passes(tensor, tensor) + hidden * -float(execution.tp_overlap)
-        experts = Passes(expert, expert)
-        if execution.ep_overlap:  # forward runs during the backward of the other microbatch of a pair
-            longer = beside.forward + beside.input
-            experts = experts * (max(0.0, 1 - longer / (2 * expert)) if expert else 0.0)
-        shown += tensors + experts
+        # No product hides the first part that a ring sends. The messages of all blocks overlap with the products evenly.
+        beside = (each / len(messages) for each in (products.forward, products.input + products.weight))
+        hidden = Passes(*(min(tensor - tensor / execution.tp, each) for each in beside))
+        shown += Passes(tensor + expert, tensor + expert) + hidden * -float(execution.tp_overlap)
     return shown
 
 

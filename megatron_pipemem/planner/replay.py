@@ -20,11 +20,12 @@ from math import isclose, lcm
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import PLAIN, Kind
+from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.stream import stream, until_they_repeat
 
 _SHORT = 3  # microbatches per device of the shortest step that may have a rhythm
@@ -39,6 +40,7 @@ class OrderPrice(NamedTuple):
 
     seconds: float  # of the step; the period if no barrier stands between steps
     peaks: tuple[float, ...]  # peak memory of every device
+    hidden: tuple[float, ...] = ()  # seconds by which the pairs of every device shorten its work; empty without pairs
 
 
 class Timing(NamedTuple):
@@ -51,11 +53,24 @@ class Timing(NamedTuple):
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
         """Return the simulated times of a schedule; with ``overlaps``, the seconds are the period without a barrier."""
-        timeline = simulate(schedule, costs)
-        seconds = stream(schedule, costs, steps=1).period if overlaps else timeline.makespan
-        return cls(
-            schedule, OrderPrice(seconds, timeline.peaks), [[end for _, end in spans] for spans in timeline.spans]
-        )
+        found = cls.of(simulate(schedule, costs))
+        if not overlaps:
+            return found
+        return found._replace(price=found.price._replace(seconds=stream(schedule, costs, steps=1).period))
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Timing:
+        """Return the times of a simulated step."""
+        hidden = _hidden(timeline) if timeline.schedule.pairs else ()
+        ends = [[end for _, end in spans] for spans in timeline.spans]
+        return cls(timeline.schedule, OrderPrice(timeline.makespan, timeline.peaks, hidden), ends)
+
+
+def _hidden(timeline: Timeline) -> tuple[float, ...]:
+    """Return the seconds by which the pairs of every device are shorter than their actions apart."""
+    prices = ActionPrices(timeline.schedule, timeline.costs)
+    apart = (sum(prices.of(*action) for action in order) for order in timeline.schedule.orders)
+    return tuple(whole - work for whole, work in zip(apart, timeline.work, strict=True))
 
 
 def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
@@ -95,14 +110,16 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
     Peaks are those of the longer step. If a device holds all microbatches at once, its peak grows with their number.
     """
-    (before, held_before), (after, held_after) = shorter.price, longer.price
+    before, held_before, hidden_before = shorter.price
+    after, held_after, hidden_after = longer.price
     few, many = shorter.schedule.num_microbatches, longer.schedule.num_microbatches
-    seconds = after + (num_microbatches - many) / (many - few) * (after - before)
+    more = (num_microbatches - many) / (many - few)
+    hidden = (b + more * (b - a) for a, b in zip(hidden_before, hidden_after, strict=False))
     held = (
         b * num_microbatches / many if isclose(b * few, a * many) else b
         for a, b in zip(held_before, held_after, strict=True)
     )
-    return OrderPrice(seconds, tuple(held))
+    return OrderPrice(after + more * (after - before), tuple(held), tuple(hidden))
 
 
 def _rhythm(num_devices: int) -> int:

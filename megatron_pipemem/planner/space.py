@@ -11,16 +11,17 @@ from typing import Any, get_args
 
 from megatron_pipemem.config.layout import needed_layers
 from megatron_pipemem.config.loading import nearest
-from megatron_pipemem.config.model import Recompute
-from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run, ScheduleChoice
-from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.config.model import Execution, Recompute
+from megatron_pipemem.config.refusals import PAIRS, flag_values, refuse
+from megatron_pipemem.config.runs import EP_OVERLAP, OVERLAPS, Run, ScheduleChoice
+from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.planner.activations import layer_bytes
 from megatron_pipemem.planner.replay import family_schedule
 from megatron_pipemem.planner.slices import why_not_sliced
 from megatron_pipemem.planner.step import DISTRIBUTED
-from megatron_pipemem.planner.variants import PLAIN, variants
+from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN, variants
 from megatron_pipemem.schedule.family import Family
-from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, TOKENS
+from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, STOCK, TOKENS
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families, family, sliced_families
 
@@ -39,14 +40,17 @@ OUTCLASSED = {
     "dualpipe": "two replicas of the model take more memory than they save",
 }
 """Families that another choice outdoes, with the reason. The planner considers them only if a user names them."""
+ROOM_FOR_PAIRS = ("dualpipe-v",)
+"""Of these families, those that are considered if forwards and backwards run in pairs."""
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """Flags that the prices of several data-parallel ranks assume, unless the run sets them otherwise."""
-STOCKS_ALONE = (*STOCK_OVERLAPS.values(), "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
-"""Flags that hide messages or move the head's W. Only Megatron's own schedules support these."""
+STOCKS_ALONE = (*OVERLAPS, "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
+"""Flags that hide messages or move the head's W. Only Megatron's own schedules support these, except for ``EP_OVERLAP``."""
 _KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps")
 _MOST_CHUNKS = 8
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _SLICES = (1, 2, 4, 8, 16, 32, 64)
+_DISPATCHER = "moe-token-dispatcher-type"
 _LEAST_SAVED = 0.02  # of a layer's bytes
 
 
@@ -86,9 +90,9 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
 
     The size of microbatches and the recomputation vary too. Expert parallelism, the global batch and the modules
     of selective recomputation stay as in the run. So do context parallelism, slices and their cut, unless the limits
-    name them. Some flags hide messages in layers, but only under Megatron's own schedules. A run with such flags is
-    yielded twice: with these flags for Megatron's schedules, and without them for ours. If its steps overlap, only the
-    run without them is yielded. ``rejected`` counts impossible runs by reason.
+    name them. A run with flags that hide messages in layers is yielded with them for Megatron's schedules, and without
+    them for ours. If it may run in pairs, it is yielded for that too, with the schedule ``auto``. If its steps overlap,
+    only the run without these flags is yielded. ``rejected`` counts impossible runs by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:
@@ -126,22 +130,51 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
                 continue
             if hides_messages(candidate) and not choice.overlap_steps:
                 yield candidate
+                if candidate.pairs and pp > 1 and may_pair(candidate):
+                    paired = in_pairs(candidate)
+                    yield replace(paired, schedule=replace(choice, name=AUTO))
             yield without_overlap(candidate)
 
 
 def without_overlap(run: Run) -> Run:
-    """Return the run without the flags that only Megatron's own schedules support.
-
-    Most of them hide messages within layers.
-    """
+    """Return the run without the flags that hide messages within layers or that only Megatron's schedules support."""
     apart = {flag: value for flag, value in run.flags.items() if flag not in STOCKS_ALONE}
     return replace(run, megatron=apart)
 
 
+def in_pairs(run: Run) -> Run:
+    """Return the run with its forwards and backwards in pairs, and without flags that only Megatron's schedules support."""
+    bare = without_overlap(run)
+    return replace(bare, megatron={_DISPATCHER: "alltoall"} | bare.flags | {EP_OVERLAP: True})
+
+
+def may_pair(run: Run) -> bool:
+    """Return whether schedules of this package can run the passes of a run's model in pairs."""
+    execution, dispatcher = run.execution, run.flags.get(_DISPATCHER)
+    if (run.schedule.slices or 1) > 1 or run.schedule.overlap_steps or run.model.mtp_layers:
+        return False
+    if not _exchanges(execution) or execution.precision == "fp32" or dispatcher == "allgather":
+        return False
+    try:
+        refuse(flag_values(run.flags), PAIRS)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _exchanges(execution: Execution) -> bool:
+    """Return whether tokens travel to experts on other ranks, and none of that is recomputed."""
+    return execution.ep > 1 and execution.recompute != "full" and not execution.recomputes("moe")
+
+
 def hides_messages(run: Run) -> bool:
-    """Return whether a run hides messages within layers, which only Megatron's own schedules can."""
-    execution = run.execution
-    return execution.tp_overlap or execution.ep_overlap
+    """Return whether a run hides messages within layers."""
+    return run.execution.tp_overlap or run.pairs
+
+
+def is_stocks(run: Run) -> bool:
+    """Return whether a run keeps flags with which it takes Megatron's own schedules."""
+    return run.schedule.name == STOCK and hides_messages(run)
 
 
 def _impossible(run: Run) -> str | None:
@@ -187,18 +220,21 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     """
     found: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
-    stock = _stock_orders(run) if hides_messages(run) else None
+    stock = _stock_orders(run) if is_stocks(run) else None
     named, sliced = limits.allowed.get("schedule", ()), tuple(sliced_families())
     for each in families():
         if not (_runs_whole(each) if slices == 1 else each in sliced) or not limits.admits(schedule=each.name):
             continue
         if stock is not None and each.name not in stock:
             continue
-        if each.name in OUTCLASSED and each.name not in named:
+        if each.name in OUTCLASSED and each.name not in (*named, *(ROOM_FOR_PAIRS if run.pairs else ())):
             rejected[f"{each.name}: {OUTCLASSED[each.name]}"] += 1
             continue
         if pp < each.min_devices or (pp == 1 and each.name != "1f1b" and each.name not in named):
             rejected["the schedule is for more pipeline ranks"] += 1
+            continue
+        if run.pairs and stock is None and each.name in _stock_orders(run) and each.name not in named:
+            rejected[f"{each.name}: Megatron's own schedule runs the same order in pairs"] += 1
             continue
         for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
             if not limits.admits(chunks=chunks or each.chunks):
@@ -219,13 +255,13 @@ def _stock_orders(run: Run) -> tuple[str, ...]:
     With several chunks, Megatron needs a number of microbatches that ``pp`` divides. To overlap expert-parallel
     messages it needs experts on several ranks that are not recomputed, and in a pipeline several chunks.
     """
-    cut, execution = run.parallelism, run.execution
-    if execution.ep_overlap and (execution.ep == 1 or execution.recompute == "full" or execution.recomputes("moe")):
+    cut = run.parallelism
+    if run.pairs and not _exchanges(run.execution):
         return ()
     if cut.pp == 1:
         return ("1f1b",)
     interleaved = ("interleaved",) * (cut.microbatches % cut.pp == 0)
-    return interleaved if execution.ep_overlap else ("1f1b", *interleaved)
+    return interleaved if run.pairs else ("1f1b", *interleaved)
 
 
 def _runs_whole(each: Family) -> bool:
@@ -265,6 +301,6 @@ KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "slices": lambda run: _SLICES,
     "slice_cut": lambda run: SLICE_CUTS,
     "schedule": lambda run: [SEARCHED, *_names()],
-    "variant": lambda run: [PLAIN, *(each.name for each in variants())],
+    "variant": lambda run: [PLAIN, IN_PAIRS.name, *(each.name for each in variants())],
 }
 """Functions from a run to the possible values of a key, by the keys that may be limited."""

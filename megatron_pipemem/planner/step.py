@@ -67,6 +67,8 @@ class PlannedStep:
     buffers: tuple[float, ...]  # per device, bytes besides activations that are held at times
     communication: tuple[float, ...]
     """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
+    exchange: tuple[Passes, ...]
+    """Per stage, seconds of F and of I in which the experts' tokens travel; part of ``costs``."""
     again: tuple[float, ...]  # per device, seconds per microbatch of recomputation
     work: tuple[float, ...]  # per device, seconds of F, I and W per microbatch, with those messages
     reduction: float  # exposed seconds of data-parallel messages, on the worst device
@@ -81,6 +83,21 @@ class PlannedStep:
         kept = (self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages)
         assert not isinstance(kept, PartPrices), "a step is priced stage by stage"
         return listed(kept)
+
+    @property
+    def busiest(self) -> int:
+        """The device with the most seconds per microbatch."""
+        return self.work.index(max(self.work))
+
+    @property
+    def exchange_share(self) -> float:
+        """The share of the work of all devices in which experts' tokens travel."""
+        return sum(each.total for each in self.exchange) / self.placement.replicas / sum(self.work)
+
+    def in_pairs(self) -> PlannedStep:
+        """Return the step with costs that price pairs, in which the experts' tokens travel while the device computes."""
+        forward, inputs = (tuple(getattr(each, kind) for each in self.exchange) for kind in ("forward", "input"))
+        return replace(self, costs=replace(self.costs, forward_exchange=forward, backward_exchange=inputs))
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
         """Return all bytes of each device, given ``kept``, the bytes of activations of each.
@@ -234,7 +251,7 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
 def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
     """Return a lower bound in seconds for every step of a run with this parallelism: all work, divided evenly."""
     cut = _cut(run, pace)
-    work = sum(part.seconds.total for part in cut.everything())
+    work = sum(part.seconds.total - run.pairs * part.exchange.total for part in cut.everything())
     return run.parallelism.microbatches * work / run.parallelism.pp
 
 
@@ -344,6 +361,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         static=tuple(sum(cut.static(part) for part in device) for device in held),
         buffers=_buffers(cut, placement, layers),
         communication=tuple(sum(part.communication.total for part in device) / replicas for device in held),
+        exchange=tuple(sum((part.exchange for part in stage), Passes()) for stage in stages),
         again=tuple(sum(part.again for part in device) / replicas for device in held),
         work=tuple(sum(part.seconds.total for part in device) / replicas for device in held),
         reduction=max(_exposed(cut, device, replicas) for device in held)

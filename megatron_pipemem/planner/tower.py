@@ -59,7 +59,6 @@ def _execution(tower: Tower, execution: Execution) -> Execution:
         recompute=execution.recompute if tower.shared else "none",
         fp8=execution.fp8 if tower.shared else "none",
         tp_overlap=False,
-        ep_overlap=False,
         frozen=(),
     )
 

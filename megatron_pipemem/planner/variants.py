@@ -19,6 +19,7 @@ from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, gather, logit_bytes
@@ -30,6 +31,7 @@ from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 
 
@@ -47,8 +49,10 @@ class Variant:
     """Returns the order with further actions, within the given bytes per device, or raises a PipememError."""
     frees_memory: bool = False
     """Whether the variant is only for orders that exceed the memory. Otherwise it holds at least as much as the order alone.
-    In both cases it takes at least as long."""
+    In both cases it takes at least as long, unless it hides exchanges."""
     cuts_vocabulary: bool = False  # which a model with a vision tower does not allow
+    hides_exchanges: bool = False
+    """Whether it runs forwards and backwards in pairs. It takes at least as long as the order alone without exchanges."""
 
 
 PLAIN = "plain"
@@ -121,6 +125,27 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
             f"({why}); take more ranks, smaller microbatches or recomputation",
         ) from error
 
+
+def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Timeline:
+    """Return the simulated step of the schedule with the pairs that make it shortest, within ``room`` bytes per device.
+
+    It has no pairs if none makes it shorter.
+    """
+
+    def fits(each: Schedule) -> bool:
+        return all(held <= there for held, there in zip(peaks(each, step.costs), room, strict=True))
+
+    return with_pairs(schedule, step.costs, fits)
+
+
+IN_PAIRS = Variant(
+    "pairs",
+    choice=lambda choice: choice,
+    prepare=lambda run, placement, pace: price(run, placement, pace=pace).in_pairs(),
+    apply=lambda schedule, step, room: paired(schedule, step, room).schedule,
+    hides_exchanges=True,
+)
+"""Forwards and backwards in pairs, for runs with ``--overlap-moe-expert-parallel-comm`` only."""
 
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
 

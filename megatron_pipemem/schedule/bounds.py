@@ -247,6 +247,7 @@ def lower_bound(
     *,
     splits: bool = True,
     slices: int = 1,
+    pairs: bool = False,
 ) -> float:
     """Return a makespan in seconds that no schedule with this placement and cap can beat, whatever its order.
 
@@ -273,11 +274,17 @@ def lower_bound(
     If microbatches are cut into slices, the slices wait for one another: forward in order, backward in reverse. The
     first and the last pass are then those of a microbatch's first or last slice.
 
+    If actions may run in pairs (``pairs``), exchanges of experts' tokens count only on the path of one microbatch, which
+    has no pairs.
+
     If backwards may not be split (``splits``), a gradient leaves a stage at the end of its B, and the bound is higher.
     ``memory_cap`` is one number or one per device, in activation units or in the unit of ``costs.memory``. Raise an
     UnsupportedError if the cap admits no schedule.
     """
     costs = costs or Costs()
+    if pairs and costs.have_exchanges:
+        ways = ((1, costs), (num_microbatches, costs.of_computing(placement)))
+        return max(lower_bound(placement, *way, memory_cap, splits=splits, slices=slices) for way in ways)
     step, unit = _Step(placement, num_microbatches, costs, splits, slices), costs.memory_unit(placement, slices)
     p = placement.num_devices
     caps = (math.inf,) * p if memory_cap is None else per_device(memory_cap, p)

@@ -141,7 +141,7 @@ class Costs:
 
     @property
     def have_exchanges(self) -> bool:
-        """Return whether the costs have seconds in which the tokens of experts travel."""
+        """Return whether the costs say how long the tokens of experts travel, even if it is 0 on each stage."""
         return any(getattr(self, name) != 0 for name, _ in _EXCHANGES)
 
     @property
@@ -225,6 +225,23 @@ class Costs:
         """
         found = {kind: per_slice(name, getattr(self, name), placement, 1) for name, kind in _EXCHANGES}
         return {**found, Kind.B: found[Kind.I]}
+
+    def exchange_shares(self, placement: Placement) -> tuple[float, ...]:
+        """Return the share of F in which only the experts' tokens travel, one value per stage."""
+        whole, apart = self.seconds(placement)[Kind.F], self.exchange_seconds(placement)[Kind.F]
+        return tuple(part / seconds if seconds else 0.0 for part, seconds in zip(apart, whole, strict=True))
+
+    def of_computing(self, placement: Placement) -> Costs:
+        """Return the costs without the seconds in which only the experts' tokens travel, with one value per stage.
+
+        Any order takes at least as long in pairs by these costs as it takes without pairs by the result.
+        """
+        seconds, apart = self.seconds(placement), self.exchange_seconds(placement)
+        forward, inputs = (
+            tuple(max(0.0, whole - each) for whole, each in zip(seconds[kind], apart[kind], strict=True))
+            for kind in (Kind.F, Kind.I)
+        )
+        return replace(self, forward=forward, backward_input=inputs, forward_exchange=0.0, backward_exchange=0.0)
 
     def replica_reduction_seconds(self, placement: Placement) -> tuple[float, ...]:
         """Return the seconds of REDUCE_REPLICAS, one value per stage.

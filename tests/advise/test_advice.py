@@ -61,6 +61,25 @@ def test_prices_are_the_planners(name):
     assert (way.seconds, way.peaks) == (planned.seconds, planned.peaks)
 
 
+def test_the_flag_for_pairs_is_named_where_experts_are_far_apart():
+    far = replace(QWEN.cluster, devices_per_node=2, nodes=8)
+    sizes = replace(QWEN.parallelism, ep=8, dp=4, pp=4, global_batch=64, etp=1)
+    run = replace(QWEN, cluster=far, parallelism=replace(sizes, ep=4))
+    near, alone = advise(QWEN, names=("1f1b", "zb-h1"), pairs=True), advise(run, names=("1f1b", "zb-h1"))
+    advice = advise(run, names=("1f1b", "zb-h1"), pairs=True)
+    found = advice.proposals["same memory, pairs"]
+    assert advice.verdict == "pairs" and not any(way.run.pairs for way in (*alone.proposals.values(), alone.today))
+    added, _ = changed_flags(run, found.run)
+    assert added["overlap-moe-expert-parallel-comm"] is True and added["moe-token-dispatcher-type"] == "alltoall"
+    assert refusal(found.run) is None
+    assert found.gain(advice.today) > max(way.gain(alone.today) for way in alone.proposals.values()) + AS_FAST
+    assert near.today.step.exchange_share < advice.today.step.exchange_share
+    kept = advise(
+        replace(run, megatron=run.megatron | {"overlap-moe-expert-parallel-comm": True}, schedule=found.run.schedule)
+    )
+    assert kept.today.run.pairs and kept.verdict != "pairs"
+
+
 def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     cut = LLAMA.parallelism
     sizes = replace(cut, micro_batch=1, global_batch=2 * cut.dp)

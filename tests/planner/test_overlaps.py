@@ -13,8 +13,12 @@ from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.planner.memory import request_of
 from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.plans import run_files
 from megatron_pipemem.planner.prices import layer
-from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.planner.space import Limits, is_stocks
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
 TP, EP = "tp-comm-overlap", "overlap-moe-expert-parallel-comm"
@@ -34,15 +38,13 @@ def test_a_ring_shows_one_part_at_least_and_what_no_product_hides():
     assert layer(MODEL, Execution(tp_overlap=True), fast) == layer(MODEL, Execution(), fast)
 
 
-def test_tokens_for_experts_travel_while_the_other_microbatch_computes():
-    cut = Execution(ep=4)
-    fast, slow = (replace(CLUSTER, intra_node=Link(speed, 0.0)) for speed in (1000.0, 0.1))
-    for cluster, hides in ((fast, True), (slow, False)):
-        shown, hidden = (layer(EXPERTS, replace(cut, ep_overlap=overlap), cluster) for overlap in (False, True))
-        assert (hidden.communication.total == 0) == hides
-        assert hidden.communication.total < shown.communication.total
-        computing = shown.seconds.total - shown.communication.total
-        assert hidden.seconds.total >= computing * (1 - 1e-9)
+def test_the_exchange_of_a_layer_follows_from_tokens_experts_and_link():
+    found = [layer(EXPERTS, Execution(ep=ep), replace(CLUSTER, intra_node=Link(50.0, 0.0))) for ep in (1, 2, 4)]
+    # Two all-to-all of 1,024 tokens for 2 experts each, of 2,048 channels of 2 bytes.
+    whole = 2 * 1024 * 2 * 2048 * 2 / 50e9
+    assert [each.exchange.forward for each in found] == pytest.approx([0, whole / 2, whole * 3 / 4])
+    for each in found:
+        assert each.exchange == each.communication and each.exchange.forward == each.exchange.input
 
 
 def planned(megatron, **limits):
@@ -67,15 +69,54 @@ def test_megatrons_orders_keep_the_overlap_and_all_are_weighed_without():
 
 def test_pairs_of_microbatches_need_chunks_and_experts_on_several_ranks():
     run = replace(RUN, model=EXPERTS, parallelism=Parallelism(global_batch=32, ep=2), megatron={EP: True})
-    limits = {"tp": (1,), "pp": (2,), "micro_batch": (1,), "variant": ("plain",)}
+    limits = {"tp": (1,), "pp": (2,), "micro_batch": (1,), "variant": ("plain", "pairs")}
     plans = plan(run, limits=Limits(limits), top=200, search_seconds=0).plans
-    kept = [each for each in plans if each.hides_messages]
+    kept = [each for each in plans if each.hides_messages and is_stocks(each.run)]
     assert {each.schedule for each in kept} == {"interleaved"}
     assert {each.run.schedule.recompute for each in kept} <= {"none", "selective"}
     alone = plan(
         replace(run, parallelism=Parallelism(global_batch=32)), limits=Limits(limits), top=200, search_seconds=0
     )
     assert not any(each.hides_messages for each in alone.plans)
+
+
+EXCHANGING = replace(
+    RUN, model=EXPERTS, cluster=SLOW, parallelism=Parallelism(global_batch=32, ep=4), megatron={EP: True}
+)
+"""Experts whose tokens travel for a third of a forward."""
+
+
+def test_pairs_are_planned_and_run_as_planned(tmp_path):
+    limits = Limits({"tp": (1,), "pp": (2,), "micro_batch": (1,), "recompute": ("none",)})
+    plans = plan(EXCHANGING, limits=limits, top=200, search_seconds=0).plans
+    paired = {each.schedule: each for each in plans if each.variant == "pairs" and not is_stocks(each.run)}
+    alone = {each.schedule: each for each in plans if each.variant == "plain"}
+    assert {"zbv", "dualpipe-v"} <= paired.keys() and "dualpipe-v" not in alone
+    assert 0.2 < paired["zbv"].step.exchange_share < 0.5
+    for name, each in paired.items():
+        assert each.run.pairs and each.order.pairs and each.hidden > 0
+        assert each.makespan == simulate(each.order, each.step.costs).makespan
+        assert sum(each.losses.values()) < each.seconds and min(each.losses.values()) > -1e-12
+        if name in alone:
+            assert each.seconds < alone[name].seconds
+        (order, text), (_, run) = run_files(each, tmp_path / f"{name}.yaml").items()
+        assert Schedule.from_csv(text).pairs == each.order.pairs and order.name in run and EP in run
+    # The step in pairs takes no less than the bound by which the planner leaves out others.
+    for each in plans:
+        if each.variant == "pairs":
+            cut, step = each.run.parallelism, each.step
+            bound = lower_bound(step.placement, cut.microbatches, step.costs, pairs=True)
+            assert bound <= each.makespan * (1 + 1e-9)
+    assert not any(each.variant == "pairs" for each in plan(replace(EXCHANGING, megatron={}), limits=limits).plans)
+
+
+def test_a_search_for_an_order_with_pairs_keeps_them():
+    limits = Limits(
+        {"tp": (1,), "pp": (2,), "micro_batch": (1,), "recompute": ("none",), "schedule": ("zb-h1", "search")}
+    )
+    plans = plan(EXCHANGING, limits=limits, top=200, search_seconds=0.2).plans
+    found = [each for each in plans if each.schedule == "search" and each.run.pairs]
+    assert found and all(each.order.pairs for each in found)
 
 
 def test_a_run_of_our_schedules_with_the_flag_runs_in_pairs():

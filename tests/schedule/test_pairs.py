@@ -23,6 +23,7 @@ from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import dependencies
 from megatron_pipemem.schedule.lowering import lower
@@ -76,6 +77,12 @@ def test_pairs_of_any_family_are_proved_shorten_the_step_and_travel(name, size, 
     timeline = with_pairs(alone, costs)
     found = timeline.schedule
     assert (timeline.makespan < simulate(alone, costs).makespan) is bool(found.pairs) and ends(found)
+    if found.placement.replicas == 1:
+        cap = [each * (1 + 1e-9) for each in timeline.peaks]
+        bound = lower_bound(
+            found.placement, found.num_microbatches, costs, cap, splits=found.splits_backward, pairs=True
+        )
+        assert bound <= timeline.makespan * (1 + 1e-9)
     for single_queue in (False, True):
         program = lower(found, single_queue=single_queue, costs=costs)
         validate_program(program, single_queue=single_queue)
@@ -165,6 +172,11 @@ def test_auto_is_as_fast_as_any_family_with_pairs_in_the_same_memory(cap):
     fit = [each.makespan for each in others if each.peak <= cap]
     assert found.schedule.pairs and found.peak <= cap
     assert len(fit) == (3 if cap == 1.5 else 1) and found.makespan <= min(fit) + 1e-9
+
+
+def test_exchanges_that_were_measured_as_none_make_no_pairs():
+    costs = replace(COSTS, forward_exchange=(0.0,) * 8, backward_exchange=(0.0,) * 8)
+    assert not choose(requested("dualpipe-v", pairs=True), Shape(4, None, 12), Knowledge(costs)).schedule.pairs
 
 
 def test_pictures_mark_pairs(capsys):
