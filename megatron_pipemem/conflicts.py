@@ -112,9 +112,6 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "weights": _PAIRS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
         "slices": _PAIRS.format("sequence slices", "use a schedule without slices"),
         "layerwise": _PAIRS.format("random numbers per layer", "pass --pipemem-random stock"),
-        "profile": _PAIRS.format(
-            "measured costs, which are those of single passes", "pass --pipemem-costs unit or a file"
-        ),
     },
 }
 """The features that each feature excludes, with a message that has the reason and the remedy."""

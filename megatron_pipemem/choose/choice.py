@@ -57,8 +57,8 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     """Return a copy of the choice with pairs: forwards that run together with a backward, where that is faster.
 
-    After a search, the orders of all candidates and families compete too. The copy has no bound, which holds only
-    without pairs, and no search results.
+    Costs without exchanges get an assumed share of them. After a search, the orders of all candidates and families
+    compete too. The copy has no bound, which holds only without pairs, and no search results.
     """
     from megatron_pipemem.features.pairs import orders
 

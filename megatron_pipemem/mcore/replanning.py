@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,8 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.activation_ledger import bytes_per_action
 from megatron_pipemem.runtime.trace import Medians, Stopwatch, Trace, TracedAction, average, costs_from, drift
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_links
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.measured import Pair
 from megatron_pipemem.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class _Contribution:
     device: int  # position of the rank in its pipeline
     changes: dict[Kind, tuple[int, ...]] | None  # of held bytes, per stage and slice (``bytes_per_action``)
     medians: Medians  # seconds of its passes
+    pairs: dict[Pair, float]  # seconds of its pairs of passes
     links: dict[Edge, float]  # seconds of a message
     failure: str | None = None
 
@@ -72,7 +74,8 @@ class Replanner(Extension):
         self._has_seconds = False
         self._stopwatch = Stopwatch()
         self._warm = False
-        self._unread: Trace | None = None
+        self._unread: tuple[Trace, Container[Action]] | None = None
+        """The trace of the last step, and the pairs of its schedule."""
         self._counted = False
         self._changes: dict[Kind, tuple[int, ...]] | None = None
         self._failure: str | None = None
@@ -114,10 +117,11 @@ class Replanner(Extension):
         if self._unread is not None:
             actions: list[TracedAction] = []
             with self._noting_failure():
-                actions = self._unread.actions()
-            self._stopwatch.add(actions)
+                actions = self._unread[0].actions()
+            self._stopwatch.add(actions, self._unread[1])
         # The first step takes longer, because channels open, kernels load and the allocator grows.
-        self._unread = step.observation.trace if self._warm and self._needs_seconds else None
+        trace = step.observation.trace if self._warm and self._needs_seconds else None
+        self._unread = None if trace is None else (trace, step.program.schedule.pairs)
         self._warm = True
 
     def before_step(
@@ -135,7 +139,10 @@ class Replanner(Extension):
             return None
         if timed and self._links is None:
             self._links = measure_links()
-        seen = gather(_Contribution(device, self._changes, self._stopwatch.medians(), self._links or {}, self._failure))
+        watch = self._stopwatch
+        seen = gather(
+            _Contribution(device, self._changes, watch.medians(), watch.of_pairs(), self._links or {}, self._failure)
+        )
         self._counted, self._changes, self._failure = False, None, None
         if timed:
             self._stopwatch.reset()
@@ -158,7 +165,8 @@ class Replanner(Extension):
             return MeasurementUpdate("bytes counted", None, changes, 0.0)
         links = average([each.links for each in seen])
         medians = average([each.medians for each in seen])
-        costs = costs_from(medians, links, placement, self._programs.costs, self._slices)
+        pairs = average([each.pairs for each in seen])
+        costs = costs_from(medians, links, placement, self._programs.costs, self._slices, pairs)
         if not self._has_seconds:
             self._has_seconds = True
             return MeasurementUpdate("costs measured", costs, changes, 0.0)

@@ -17,9 +17,10 @@ from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
 from megatron_pipemem.config import layout
 from megatron_pipemem.errors import PipememError
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.planner.replay import family_schedule
-from megatron_pipemem.planner.space import OUTCLASSED
+from megatron_pipemem.planner.space import OUTCLASSED, ROOM_FOR_PAIRS
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import MEMORY, PLAIN, RECOMPUTE, VOCABULARY, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
@@ -73,6 +74,7 @@ class MeasuredLayers:
     are_known: bool  # whether they are layers
     seconds: Mapping[Kind, PartPrices]  # of F, I and W
     memory: Mapping[Kind, PartPrices] | None  # changes of held bytes by F, I and W; ``None`` if they were not counted
+    exchanges: Mapping[Kind, PartPrices]  # seconds of F and I in which experts' tokens travel; empty without pairs
 
     @classmethod
     def of_step(
@@ -94,7 +96,11 @@ class MeasuredLayers:
         if memory is not None:
             changes = stage_memory(memory)
             held = {kind: _parts_of(changes[kind][:stages], counts) for kind in _PARTS}
-        return cls(counts, layers is not None, seconds, held)
+        costs, exchanges = step.costs(), {}
+        if costs.have_exchanges:
+            apart = costs.exchange_seconds(step.schedule.placement)
+            exchanges = {kind: _parts_of(apart[kind][:stages], counts) for kind in (Kind.F, Kind.I)}
+        return cls(counts, layers is not None, seconds, held, exchanges)
 
     @property
     def head(self) -> float:
@@ -118,7 +124,11 @@ class MeasuredLayers:
 
         seconds = {kind: of_stages(parts) for kind, parts in self.seconds.items()}
         held = None if self.memory is None else {kind: of_stages(parts) for kind, parts in self.memory.items()}
-        return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
+        costs = Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
+        if not self.exchanges:
+            return costs
+        forward, inputs = (of_stages(self.exchanges[kind]) for kind in (Kind.F, Kind.I))
+        return replace(costs, forward_exchange=forward, backward_exchange=inputs)
 
     def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
         """Return the number of layers of every stage of another placement, balanced by the measured times.
@@ -328,7 +338,9 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
     for each in families():
-        if each.slices > 1 or each.asynchronous or each.offloads or each.name in OUTCLASSED or each.replicas > 1:
+        if each.slices > 1 or each.asynchronous or each.offloads or each.replicas > 1:
+            continue
+        if each.name in OUTCLASSED and not (own.pairs and each.name in ROOM_FOR_PAIRS):
             continue
         if (
             p < each.min_devices
@@ -342,6 +354,8 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
                 if _may_place(case, placement, each.name):
                     costs, counts = _cut_for(case, placement)
                     schedule = with_barriers(family_schedule(each.name, p, m, chunks, costs), barriers, costs)
+                    if own.pairs:
+                        schedule = with_pairs(schedule, costs).schedule
                     if (schedule.placement.devices, schedule.orders) != (own.placement.devices, own.orders):
                         yield each.name, schedule, costs, counts
     if case.search_seconds > 0 and 3 * m * 2 * p <= _LARGEST_SEARCH and "split" not in case.refused:
@@ -350,6 +364,7 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
                 costs, counts = _cut_for(case, placement)
                 cap = MemoryCap(case.own.peak, case.in_bytes)
                 request = Request.for_search(cap, {"seconds": case.search_seconds}, barriers)
+                request = replace(request, pairs=bool(own.pairs))
                 with suppress(PipememError):
                     found = choose(
                         request, Shape(p, None, m), Knowledge(replace(costs, microbatch=None), placement=placement)
@@ -392,7 +407,7 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
     and none if the step is long, or if the run recomputes, offloads or cuts the vocabulary.
     """
     faster = [each for each in orders if each[0].kind == MORE_MEMORY]
-    if not faster or _is_extended(case.schedule):
+    if not faster or _is_extended(case.schedule) or "offload" in case.refused:
         return
     fastest, (schedule, costs) = min(faster, key=lambda each: each[0].seconds)
     if sum(map(len, schedule.orders)) > _LARGEST_OFFLOAD:

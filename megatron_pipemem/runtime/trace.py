@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_pipemem.schedule.action import FURTHER, RECOMPUTE, Action, Kind, last_slice, place
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.measured import Pair, exchange_shares, with_shares
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
@@ -84,7 +86,7 @@ def _event() -> torch.cuda.Event:
 
 
 Medians = dict[tuple[Kind, int], float]
-"""Median seconds of a kind of action, by stage and slice (``action.place``)."""
+"""Median seconds of a kind of action that ran alone, by stage and slice (``action.place``)."""
 
 TOLERANCE = 0.2
 _NOISE = 0.02  # share of a device's seconds per microbatch; shorter times, as of empty stages, are noise
@@ -101,20 +103,32 @@ class Stopwatch:
     slices: int = 1
     steps: int = 0
     _durations: dict[tuple[Kind, int], list[float]] = field(default_factory=dict)
+    _of_pairs: dict[Pair, list[float]] = field(default_factory=dict)
 
-    def add(self, actions: Iterable[TracedAction]) -> None:
-        """Add the actions of one step."""
+    def add(self, actions: Iterable[TracedAction], pairs: Container[Action] = ()) -> None:
+        """Add the actions of one step in the order in which they ran. ``pairs`` is that of its schedule."""
         self.steps += 1
-        for traced in actions:
+        coming = iter(actions)
+        for traced in coming:
             key = (traced.action.kind, place(traced.action, self.slices))
-            self._durations.setdefault(key, []).append(traced.end - traced.start)
+            if traced.action in pairs:
+                second = next(coming)
+                pair = key, (second.action.kind, place(second.action, self.slices))
+                self._of_pairs.setdefault(pair, []).append(second.end - traced.start)
+            else:
+                self._durations.setdefault(key, []).append(traced.end - traced.start)
 
     def medians(self) -> Medians:
         return {key: median(durations) for key, durations in self._durations.items()}
 
+    def of_pairs(self) -> dict[Pair, float]:
+        """Return the median seconds of every pair."""
+        return {pair: median(durations) for pair, durations in self._of_pairs.items()}
+
     def reset(self) -> None:
         self.steps = 0
         self._durations.clear()
+        self._of_pairs.clear()
 
 
 def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
@@ -130,14 +144,20 @@ def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def costs_from(
-    medians: Medians, links: Mapping[tuple[int, int], float], placement: Placement, before: Costs, slices: int = 1
+    medians: Medians,
+    links: Mapping[tuple[int, int], float],
+    placement: Placement,
+    before: Costs,
+    slices: int = 1,
+    pairs: Mapping[Pair, float] = MappingProxyType({}),
 ) -> Costs:
     """Return the costs in seconds that the median times of actions give, one value per stage and slice.
 
     The values of a stage's slices follow each other. ``before`` are the present costs, and do not change. They replace
     missing times of F, I and W, and give the proportion of I and W in a fused B. Their memory is not taken over.
     ``links`` has the seconds of a slice's message by (source, destination) of devices. Messages that are not in
-    ``links`` cost nothing. ``slices`` is their number per microbatch.
+    ``links`` cost nothing. ``slices`` is their number per microbatch. ``pairs`` has the median seconds of pairs, if the
+    step had any. Without them the exchanges of experts' tokens keep their shares of F and I.
     """
     known = before.seconds(placement, slices)
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
@@ -150,7 +170,7 @@ def costs_from(
                 whole = known[Kind.B][stage]
                 seconds = fused * (known[kind][stage] / whole if whole else 0.5)
             prices[kind].append(seconds)
-    pairs = {
+    p2p = {
         # Costs price the messages of whole microbatches.
         (source, destination): links.get((source, destination), 0.0) * slices
         for source in range(placement.num_devices)
@@ -163,11 +183,11 @@ def costs_from(
         share, of_forward = kind.spec.shares["F"], enumerate(prices[Kind.F])
         again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
     forward, inputs, weights = (tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W))
-    return Costs(
+    costs = Costs(
         forward,
         inputs,
         weights,
-        pairs,
+        p2p,
         recompute=again[Kind.R],
         recompute_selective=again[Kind.RS],
         vocabulary=_passes(medians, placement, before, slices),
@@ -177,6 +197,9 @@ def costs_from(
         }
         or None,
     )
+    if pairs:
+        return with_shares(costs, exchange_shares(pairs, costs, placement), placement)
+    return with_shares(costs, before.exchange_shares(placement), placement) if before.have_exchanges else costs
 
 
 def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:

@@ -30,6 +30,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.action import COMPUTE, FURTHER, Action, Kind, place
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Step
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, count_messages, peaks
@@ -40,6 +41,35 @@ _ALIKE = 0.1
 """The relative difference up to which two times count as equal. Clocks and caches cause about as much."""
 
 Span = tuple[int, int]
+Pair = tuple[tuple[Kind, int], tuple[Kind, int]]
+"""The kinds and stages of the forward and the backward of a pair."""
+
+
+def exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placement) -> tuple[float, ...]:
+    """Return the share of F and I in which tokens of experts travel, one value per stage, by the seconds of pairs.
+
+    ``costs`` has the seconds of single actions. What a pair takes less than its two actions is what it hides, and the
+    price of a pair (``ActionPrices.second_of_pair``) then equals its measured seconds. Stages of one device have one
+    share. Devices without pairs have the share of all pairs together.
+    """
+    seconds, devices = costs.seconds(placement), placement.devices
+    hidden, whole = [0.0] * placement.num_devices, [0.0] * placement.num_devices
+    for ((_, stage), (kind, other)), together in pairs.items():
+        forward, backward = seconds[Kind.F][stage], seconds[kind][other]
+        hidden[devices[stage]] += min(max(0.0, forward + backward - together), forward, backward)
+        whole[devices[stage]] += forward + seconds[Kind.I][other]
+    overall = sum(hidden) / sum(whole) if any(whole) else 0.0
+    shares = [part / all_ if all_ else overall for part, all_ in zip(hidden, whole, strict=True)]
+    return tuple(shares[device] for device in devices)
+
+
+def with_shares(costs: Costs, shares: Sequence[float], placement: Placement) -> Costs:
+    """Return the costs with these shares of F and I in which tokens of experts travel, one per stage."""
+    seconds = costs.seconds(placement)
+    forward, inputs = (
+        tuple(price * share for price, share in zip(seconds[kind], shares, strict=True)) for kind in (Kind.F, Kind.I)
+    )
+    return replace(costs, forward_exchange=forward, backward_exchange=inputs)
 
 
 class Rerun(NamedTuple):
@@ -173,11 +203,34 @@ class MeasuredStep:
         return action.kind, place(action, self.schedule.slices)
 
     @cached_property
+    def pairs(self) -> dict[int, int]:
+        """Return the node of the backward of every pair, by the node of its forward."""
+        return {first: first + 1 for first in self._graph[0].pairs}
+
+    @cached_property
+    def alone(self) -> list[int]:
+        """Return the nodes of measured actions that are in no pair."""
+        paired = {*self.pairs, *self.pairs.values()}
+        return [node for node in self._by_node if node not in paired]
+
+    @cached_property
     def usual(self) -> dict[tuple[Kind, int], int]:
-        """Return the median nanoseconds per kind, stage and slice; for vocabulary passes per kind, device and slice."""
+        """Return the median nanoseconds per kind, stage and slice; for vocabulary passes per kind, device and slice.
+
+        They are those of actions in no pair.
+        """
         durations: dict[tuple[Kind, int], list[int]] = {}
-        for node in self._by_node:
+        for node in self.alone:
             durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
+        return {key: round(median(each)) for key, each in durations.items()}
+
+    @cached_property
+    def usual_pairs(self) -> dict[Pair, int]:
+        """Return the median nanoseconds of pairs, by the keys of forward and backward."""
+        durations: dict[Pair, list[int]] = {}
+        for first, second in self.pairs.items():
+            key = self.key_of(self.actions[first]), self.key_of(self.actions[second])
+            durations.setdefault(key, []).append(self._by_node[second][1] - self._by_node[first][0])
         return {key: round(median(each)) for key, each in durations.items()}
 
     @cached_property
@@ -188,7 +241,7 @@ class MeasuredStep:
         left out: it depends on the number of tokens only, and not on the lengths of documents.
         """
         ratios: list[list[float]] = [[] for _ in range(self.schedule.num_microbatches)]
-        for node in self._by_node:
+        for node in self.alone:
             kind, _, unit = self.actions[node]
             usual = self.usual[self.key_of(self.actions[node])]
             if usual and kind in (Kind.F, Kind.I, Kind.B):
@@ -271,7 +324,7 @@ class MeasuredStep:
         )
         inputs = tuple(i - r - s for i, r, s in zip(seconds[Kind.I], again, part, strict=True))
         weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
-        return Costs(
+        costs = Costs(
             seconds[Kind.F],
             inputs,
             seconds[Kind.W],
@@ -283,6 +336,11 @@ class MeasuredStep:
             microbatch=weights,
             further=dict(zip(FURTHER, further, strict=True)) or None,
         )
+        if not self.pairs:
+            return costs
+        together = {pair: nanoseconds / NANOSECONDS for pair, nanoseconds in self.usual_pairs.items()}
+        placement = self.schedule.placement
+        return with_shares(costs, exchange_shares(together, costs, placement), placement)
 
     def timeline(self, costs: Costs) -> Timeline:
         """Return the measured step as a timeline, with peaks from ``costs``. Copies to the host were not timed."""
@@ -325,9 +383,9 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
     its addition brings. The cause "barrier" has the time that a step would save without a barrier at its end.
     """
     actions, delays = step.actions, step.delays
-    even = _of_actions(step, _even(step), weighed=False)
-    stages = _of_actions(step, step.usual, weighed=False)
-    weighed = _of_actions(step, step.usual, weighed=True)
+    even = _of_actions(step, *_even(step), weighed=False)
+    stages = _of_actions(step, step.usual, step.usual_pairs, weighed=False)
+    weighed = _of_actions(step, step.usual, step.usual_pairs, weighed=True)
     none = [0] * len(actions)
     of_messages = [delay * awaits for delay, awaits in zip(delays, step.awaits_message, strict=True)]
     levels = [(even, none), (stages, none), (weighed, none), (weighed, of_messages), (weighed, delays)]
@@ -349,22 +407,30 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
     return found
 
 
-def _even(step: MeasuredStep) -> dict[tuple[Kind, int], int]:
-    """Return ``step.usual`` with the mean over all stages in place of each stage's time, slice by slice."""
+def _even(step: MeasuredStep) -> tuple[dict[tuple[Kind, int], int], dict[Pair, int]]:
+    """Return usual times with the mean over all stages in place of each stage's time, slice by slice, also of pairs."""
     by_kind: dict[tuple[Kind, int], list[int]] = {}
     slices = step.schedule.slices
     for (kind, at), seconds in step.usual.items():
         by_kind.setdefault((kind, at % slices), []).append(seconds)
     means = {key: round(sum(each) / len(each)) for key, each in by_kind.items()}
-    return {(kind, at): means[kind, at % slices] for kind, at in step.usual}
+    together = step.usual_pairs.values()
+    mean = round(sum(together) / len(together)) if together else 0
+    alone = {(kind, at): means[kind, at % slices] for kind, at in step.usual}
+    return alone, dict.fromkeys(step.usual_pairs, mean)
 
 
-def _of_actions(step: MeasuredStep, seconds: Mapping[tuple[Kind, int], int], weighed: bool) -> list[int]:
+def _of_actions(
+    step: MeasuredStep, seconds: Mapping[tuple[Kind, int], int], pairs: Mapping[Pair, int], weighed: bool
+) -> list[int]:
     weights, slices = step.weights, step.schedule.slices
     found = []
     for action in step.actions:
         one = seconds.get(step.key_of(action), 0)
         found.append(round(one * weights[action.microbatch // slices]) if weighed else one)
+    for first, second in step.pairs.items():
+        whole = pairs[step.key_of(step.actions[first]), step.key_of(step.actions[second])]
+        found[first], found[second] = 0, whole
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 from measured_steps import as_measured
 
 from megatron_pipemem.features.offload.orders import plan_offload
+from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner import changes
 from megatron_pipemem.planner.changes import (
@@ -22,6 +23,7 @@ from megatron_pipemem.planner.changes import (
 from megatron_pipemem.planner.explanation import explain
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.measured import IMBALANCE, LATE, SCHEDULE, idle_causes
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
@@ -48,6 +50,19 @@ def test_the_layers_and_the_head_are_found_again():
         assert costs.forward[-1] == pytest.approx(counts[-1] / 4 + 0.75)
         assert sum(costs.forward) + sum(costs.backward_input) == pytest.approx(2 * 4.75)
     assert measured.cut(Placement.linear(4)) == (4, 5, 5, 2)  # 1, 1.25, 1.25, 1.25
+
+
+def test_a_run_in_pairs_is_told_of_orders_with_room_for_more():
+    costs = with_exchanges(Costs(p2p=0.01), 0.4)
+    ran = with_pairs(build_schedule("zbv", num_devices=4, num_microbatches=16), costs)
+    measured = Case(as_measured(ran.schedule, costs), (4,) * 8, search_seconds=0.0)
+    assert measured.own.makespan == pytest.approx(ran.makespan)
+    (change,) = [each for each in best_changes(measured) if "dualpipe-v" in each.flags]
+    other = with_pairs(build_schedule("dualpipe-v", num_devices=4, num_microbatches=16), costs)
+    assert change.seconds == pytest.approx(other.makespan, rel=0.01) and change.seconds < ran.makespan
+    for each in idle_causes(measured.step):
+        assert sum(each.causes.values()) == each.idle
+        assert each.causes[IMBALANCE] == each.causes[LATE] == 0 < each.causes[SCHEDULE]
 
 
 def test_a_bare_pipeline_is_told_of_better_schedules_in_the_same_memory():

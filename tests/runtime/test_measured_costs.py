@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.runtime.trace import Stopwatch, TracedAction, average, costs_from, drift
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 V2 = Placement.v_shape(2)
 
@@ -36,6 +39,29 @@ def test_medians_are_of_all_steps_and_shrug_off_a_hiccup():
     assert watch.medians() == {(Kind.F, 0): pytest.approx(1.0), (Kind.W, 3): pytest.approx(3.0)}
     watch.reset()
     assert (watch.steps, watch.medians()) == (0, {})
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "zbv", "dualpipe"])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6])
+def test_a_step_in_pairs_gives_the_costs_by_which_it_takes_as_long(name, share):
+    """Each device measures its own actions. By the costs of all, the step and every pair take as long as they took."""
+    alone = build_schedule(name, num_devices=4, num_microbatches=16)
+    schedule = with_pairs(alone, with_exchanges(Costs(3, 4, 2, p2p=0.1), 0.4)).schedule
+    real = with_exchanges(Costs(3, 4, 2, p2p=0.1), share)
+    timeline, watches = simulate(schedule, real), []
+    for order, spans in zip(schedule.orders, timeline.spans, strict=True):
+        watch = Stopwatch()
+        watch.add([TracedAction(a, *span) for a, span in zip(order, spans, strict=True)], schedule.pairs)
+        watches.append(watch)
+    medians, pairs = average([each.medians() for each in watches]), average([each.of_pairs() for each in watches])
+    links = {(a, b): 0.1 for a in range(4) for b in range(4)}
+    found = costs_from(medians, links, schedule.placement, Costs(), pairs=pairs)
+    assert simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
+    assert found.exchange_shares(schedule.placement)[0] == pytest.approx(min(share, 1 / 3, 3 / 7), abs=0.1)
+    assert found.have_exchanges
+    # Without pairs the next step keeps the shares.
+    again = costs_from(medians, links, schedule.placement, found)
+    assert again.forward_exchange == found.forward_exchange
 
 
 def test_replicas_are_averaged_stage_by_stage():

@@ -35,6 +35,7 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Program
 from megatron_pipemem.schedule.simulator import Timeline
 
@@ -282,11 +283,13 @@ class RunRecord:
         It is ``None`` for an asynchronous schedule, or if not every pass was timed.
         """
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
+        overlaps = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
+        pairs = bool(overlaps) and plan.schedule.name != STOCK
         more = {
             "iteration_seconds": run_report.iteration_seconds(self._begun),
             "mtp_layers": getattr(self.config, "mtp_num_layers", None) or 0,
             "ordered": plan.arrival_makespan is not None,
-            "refused": run_report.refused(self.config, len(pipeline)),
+            "refused": run_report.refused(self.config, len(pipeline), pairs),
         }
         return run_report.written_step([each.last for each in pipeline], plan, layers, memory, more)
 

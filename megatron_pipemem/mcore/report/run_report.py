@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.config.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, UNPAIRED, VOCABULARY
+from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
 from megatron_pipemem.mcore.step.extension import WeightBytes, predict_weights
@@ -327,10 +328,11 @@ def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> di
     return found
 
 
-def refused(config, num_devices: int) -> dict[str, str]:
+def refused(config, num_devices: int, pairs: bool = False) -> dict[str, str]:
     """Return the features that the run's configuration excludes, each with the reason, for ``pipemem explain``.
 
-    ``num_devices`` is the number of pipeline ranks, on which a V is tried.
+    ``num_devices`` is the number of pipeline ranks, on which a V is tried. ``pairs`` is whether the run was enabled for
+    passes in pairs.
     """
     v = Placement.v_shape(num_devices)
 
@@ -339,14 +341,15 @@ def refused(config, num_devices: int) -> dict[str, str]:
         check_model(config, splits=True, recomputes=False)
 
     checks: Mapping[str, Callable[[], None]] = {
-        "schedules": lambda: check_config(config, SCHEDULES, UNPAIRED),
+        "schedules": lambda: check_config(config, SCHEDULES, *([] if pairs else [UNPAIRED])),
         "reordered": lambda: check_config(config, REORDERED),
         "v": lambda: check_sharing(config, v.name, v),
         "split": split,
         "vocabulary": lambda: check_config(config, VOCABULARY, GRAPHS),
         "overlap": lambda: check_config(config, OVERLAPPED),
     }
-    found = {}
+    excluded = CONFLICTS["pairs"] if pairs else {}
+    found = {name: excluded[name] for name in ("vocabulary", "overlap", "offload") if name in excluded}
     for name, check in checks.items():
         try:
             check()
