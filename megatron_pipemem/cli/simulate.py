@@ -284,7 +284,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
 def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     """Return the lower bound of the makespan, in the unit of the costs.
 
-    It is the busiest device's work for schedules without backwards, with replicas, pairs or vocabulary passes. For other
+    It is the busiest device's work for schedules without backwards, with replicas or vocabulary passes. For other
     schedules it holds within the cap, or else within ``peak``, the schedule's own peak in activation units. Offload and
     recompute have no such limit.
     """
@@ -292,11 +292,10 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     if (
         schedule.placement.replicas > 1
         or schedule.vocabulary_barriers
-        or schedule.pairs
         or all(action.kind is Kind.F for order in schedule.orders for action in order)
     ):
         return timeline.ideal
-    costs, slices = loaded.chosen.costs, schedule.slices
+    costs, slices, pairs = loaded.chosen.costs, schedule.slices, bool(schedule.pairs)
     if slices > 1:  # each slice may have its own price
         costs = replace(timeline.costs, memory=costs.memory)
     if schedule.offloads or schedule.recomputed:
@@ -305,7 +304,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     if loaded.chosen.search is not None and loaded.chosen.offload is None:
         return loaded.chosen.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
-    return lower_bound(schedule.placement, schedule.num_microbatches, costs, cap, slices=slices)
+    return lower_bound(schedule.placement, schedule.num_microbatches, costs, cap, slices=slices, pairs=pairs)
 
 
 _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_rate": "one queue: bubble"}

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from commands import pipemem
 
 from megatron_pipemem.config.cluster import Link
+from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution
-from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.planner.memory import request_of
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import run_files
 from megatron_pipemem.planner.prices import layer
 from megatron_pipemem.planner.space import Limits, is_stocks
+from megatron_pipemem.planner.step import price
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from tests.planner.small_run import CLUSTER, MODEL, RUN
@@ -78,6 +83,19 @@ def test_pairs_of_microbatches_need_chunks_and_experts_on_several_ranks():
         replace(run, parallelism=Parallelism(global_batch=32)), limits=Limits(limits), top=200, search_seconds=0
     )
     assert not any(each.hides_messages for each in alone.plans)
+
+
+def test_documented_shares():
+    """They are of F and I of all stages."""
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
+    (shares,) = re.findall(
+        r"it is (\d+) % for DeepSeek-V3 on H100\nwith 64 expert-parallel ranks, and (\d+) % with 8", page
+    )
+    run = load(Path(__file__).parents[2] / "configs" / "runs" / "deepseek-v3-1024xh100.yaml", Run)
+    for ep, share in zip((64, 8), shares, strict=True):
+        step = price(replace(run, parallelism=replace(run.parallelism, ep=ep)), Placement.linear(16))
+        passes = sum(map(sum, (step.costs.forward, step.costs.backward_input)))
+        assert round(100 * sum(each.total for each in step.exchange) / passes) == int(share)
 
 
 EXCHANGING = replace(
