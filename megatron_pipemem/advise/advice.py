@@ -208,7 +208,7 @@ def advise(
         )
     refused: dict[str, tuple[str, list[str]]] = {}
     paired = [in_pairs(run)] if pairs and may_pair(run) else []
-    own = [run] if run.pairs else [run, *(replace(each, megatron=each.megatron | run.flags) for each in paired)]
+    own = [run] if run.pairs else [run, *(replace(each, megatron=run.flags | each.megatron) for each in paired)]
     stocks = [way for each in own for name in STOCKS if name in names for way in _ways(each, name, pace)]
     stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _seconds, refused)
     bare = without_overlap(run)

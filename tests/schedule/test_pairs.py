@@ -77,6 +77,7 @@ def test_pairs_of_any_family_are_proved_shorten_the_step_and_travel(name, size, 
     timeline = with_pairs(alone, costs)
     found = timeline.schedule
     assert (timeline.makespan < simulate(alone, costs).makespan) is bool(found.pairs) and ends(found)
+    assert timeline.makespan >= simulate(alone, costs.of_computing(alone.placement)).makespan - 1e-9
     if found.placement.replicas == 1:
         cap = [each * (1 + 1e-9) for each in timeline.peaks]
         bound = lower_bound(
