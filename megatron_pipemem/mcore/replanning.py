@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
@@ -51,9 +51,9 @@ class _Contribution:
     device: int  # position of the rank in its pipeline
     changes: dict[Kind, tuple[int, ...]] | None  # of held bytes, per stage and slice (``bytes_per_action``)
     medians: Medians  # seconds of its passes
-    pairs: dict[Pair, float]  # seconds of its pairs of passes
     links: dict[Edge, float]  # seconds of a message
     failure: str | None = None
+    pairs: dict[Pair, float] = field(default_factory=dict)  # seconds of its pairs of passes
 
 
 class Replanner(Extension):
@@ -139,10 +139,9 @@ class Replanner(Extension):
             return None
         if timed and self._links is None:
             self._links = measure_links()
-        watch = self._stopwatch
-        seen = gather(
-            _Contribution(device, self._changes, watch.medians(), watch.of_pairs(), self._links or {}, self._failure)
-        )
+        watch, links = self._stopwatch, self._links or {}
+        own = _Contribution(device, self._changes, watch.medians(), links, self._failure, watch.of_pairs())
+        seen = gather(own)
         self._counted, self._changes, self._failure = False, None, None
         if timed:
             self._stopwatch.reset()

@@ -6,9 +6,6 @@ import pytest
 from lanes import rest_nightly
 from test_experts import ALL_TO_ALL, LOSSES, SHARED
 
-from megatron_pipemem.planner.explanation import case_of_report
-from megatron_pipemem.schedule.measured import NANOSECONDS
-
 OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 FLAGS = (*ALL_TO_ALL, *SHARED, *LOSSES, "--bf16")
 SCHEDULES = ("v-half", "zb-h1", "1f1b", "zbv", "dualpipe-v", "auto", "looped-bfs", "gis")
@@ -28,18 +25,7 @@ def test_trains_as_the_plain_order(train, assert_same_training, schedule):
 
 def test_trains_as_megatrons_own_overlap(train, assert_same_training):
     flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "8", OVERLAP[0])
-    flags = (*flags, "--train-iters", "6")
-    run = train("interleaved", *flags, "--pipemem-costs", "profile")
-    assert_same_training(run, train("stock", *flags))
-    # Times of pairs and of single passes are measured, and the last step can be explained with them.
-    assert [plan["priced_by"] for plan in run.plans] == ["unit", "measured"]
-    case = case_of_report({name: getattr(run, name) for name in ("last_step", "plans", "ranks")}, 0.0)
-    pairs, alone = case.step.usual_pairs, case.step.usual
-    assert pairs and all(seconds > 0 for seconds in pairs.values())
-    for (forward, backward), together in pairs.items():
-        assert together < 3 * (alone[forward] + alone[backward])
-    assert case.own.makespan == pytest.approx(case.step.length / NANOSECONDS, rel=0.5)
-    assert {"vocabulary", "overlap", "offload"} <= case.refused.keys() and "schedules" not in case.refused
+    assert_same_training(train("interleaved", *flags), train("stock", *flags))
 
 
 def test_two_replicas_train_as_the_plain_order(train, assert_close_training):

@@ -52,7 +52,7 @@ def wishes(run: Run) -> tuple[bool, bool]:
 def stepped(ledger, trace):
     pipeline = SimpleNamespace(placement=Placement.linear(1))
     observation = SimpleNamespace(ledger=ledger, trace=trace)
-    program = SimpleNamespace(schedule=SimpleNamespace(slices=1))
+    program = SimpleNamespace(schedule=SimpleNamespace(slices=1, pairs=frozenset()))
     return SimpleNamespace(pipeline=pipeline, message=None, observation=observation, program=program)
 
 
