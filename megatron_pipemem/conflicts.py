@@ -122,7 +122,7 @@ _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-op
 def check_conflicts(request: Request) -> None:
     """Raise an UnsupportedError if a request wants two features that exclude each other.
 
-    So it does if steps without a barrier are wanted for a schedule that ``check_delays`` refuses.
+    The same error is raised if steps without a barrier are wanted for a schedule that ``check_delays`` refuses.
     """
     for feature, excluded in CONFLICTS.items():
         if FEATURES[feature](request):

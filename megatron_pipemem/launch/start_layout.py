@@ -19,7 +19,7 @@ _FLAG = "pipemem-layout"
 
 
 def at_start(run: Run) -> Balance:
-    """Return the layouts that a run with ``--pipemem-layout auto`` weighs when it starts.
+    """Return the layouts that a run with ``--pipemem-layout auto`` compares when it starts.
 
     A run does not know its cluster, so the prices are those of ``PRICED_FOR``, for as many nodes and devices.
     """
@@ -45,7 +45,7 @@ def _uncut(run: Run) -> Run:
 
 
 def layers_of(run: Run, placement: Placement) -> tuple[int, ...] | None:
-    """Return the number of layers of every stage that a run's flags, or this package in their place, give it.
+    """Return the number of layers of every stage, by a run's flags or by the layout that this package adds to them.
 
     Multi-token prediction counts as one more layer. The result is ``None`` if the layers are unknown.
     """

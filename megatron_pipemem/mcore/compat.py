@@ -62,7 +62,7 @@ def release_activations(layers: Iterable[Any]) -> None:
 def is_plain_head(head: Any) -> bool:
     """Return whether an output layer computes logits as ``ColumnParallelLinear``, and not their loss.
 
-    ``dev`` has a subclass that does the one or the other, by the configuration.
+    ``dev`` has a subclass that computes logits or their loss, by the configuration.
     """
     if type(head).__name__ == "LinearCrossEntropyModule":
         return not (head.config.cross_entropy_loss_fusion and head.config.cross_entropy_fusion_impl == "linear")

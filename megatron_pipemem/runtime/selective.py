@@ -2,7 +2,7 @@
 
 A *region* is a function of the stage that is cheap to run again. A ``Recorder`` records the forward of a stage. For the
 backward, it keeps neither the tensors that autograd saves in a region nor the results of a region. Autograd gets empty
-places instead. ``Recorder.run_again`` fills the places by running all regions again from their inputs. The graph is
+placeholders instead. ``Recorder.run_again`` fills them by running all regions again from their inputs. The graph is
 that of the first forward, so gradients and hooks are the same as without recomputation.
 
 The hooks for saved tensors replace any other hooks instead of nesting, because ``saved_as_is`` removes only the top
@@ -59,7 +59,7 @@ class Recorder:
             self._results.clear()
 
     def run_again(self) -> None:
-        """Run all regions again, to fill the empty places. Call this once, before the backward.
+        """Run all regions again, to fill the empty placeholders. Call this once, before the backward.
 
         A region that now saves another number of tensors raises a RuntimeError.
         """
@@ -131,7 +131,7 @@ _recording: Recorder | None = None
 
 
 class _Place:
-    """Takes the place of a saved tensor. It is empty until the tensor is computed again."""
+    """A placeholder of a saved tensor. It is empty until the tensor is computed again."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -145,7 +145,7 @@ class _Input(NamedTuple):
 
 
 class _Region:
-    """One run of a region: its inputs, and the places of its tensors that autograd still needs."""
+    """One run of a region: its inputs, and the placeholders of its tensors that autograd still needs."""
 
     def __init__(self, function: Callable, replay: Replay, arguments: list):
         self._function, self._replay, self._arguments = function, replay, arguments
