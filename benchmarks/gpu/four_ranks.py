@@ -254,7 +254,9 @@ def await_result(result: Path, ranks: list[subprocess.Popen], seconds: float) ->
     while not result.exists():
         dead = [number for number, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
         if dead:
-            words = (result.parent / f"log-{dead[0]}").read_text().strip().splitlines()
+            lines = (result.parent / f"log-{dead[0]}").read_text().strip().splitlines()
+            # The last line may be NCCL's, which complains that the rank left without a goodbye.
+            words = [line for line in lines if "Error:" in line] or lines
             return f"rank {dead[0]} failed: {words[-1] if words else 'without a word'}"
         if time.monotonic() > deadline:
             return f"no end within {seconds:.0f} s"

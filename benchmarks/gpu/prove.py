@@ -3,7 +3,7 @@
 | experiment | shows |
 |---|---|
 | A `offload.py` | bandwidths, what offloading costs, equal bits, memory as predicted |
-| B `solo_rank.py` | one rank's real program at real size: predicted bytes against the allocator's, host time |
+| B `solo_rank.py` | one rank's real program at real size: predicted bytes against the allocator's |
 | C `four_ranks.py` | every family on four NCCL ranks that share the GPU: no hang, losses equal to stock's |
 | D `split_cost.py` | F, I and W against a fused B |
 | E `head_passes.py` | the passes of a cut LM head against their matrix products |
