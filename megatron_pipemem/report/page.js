@@ -56,7 +56,7 @@ function make(run) {
   }));
   const height = TOP + run.rows.length * PITCH + AXIS;
   canvas.style.height = height + "px";
-  return { ...run, section, canvas, where, flat, height, base: document.createElement("canvas"), drawn: "", dense: false };
+  return { ...run, section, canvas, where, flat, height, width: 0, base: document.createElement("canvas"), drawn: "", dense: false };
 }
 
 // Index of the first action of a row that ends after `time`.
@@ -101,13 +101,14 @@ function awaited(run, row, i) {
 
 // -------------------------------------------------------------------------------------------------------------- drawing
 
-const scale = run => (run.canvas.clientWidth - LEFT - RIGHT) / (view.end - view.start);
+// The browser lays the page out when it is asked for a width, so every drawing asks once.
+const scale = run => ((run.width ||= run.canvas.clientWidth) - LEFT - RIGHT) / (view.end - view.start);
 const toX = (run, time) => LEFT + (time - view.start) * scale(run);
 const toTime = (run, x) => view.start + (x - LEFT) / scale(run);
 
 // The rows change only with the view; the line, the frame and the words at the right are drawn over a copy of them.
 function draw(run) {
-  const ratio = window.devicePixelRatio || 1, width = run.canvas.clientWidth, right = width - RIGHT;
+  const ratio = window.devicePixelRatio || 1, width = run.width = run.canvas.clientWidth, right = width - RIGHT;
   const drawn = [view.start, view.end, width, ratio].join();
   if (run.drawn !== drawn) {
     const pen = sized(run.base, width, run.height, ratio);
