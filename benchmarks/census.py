@@ -3,7 +3,7 @@
 Claim: most recipes run plain 1F1B, and a schedule of this package makes their step shorter in the same memory.
 Seconds and bytes are the planner's prices on H100 80 GiB, also for recipes of other devices. Recipes with the same cut,
 batch and model have one row. A recipe counts as refused with its reason: its model has parts without a price, its sizes
-are on Hugging Face and no network is there, or its own sizes do not divide. A recipe that needs more than its devices
+are on Hugging Face and no network is there, or Megatron refuses its own sizes. A recipe that needs more than its devices
 have, by these prices, is compared without that limit.
 
     python benchmarks/census.py [--markdown] [--output census.json]
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -40,8 +41,11 @@ from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.request import Request
 
 COLUMNS = ("recipe", "p, m", "today", "idle", "in the same memory", "step", "stock tuned", "step")
+_RANKS = "pipeline_model_parallel_size"
 LARGE_GAIN = 0.05
 """Part of a step from which a gain is counted as large."""
+LISTED_GAIN = 0.15
+"""Part of a step from which the documents list a recipe."""
 
 
 def recipes() -> Iterator[dict[str, Any]]:
@@ -49,21 +53,31 @@ def recipes() -> Iterator[dict[str, Any]]:
     (listed,) = evaluate(["none"])
     own = [name for name in listed["names"] if "gpu" in name and "_1gpu_" not in name]
     for facts in evaluate(own):
-        if "error" in facts or facts["values"].get("pipeline_model_parallel_size", 1) > 1:
+        if _has_pipeline(facts["asked"]) if "error" in facts else facts["values"].get(_RANKS, 1) > 1:
             yield facts
+
+
+def _has_pipeline(recipe: str) -> bool:
+    """Return whether the file of a recipe that cannot be evaluated sets more than one pipeline rank."""
+    texts = (file.read_text() for file in sorted((_bridge() / "recipes").rglob("*.py")))
+    said = next(text for text in texts if f"def {recipe}(" in text)
+    return any(int(ranks) > 1 for ranks in re.findall(rf"{_RANKS} = (\d+)", said))
+
+
+def _bridge() -> Path:
+    bridge = find_spec("megatron.bridge")
+    return Path(bridge.submodule_search_locations[0]) if bridge and bridge.submodule_search_locations else Path()
 
 
 def benchmarks() -> Iterator[Mapping[str, Any]]:
     """Yield the settings of the benchmark recipes that have a pipeline and can be evaluated."""
-    bridge = find_spec("megatron.bridge")
-    folder = Path(bridge.submodule_search_locations[0]) if bridge and bridge.submodule_search_locations else Path()
-    names = []
+    folder, names = _bridge(), []
     for file in sorted((folder / "perf_recipes").rglob("*.py")):
         module = ".".join(("megatron.bridge", *file.relative_to(folder).with_suffix("").parts))
         functions = (each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef))
         names += [f"{module}:{each.name}" for each in functions if each.name.endswith("_config") and not each.args.args]
     for facts in evaluate(names):
-        if facts.get("values", {}).get("pipeline_model_parallel_size", 1) > 1:
+        if facts.get("values", {}).get(_RANKS, 1) > 1:
             yield facts["values"]
 
 
@@ -108,10 +122,10 @@ def row(name: str, advice: Advice) -> tuple[str, ...]:
 
 
 def markdown(rows: Iterable[tuple[str, ...]]) -> str:
-    """Return the documents' table: the recipes that gain more than ``LARGE_GAIN`` by a schedule, ours or stock's."""
+    """Return the documents' table: the recipes that gain more than ``LISTED_GAIN`` by a schedule, ours or stock's."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, size, today, idle, ours, gain, stock, stock_gain in rows:
-        if min(float(each.rstrip("%")) if each != "-" else 0.0 for each in (gain, stock_gain)) < -100 * LARGE_GAIN:
+        if min(float(each.rstrip("%")) if each != "-" else 0.0 for each in (gain, stock_gain)) < -100 * LISTED_GAIN:
             quoted = [f"`{each}`" if each != "-" else each for each in (today, ours, stock)]
             cells = (name.removesuffix("_h100_bf16"), size, quoted[0], idle, quoted[1], gain, quoted[2], stock_gain)
             lines.append(f"| {' | '.join(cells)} |")
@@ -137,8 +151,7 @@ def main() -> None:
         answer = asked(facts)
         name = facts["asked"].removesuffix("_config")
         if isinstance(answer, PipememError):
-            adapters = "adapters" if facts.get("adapters") else answer.code
-            refused[unpriced_part(facts.get("unknown") or "") or adapters] += 1
+            refused[unpriced_part(facts.get("unknown") or "") or answer.code] += 1
             continue
         cells = row(name, answer)
         rows.setdefault(cells[1:], cells)

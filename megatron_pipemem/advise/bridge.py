@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron_pipemem.advise.consumers import BRIDGE
-from megatron_pipemem.advise.fields import IMAGES, TOWER, flags_of, flags_of_model
+from megatron_pipemem.advise.fields import IMAGES, TOWER, adapter_flags, flags_of, flags_of_model
 from megatron_pipemem.advise.reading import Context, Reading, read_flags
 from megatron_pipemem.config.hugging_face import known_model
 from megatron_pipemem.config.loading import typed
@@ -20,12 +20,8 @@ from megatron_pipemem.launch.asking import answers
 PREFIX = "bridge:"
 _CHILD = "megatron_pipemem.mcore.bridge_recipe"
 _SECONDS = 600
-_UNPRICED = {
-    "experimental_attention_variant": "attention of another kind",
-    "enable_hyper_connections": "hyper-connections",
-    "linear_attention_freq": "linear attention",
-}
-"""Fields of models whose seconds and bytes cannot be predicted."""
+_PRICED = ("gated_delta_net", "dsa")
+"""Kinds of attention, in addition to plain and latent attention, whose seconds and bytes can be predicted."""
 
 
 def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -75,18 +71,18 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     if facts["unknown"] is not None:
         flags_of_model(facts["unknown"], "unset HF_HUB_OFFLINE to ask Hugging Face")
     values = facts["values"]
-    for field, words in _UNPRICED.items():
-        if values.get(field):
-            raise ConfigError(
-                "unsupported-model",
-                f"{asked} has {words}, whose seconds and bytes are not known; no schedules can be compared for this "
-                "model",
-            )
-    if facts["adapters"] is not None:
+    variant = values.get("experimental_attention_variant", _PRICED[0])
+    if variant not in _PRICED or values.get("enable_hyper_connections"):
         raise ConfigError(
             "unsupported-model",
-            f"{asked} trains adapters ({facts['adapters']}): frozen layers have no W, so a split backward gains "
-            "little; stay with Megatron's own schedule",
+            f"{asked} has hyper-connections or attention of the kind {variant}, whose seconds and bytes are not known; "
+            "no schedules can be compared for this model",
+        )
+    if facts["adapters"] is not None and not facts["rank"]:
+        raise ConfigError(
+            "unsupported-model",
+            f"{asked} trains adapters of the kind {facts['adapters']}, which have no rank, and whose seconds and bytes "
+            "are not known; no schedules can be compared for this model",
         )
     alike = known_model(facts["tokenizer"] or "")
     tokens = facts["vocabulary"] or (alike and alike.vocabulary)
@@ -94,6 +90,7 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     if facts["model"] is not None:
         base |= flags_of_model(facts["model"], "")
     flags = base | dict(flags_of(values, context.known)) | dict.fromkeys(facts.get("frozen", ()), True)
+    flags |= adapter_flags(facts["rank"] or 0)
     if flags.get("expert-model-parallel-size", 1) > 1:  # Megatron-Bridge does not cut experts by default
         flags.setdefault("expert-tensor-parallel-size", 1)
     _add_tower(flags, facts)

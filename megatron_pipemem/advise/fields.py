@@ -9,6 +9,7 @@ from typing import Any
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.hugging_face import known_model, unpriced_part
+from megatron_pipemem.config.runs import ADAPTERS, FREEZES
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.command import model_flags
 
@@ -86,6 +87,11 @@ def flags_of_model(name: str, hint: str) -> dict[str, Any]:
         model = replace(model, activation="swiglu")
     flags = {flag: value for flag, value in model_flags(model).items() if value is not None and value is not False}
     return flags if model.tower is None else flags | {TOWER: model.tower}
+
+
+def adapter_flags(rank: int) -> dict[str, Any]:
+    """Return the flags of a model whose layers are frozen and have low-rank adapters; none for rank 0."""
+    return {FREEZES["language"]: True, ADAPTERS: rank} if rank else {}
 
 
 def _layout(value: str | Sequence[str] | Sequence[Sequence[str]]) -> str:

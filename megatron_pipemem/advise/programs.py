@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL, Consumer
-from megatron_pipemem.advise.fields import ENDS, flags_of, flags_of_model
+from megatron_pipemem.advise.fields import ENDS, adapter_flags, flags_of, flags_of_model
 from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags, whole_number
 from megatron_pipemem.advise.shell import SWIFT_PROGRAMS, UNKNOWN
 from megatron_pipemem.config.hugging_face import known_model
@@ -33,6 +33,7 @@ _OF_VERL = {
     "trainer.nnodes": 1,
 }
 """verl's defaults of the settings that are read."""
+_RANK, _RANK_OF_SWIFT = 32, 8  # of adapters, unless a setting gives it
 
 
 def is_settings(raw: Mapping[str, Any]) -> bool:
@@ -192,7 +193,6 @@ def _named_model(settings: _Settings, key: str) -> dict[str, Any]:
 
 def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
     policy = "policy.megatron_cfg"
-    _refuse_adapters(settings.get(f"{policy}.peft.enabled", False), program)
     own = settings.fields(policy)
     if not own.get("activation_checkpointing"):
         own |= {"recompute_granularity": None, "recompute_modules": None}
@@ -213,6 +213,8 @@ def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
         "global-batch-size": settings.number("policy.train_global_batch_size"),
         "bf16": settings.get("policy.precision") == "bfloat16",
     }
+    if settings.get(f"{policy}.peft.enabled", False):
+        flags |= adapter_flags(settings.number(f"{policy}.peft.dim", _RANK))
     nodes, per_node = settings.number("cluster.num_nodes", 1), settings.number("cluster.gpus_per_node")
     if settings.get("policy.generation.colocated.enabled", True) is False:
         others = "policy.generation.colocated.resources"
@@ -231,7 +233,6 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
     def number(key: str) -> int:
         return settings.number(key, _OF_VERL.get(key))
 
-    _refuse_adapters(settings.get(f"{model}.lora.rank", 0) or settings.get(f"{model}.lora_rank", 0), program)
     own = {"sequence_parallel": True, "use_distributed_optimizer": True, "bf16": True}
     config = f"{actor}.megatron"
     for group in (config, f"{config}.override_transformer_config", f"{actor}.optim.override_optimizer_config"):
@@ -244,6 +245,7 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
         own.pop("recompute_modules", None)
     flags = _named_model(settings, f"{model}.path") | dict(flags_of(own, context.known))
     flags.pop("mtp-num-layers", None)  # verl trains without
+    flags |= adapter_flags(settings.number(f"{model}.lora.rank", 0) or settings.number(f"{model}.lora_rank", 0))
     flags["seq-length"] = number("data.max_prompt_length") + number("data.max_response_length")
     nodes, per_node = number("trainer.nnodes"), number("trainer.n_gpus_per_node")
     samples = number(f"{actor}.ppo_mini_batch_size") * number("actor_rollout_ref.rollout.n")
@@ -285,7 +287,6 @@ def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, 
     own: dict[str, Any] = {
         name.replace("-", "_"): texts.get(str(value).lower(), value) for name, value in given.items()
     }
-    _refuse_adapters(str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"), program)
     defaults = {"micro_batch_size": 1, "global_batch_size": 16, "recompute_granularity": "selective", "bf16": True}
     own = {**defaults, "use_distributed_optimizer": True, **own}
     longest = _number(own, "packing_length") or _number(own, "max_length")
@@ -301,6 +302,8 @@ def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, 
     flags = flags_of_model(name, _UNSAID.format("--model="))
     if not own.get("mtp_num_layers"):
         flags.pop("mtp-num-layers", None)
+    if str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"):
+        flags |= adapter_flags(_number(own, "lora_rank") or _RANK_OF_SWIFT)
     ends = {flag: own[name] for flag in ENDS if (name := flag.replace("-", "_")) in own}
     return _reading(flags | dict(flags_of(own, context.known)) | ends, launcher, program, context, SWIFT)
 
@@ -310,12 +313,3 @@ def _number(given: Mapping[str, Any], name: str) -> int | None:
     if UNKNOWN in str(value):
         ask_for(str(value), f"--{name}")
     return whole_number(value, name)
-
-
-def _refuse_adapters(trains: object, program: str) -> None:
-    if trains:
-        raise ConfigError(
-            "unsupported-model",
-            f"{program} trains adapters: frozen layers have no W, so a split backward gains little; stay with "
-            "Megatron's own schedule",
-        )

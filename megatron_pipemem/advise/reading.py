@@ -18,7 +18,7 @@ from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import LATENT, Model, Tower
+from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Model, Tower
 from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch import cut_flags
@@ -107,9 +107,17 @@ def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: s
     cut, nodes, per_node = _parallelism(flags, launcher, context.devices, context.cluster, assumed)
     if choice.name == STOCK:
         cut = replace(cut, chunks=_chunks(flags, model, cut.pp))
+    if model.experts and cut.tp > 1 and not cut.sequence_parallel:
+        cut = replace(cut, sequence_parallel=True)
+        assumed.append("--sequence-parallel, without which Megatron trains no experts on tensor-parallel ranks; add it")
     precision: Literal["bf16", "fp16", "fp32"] = "bf16" if flags.on("bf16") else "fp16" if flags.on("fp16") else "fp32"
     cluster = replace(context.cluster, nodes=nodes, devices_per_node=per_node)
     run = Run(model, cluster, cut, choice, _training(flags), precision, flags.left())
+    if rank := run.execution.adapters:
+        assumed.append(
+            f"adapters of rank {rank} on all linear layers; the layers' own weights have no W, so a split backward gains "
+            "little"
+        )
     return Reading(run, program, tuple(assumed))
 
 
@@ -404,12 +412,40 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
         "tied": not flags.on("untie-embeddings-and-output-weights"),
         "dropout": max(rates),
         "qk_norm": flags.on("qk-layernorm"),
+        "attention_gate": flags.on("attention-output-gate"),
     }
+
+    def sizes(*names: str) -> dict[str, Any]:
+        found = {name: flags.number(name.replace("_", "-")) for name in names}
+        return {name: size for name, size in found.items() if size is not None}
+
     if flags.on("multi-latent-attention"):
         shape |= {name: flags.number(name.replace("_", "-")) for name in LATENT}
+    variant = flags.get("experimental-attention-variant")
+    if variant == "dsa":
+        shape |= sizes(*INDEX)
+    if variant == "gated_delta_net":
+        shape["attention_every"] = _attention_every(str(flags.get("linear-attention-freq")), shape["layers"])
+    if variant == "gated_delta_net" or "G" in pattern:
+        shape |= sizes(*DELTA)
     shape |= _experts(flags, shape["layers"], pattern_flag is not None) | _mamba(flags, pattern)
     model = Model(**shape, vocabulary=1)
     return replace(model, vocabulary=vocabulary or _vocabulary(flags, model, assumed))
+
+
+def _attention_every(text: str, layers: int) -> int:
+    """Return the model setting ``attention_every`` that ``--linear-attention-freq``, a number or a list, describes."""
+    if text.isdecimal():
+        return int(text)
+    linear = _listed(text, "--linear-attention-freq")
+    every = next((n for n in range(1, layers + 1) if linear == [int((i + 1) % n > 0) for i in range(layers)]), None)
+    if every is None:
+        raise ConfigError(
+            "unsupported-model",
+            f"is {text}, which is not supported; give attention to every n-th layer",
+            key="--linear-attention-freq",
+        )
+    return every
 
 
 def _tower(flags: _Flags, assumed: list[str], images: int | None) -> Tower | None:
@@ -444,6 +480,7 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
         "experts_per_token": flags.number("moe-router-topk"),
         "expert_ffn": flags.number("moe-ffn-hidden-size"),
         "shared_expert_ffn": flags.number("moe-shared-expert-intermediate-size") or 0,
+        "expert_latent": flags.number("moe-latent-size") or 0,
         "router_score": flags.get("moe-router-score-function"),
         "router_bias": flags.on("moe-router-enable-expert-bias"),
         "router_groups": flags.number("moe-router-num-groups") or 0,
@@ -463,7 +500,7 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
         return {"moe_every": int(text)}
-    has = _listed(text)
+    has = _listed(text, "--moe-layer-freq")
     dense = has.index(1) if 1 in has else 0
     every = next(
         (step for step in range(1, layers + 1) if has[dense:] == [int(n % step == 0) for n in range(layers - dense)]),
@@ -478,7 +515,7 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
     return {"moe_every": every, "dense_layers": dense}
 
 
-def _listed(text: str) -> list[int]:
+def _listed(text: str, flag: str) -> list[int]:
     """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``.
 
     A single value becomes a list. Raise a ConfigError for any other text.
@@ -494,7 +531,7 @@ def _listed(text: str) -> list[int]:
         found = value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError) as error:
         raise ConfigError(
-            "bad-syntax", f"is {text!r}; write a number, or a list as in [0]*3+[1]*58", key="--moe-layer-freq"
+            "bad-syntax", f"is {text!r}; write a number, or a list as in [0]*3+[1]*58", key=flag
         ) from error
     return found if isinstance(found, list) else [found]
 

@@ -19,14 +19,30 @@ from megatron_pipemem.errors import ConfigError
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Fields of latent attention. Megatron's flags have the same names."""
+DELTA = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+"""Fields of gated delta nets. Megatron's flags have the same names."""
+INDEX = (
+    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq"),
+    "dsa_indexer_skip_topk_offset",
+)
+"""Fields of sparse attention. Megatron's flags have the same names."""
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 
 class Sublayer(StrEnum):
-    """The blocks of layers, with Megatron's symbols for hybrid models. MERGE is a symbol of this package."""
+    """The blocks of layers, with Megatron's symbols for hybrid models. Small letters are symbols of this package."""
 
     ATTENTION = "*"
     LATENT_ATTENTION = "+"
+    SPARSE_ATTENTION = "D"
+    """Latent attention of each token to the tokens that an indexer chooses."""
+    REUSED_INDEX = "d"
+    """Sparse attention to the tokens that the indexer of an earlier layer has chosen."""
+    DELTA_NET = "G"
+    """A gated delta net: linear attention with a state per head."""
     FFN = "-"
     EXPERTS = "E"
     MAMBA = "M"
@@ -100,6 +116,7 @@ class Model(Limited):
     experts_per_token: Count = 1
     expert_ffn: Count | None = None  # width of one expert; default: ffn
     shared_expert_ffn: CountOrZero = 0  # width of all shared experts together
+    expert_latent: CountOrZero = 0  # width of the latent in which experts compute; 0 if they have the model's width
     moe_every: Count = 1  # every n-th layer has experts, beginning with the first
     dense_layers: CountOrZero = 0  # number of layers without experts at the beginning of the model
     router_score: Literal["softmax", "sigmoid"] = "softmax"
@@ -113,6 +130,18 @@ class Model(Limited):
     qk_head_dim: Count = 128  # channels of a head of latent attention without position
     qk_pos_emb_head_dim: Count = 64  # channels of a head of latent attention with position
     v_head_dim: Count = 128
+    attention_gate: bool = False  # a gate per channel multiplies attention's output
+    attention_every: Count = 1  # every n-th layer has attention, and the layers before it have gated delta nets
+    linear_num_key_heads: Count = 16  # of a gated delta net, for keys and for queries
+    linear_num_value_heads: Count = 32
+    linear_key_head_dim: Count = 128
+    linear_value_head_dim: Count = 128
+    linear_conv_kernel_dim: Count = 4  # width of the convolution in tokens
+    dsa_indexer_n_heads: Count = 64
+    dsa_indexer_head_dim: Count = 128
+    dsa_indexer_topk: CountOrZero = 0  # number of tokens that a token attends to; 0 for all
+    dsa_indexer_topk_freq: Count = 1  # number of layers that share an index
+    dsa_indexer_skip_topk_offset: CountOrZero = 0  # layers at the beginning of the model with an index of their own
     mtp_layers: CountOrZero = 0  # number of layers for multi-token prediction
     pattern: str | None = None  # layers of a hybrid model, one symbol each; None for a GPT
     mtp_pattern: str | None = None  # blocks of a hybrid model's layer for multi-token prediction
@@ -139,7 +168,7 @@ class Model(Limited):
         self._check_patterns()
 
     def _check_patterns(self) -> None:
-        allowed = " ".join(block for block in Sublayer if block is not Sublayer.MERGE)
+        allowed = " ".join(block for block in Sublayer if not block.islower())
         for key in ("pattern", "mtp_pattern"):
             for symbol in sorted(set(getattr(self, key) or "") - set(allowed.split())):
                 raise ConfigError("bad-syntax", f"has {symbol!r}; write one of {allowed} per layer", key=key)
@@ -149,9 +178,9 @@ class Model(Limited):
             both = "goes with mtp_layers; give both or neither"
             refuse_if(bool(self.mtp_pattern) != bool(self.mtp_layers), "needs-option", "mtp_pattern", both)
         blocks = "".join(self.all_kinds)
-        latent = Sublayer.LATENT_ATTENTION in blocks and self.kv_lora_rank is None
+        latent = bool({"+", "D"} & {*blocks}) and self.kv_lora_rank is None
         refuse_if(
-            latent, "needs-option", "kv_lora_rank", "is missing, and the pattern has latent attention, +; give it"
+            latent, "needs-option", "kv_lora_rank", "is missing, and the pattern has latent attention, + or D; give it"
         )
         experts = Sublayer.EXPERTS in blocks and not self.experts
         refuse_if(experts, "needs-option", "experts", "is missing, and the pattern has experts, E; give their number")
@@ -210,6 +239,25 @@ class Model(Limited):
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Channels of all keys, and of all values, of a gated delta net."""
+        return (
+            self.linear_num_key_heads * self.linear_key_head_dim,
+            self.linear_num_value_heads * self.linear_value_head_dim,
+        )
+
+    @property
+    def expert_channels(self) -> int:
+        """Channels of the inputs and outputs of experts."""
+        return self.expert_latent or self.hidden
+
+    @cached_property
+    def tied_layers(self) -> frozenset[int]:
+        """The layers, counted from 0, that reuse the index of an earlier layer, which must be on the same stage."""
+        own = max(self.dsa_indexer_skip_topk_offset, 1)
+        return frozenset(each for each in range(own, self.layers) if (each + 1 - own) % self.dsa_indexer_topk_freq)
+
+    @property
     def scan_heads(self) -> int:
         """Number of heads of a Mamba block."""
         return self.mamba_heads or 2 * self.hidden // self.mamba_head_dim
@@ -224,12 +272,24 @@ class Model(Limited):
         """The kind of each layer, such as ``*-``, in order. Multi-token prediction is not included."""
         if self.pattern is not None:
             return tuple(self.pattern)
-        attention = Sublayer.ATTENTION if self.kv_lora_rank is None else Sublayer.LATENT_ATTENTION
-        dense, expert = attention + Sublayer.FFN, attention + Sublayer.EXPERTS
         return tuple(
-            expert if self.experts and layer >= self.dense_layers and layer % self.moe_every == 0 else dense
+            self._attention(layer)
+            + (
+                Sublayer.EXPERTS
+                if self.experts and layer >= self.dense_layers and layer % self.moe_every == 0
+                else Sublayer.FFN
+            )
             for layer in range(self.layers)
         )
+
+    def _attention(self, layer: int) -> Sublayer:
+        if (layer + 1) % self.attention_every:
+            return Sublayer.DELTA_NET
+        if self.kv_lora_rank is None:
+            return Sublayer.ATTENTION
+        if not self.dsa_indexer_topk:
+            return Sublayer.LATENT_ATTENTION
+        return Sublayer.REUSED_INDEX if layer in self.tied_layers else Sublayer.SPARSE_ATTENTION
 
     @cached_property
     def all_kinds(self) -> tuple[str, ...]:
@@ -293,6 +353,9 @@ class Execution(Limited):
     weight_inputs: Literal["sharded", "gathered"] = "sharded"
     early_weights: str = "auto"  # modules whose weight gradients are computed in I (see options.early_weights)
     frozen: tuple[Trainable, ...] = ()  # parts without gradients
+    adapters: CountOrZero = (
+        0  # rank of a low-rank adapter on each linear layer, whose own weights are frozen; 0 for none
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -308,6 +371,11 @@ class Execution(Limited):
     def product_element(self) -> float:
         """Bytes per element of a linear layer's input or output gradient that is kept for W, with fp8 scales."""
         return self.element if self.fp8 == "none" else 1 + _SCALES.get(self.fp8, 0.0)
+
+    @property
+    def layers_have_weights(self) -> bool:
+        """Whether layers have weights that the run trains, their own or those of adapters."""
+        return self.adapters > 0 or "language" not in self.frozen
 
     @property
     def sequence_ranks(self) -> int:
@@ -359,13 +427,16 @@ class Execution(Limited):
             shares.append(("tp", self.tp * self.cp, "tokens of the sequence (sequence_parallel)", model.sequence))
         if self.ep > 1:
             shares.append(("ep", self.ep, "experts", model.experts))
+        if model.attention_every > 1:
+            for heads in ("linear_num_key_heads", "linear_num_value_heads"):
+                shares.append(("tp", self.tp * self.cp, f"{heads} (tp x cp)", getattr(model, heads)))
         if model.tower is not None and model.tower.shared:
             shares.append(("tp", self.tp, "heads of the vision tower", model.tower.heads))
         for key, ranks, shared, count in shares:
             refuse_if(count % ranks, "does-not-divide", key, f"{ranks} does not divide {count} {shared}")
-        split = model.experts and self.tp > 1 and not self.sequence_parallel
-        needed = "must be true, because tensor-parallel ranks share experts"
-        refuse_if(split, "needs-option", "sequence_parallel", needed)
+        split = (model.experts or model.dsa_indexer_topk) and self.tp > 1 and not self.sequence_parallel
+        needed = "must be true, because tensor-parallel ranks share experts or sparse attention"
+        refuse_if(bool(split), "needs-option", "sequence_parallel", needed)
         recipes = get_args(Fp8)
         refuse_if(self.fp8 not in recipes, "bad-choice", "fp8", f"is {self.fp8!r}; give one of {', '.join(recipes)}")
         plain = self.precision == "fp32" or self.implementation == "local"

@@ -89,6 +89,9 @@ FREEZES: dict[Trainable, str] = {
 }
 """Flags, named after Megatron-Bridge's settings, that freeze a part of a model with a vision tower."""
 
+ADAPTERS = "adapter-rank"
+"""The key of the rank of low-rank adapters among a run's flags. They freeze the language model. Megatron has no such flag."""
+
 TP_OVERLAP, EP_OVERLAP = OVERLAPS = ("tp-comm-overlap", "overlap-moe-expert-parallel-comm")
 """Flags that hide messages within layers. Only Megatron's own schedules allow the first one. With the second one forwards
 and backwards run in pairs.
@@ -255,6 +258,7 @@ class Run:
             weight_inputs=self._weight_inputs(),
             early_weights=choice.early_weights,
             frozen=tuple(part for part, flag in FREEZES.items() if self.flags.get(flag)),
+            adapters=int(str(self.flags.get(ADAPTERS, 0))),
         )
 
     def _weight_inputs(self) -> Literal["sharded", "gathered"]:

@@ -16,8 +16,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.model import LATENT, Model, Sublayer
-from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
+from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Model, Sublayer
+from megatron_pipemem.config.runs import ADAPTERS, BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.cut_flags import VIRTUAL_STAGES
@@ -79,7 +79,8 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
     """
     nodes = nodes or Nodes(count=min_nodes(run))
     own = "is not part of pretrain_gpt.py; give the run's script, or start your own program"
-    refuse_if(run.model.tower is not None and run.script is None, "unsupported-model", "model.tower", own)
+    for key, given in (("model.tower", run.model.tower), (ADAPTERS, run.execution.adapters)):
+        refuse_if(bool(given) and run.script is None, "unsupported-model", key, own)
     start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", *_rendezvous(run, nodes)]
     ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
     words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
@@ -190,10 +191,22 @@ def model_flags(model: Model) -> Flags:
         "hidden-dropout": model.dropout,
         "disable-bias-linear": model.bias != "all",
         **({"add-qkv-bias": True} if model.bias == "qkv_only" else {}),
+        **({"attention-output-gate": True} if model.attention_gate else {}),
     }
+
+    def sizes(names: tuple[str, ...]) -> Flags:
+        return {name.replace("_", "-"): getattr(model, name) for name in names}
+
+    blocks = "".join(model.all_kinds)
     if model.kv_lora_rank is not None:
-        flags |= {"multi-latent-attention": True, **{name.replace("_", "-"): getattr(model, name) for name in LATENT}}
-    if Sublayer.MAMBA in "".join(model.all_kinds):
+        flags |= {"multi-latent-attention": True, **sizes(LATENT)}
+    if model.dsa_indexer_topk:
+        flags |= {"experimental-attention-variant": "dsa", **sizes(INDEX)}
+    if Sublayer.DELTA_NET in blocks:
+        flags |= sizes(DELTA)
+    if model.attention_every > 1:
+        flags |= {"experimental-attention-variant": "gated_delta_net", "linear-attention-freq": model.attention_every}
+    if Sublayer.MAMBA in blocks:
         flags |= {
             "mamba-state-dim": model.mamba_state,
             "mamba-num-heads": model.mamba_heads,
@@ -206,6 +219,7 @@ def model_flags(model: Model) -> Flags:
             "moe-router-topk": model.experts_per_token,
             "moe-ffn-hidden-size": model.expert_width,
             "moe-shared-expert-intermediate-size": model.shared_expert_ffn or None,
+            **({"moe-latent-size": model.expert_latent} if model.expert_latent else {}),
             "moe-layer-freq": _expert_layers(model),
             "moe-router-score-function": model.router_score,
             "moe-router-enable-expert-bias": model.router_bias,

@@ -41,9 +41,9 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
 
     The entry ``name`` is the name of the recipe's function. ``model`` is the name on Hugging Face of a model
     with known sizes, and ``unknown`` that of a model without. ``vocabulary`` and ``tokenizer`` are the tokens and the
-    name of its tokenizer, ``adapters`` the class of its parameter-efficient fine-tuning, and ``values`` the changed
-    settings. ``tower`` has the sizes of a vision tower that is not among the known models, ``images`` the number and
-    sides of a sequence's images, and ``frozen`` the parts of the model that are not trained.
+    name of its tokenizer, ``adapters`` and ``rank`` the class and the rank of its parameter-efficient fine-tuning, and
+    ``values`` the changed settings. ``tower`` has the sizes of a vision tower that is not among the known models,
+    ``images`` the number and sides of a sequence's images, and ``frozen`` the parts of the model that are not trained.
     """
     config = recipe()
     values: dict[str, Any] = {}
@@ -58,6 +58,7 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
         "vocabulary": getattr(tokenizer, "vocab_size", None),
         "tokenizer": getattr(tokenizer, "tokenizer_model", None),
         "adapters": None if peft is None else type(peft).__name__,
+        "rank": getattr(peft, "dim", None),
         "values": values,
         **_vision(provider, getattr(config, "dataset", None)),
     }
@@ -77,6 +78,7 @@ def _vision(provider: object, dataset: object) -> dict[str, Any]:
     """Return a recipe's images, vision tower and frozen parts; an empty dict for a language model."""
     frozen = [flag for flag in FREEZES.values() if getattr(provider, flag.replace("-", "_"), False)]
     sides = getattr(dataset, "image_size", None)
+    sides = [sides] * 2 if isinstance(sides, int) else sides
     images = [getattr(dataset, "num_images", 1), *sides] if sides else None
     found = {"frozen": frozen, "images": images, "tower": _tower(provider)}
     return {name: value for name, value in found.items() if value}

@@ -94,10 +94,16 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
             "cannot-profile",
             "8-bit products run in Transformer Engine's layers, and profiling builds local ones; give --formulas",
         )
-    if model.tower is not None:
+    if model.tower is not None or execution.adapters:
         raise UnsupportedError(
             "cannot-profile",
-            "a vision tower belongs to its program, and profiling builds language models; give --formulas",
+            "a vision tower and adapters belong to their program, and profiling builds language models; give --formulas",
+        )
+    if model.expert_latent or {*"GDd"} & {*"".join(model.all_kinds)}:
+        raise UnsupportedError(
+            "cannot-profile",
+            "gated delta nets, sparse attention and experts in a latent are made of Transformer Engine's layers, and "
+            "profiling builds local ones; give --formulas",
         )
     if execution.cp > 1 and not (fake and (execution.attention == "flash" or is_active())):
         raise UnsupportedError(

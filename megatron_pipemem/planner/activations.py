@@ -18,6 +18,7 @@ from megatron_pipemem.planner.counts import Matrix, MatrixCut, early_modules, ma
 
 _AHEAD = "next token's embedding"
 _ATTENDED = "attention's output"
+_CHOSEN = 4  # bytes of the number of a token that sparse attention chooses
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
 
 
@@ -62,7 +63,8 @@ def _block_tensors(model: Model, execution: Execution, block: Sublayer) -> Itera
     yield Saved("input", between, "I")
     yield _statistics("norm's statistics", model, execution, ("layernorm",))
     # The router's weight gradient does not wait, and its input is never quantised.
-    waits = block is not Sublayer.EXPERTS or (model.shared_expert_ffn and execution.fp8 == "none")
+    of_experts = model.shared_expert_ffn or model.expert_latent
+    waits = block is not Sublayer.EXPERTS or (of_experts and execution.fp8 == "none")
     yield Saved("norm's output", between, "W" if waits else "I", ("layernorm",))
     yield from _WITHIN[block](model, execution)
     if model.dropout:
@@ -83,9 +85,13 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     groups = execution.key_groups(model)
     heads, keys = (n * count * model.channels * e for count in (model.heads / tp, groups))
-    output = n * model.qkv_width * e / (1 if model.key_heads < tp else tp)
+    projected = model.qkv_width + model.query_width * model.attention_gate
+    output = n * projected * e / (1 if model.key_heads < tp else tp)
     rotated = model.position == "rope"
     yield Saved(_ATTENDED, heads, "W")
+    if model.attention_gate:
+        yield Saved("attention's output before its gate", heads, "I")
+        yield Saved("attention's gate", heads * _SUM / e, "I")
     yield from _unquantised_output(execution, heads)
     if rotated:
         yield _rotations(model, execution, model.channels)
@@ -181,6 +187,54 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield from _unquantised_output(execution, heads * model.v_head_dim)
 
 
+def _sparse_tensors(model: Model, execution: Execution, indexed: bool) -> Iterable[Saved]:
+    """Yield the tensors that sparse attention keeps with its fused kernels, except its norm's input and output.
+
+    Heads share one key, the latent. ``indexed`` says whether the layer has an indexer. Its queries are those of every
+    tensor-parallel rank.
+    """
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    kept = _latent_tensors(model, replace(execution, attention="flash"))
+    yield from (each for each in kept if each.name not in ("queries and keys", "values", _ATTENDED))
+    heads, latent = n * model.heads / tp * e, model.kv_lora_rank or 0
+    yield Saved("queries", heads * model.latent_query_channels, "I", ("mla_up_proj",))
+    yield Saved("queries for the latent", heads * (latent + model.qk_pos_emb_head_dim), "I", ("mla_up_proj",))
+    yield Saved("keys", n * (latent + model.qk_pos_emb_head_dim) * e, "I", ("mla_up_proj",))
+    yield Saved("attended latents", heads * latent, "I")
+    yield Saved(_ATTENDED, heads * model.v_head_dim, "W")
+    yield Saved("chosen tokens", n * min(model.sequence, model.dsa_indexer_topk) * _CHOSEN, "I", ("core_attn",))
+    if indexed:
+        width, ranks = model.dsa_indexer_n_heads * model.dsa_indexer_head_dim, execution.sequence_ranks
+        yield Saved("queries of the index", n * width * e, "I")
+        yield Saved("keys of the index", 2 * n * model.dsa_indexer_head_dim * e, "I")
+        yield Saved("weights of the index", 2 * n * model.dsa_indexer_n_heads * e, "I")
+        if ranks > 1:  # the indexer gathers its inputs
+            yield Saved("gathered inputs of the index", n * (model.hidden + (model.q_lora_rank or 0)) * e, "W")
+
+
+def _delta_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """Yield the tensors that a gated delta net keeps with the kernels of ``fla``, except its norm's input and output.
+
+    The kernels keep their inputs, and a triangular matrix for each part of 64 tokens.
+    """
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    keys, values = (n * width / tp * e for width in model.linear_widths)
+    heads = n * model.linear_num_value_heads / tp
+    projected = next(iter(matrices(model, execution, Sublayer.DELTA_NET))).width(tp)
+    yield Saved("projected input", n * projected * e, "I")
+    yield Saved("normal queries and keys", 2 * keys, "I")
+    yield Saved("queries and keys of all heads", 2 * heads * model.linear_key_head_dim * e, "I")
+    yield Saved("values and gate", 2 * values, "I")
+    yield Saved("decays and steps", heads * (2 * _SUM + 2 * e), "I", statistic=True)
+    yield Saved("triangular matrices", heads * 64 * e, "I")
+    yield Saved("recurrence's output", values, "I")
+    yield Saved("gated norm's statistics", heads * _SUM, "I", statistic=True)
+    yield Saved("normal output", values, "I")
+    if not execution.fused:
+        yield Saved("gate in fp32", 2 * values * _SUM / e, "I")
+    yield Saved("output projection's input", values, "W")
+
+
 def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
     """Yield the tensors that a dense FFN of this width keeps, except the norm's input and output.
 
@@ -204,7 +258,9 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     early = early_modules(model, execution)
     yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
     yield Saved("experts' shares", visits * e, "I", ("moe",), statistic=True)
-    yield Saved("experts' inputs", visits * model.hidden * e, "W", ("moe",), early="experts_fc1" in early)
+    yield Saved("experts' inputs", visits * model.expert_channels * e, "W", ("moe",), early="experts_fc1" in early)
+    if model.expert_latent:
+        yield Saved("experts' sum", n / execution.sequence_ranks * model.expert_latent * e, "W", ("moe",))
     yield Saved("experts' activation's input", inner * (model.projections - 1), "I", ("moe",))
     again = ("moe", "moe_act", "activation")
     yield Saved("experts' second projection's input", inner, "W", again, early="experts_fc2" in early)
@@ -256,6 +312,9 @@ def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 _WITHIN = {
     Sublayer.ATTENTION: _attention_tensors,
     Sublayer.LATENT_ATTENTION: _latent_tensors,
+    Sublayer.SPARSE_ATTENTION: lambda model, execution: _sparse_tensors(model, execution, True),
+    Sublayer.REUSED_INDEX: lambda model, execution: _sparse_tensors(model, execution, False),
+    Sublayer.DELTA_NET: _delta_tensors,
     Sublayer.FFN: lambda model, execution: _ffn_tensors(model, execution, model.ffn_width, ("mlp",)),
     Sublayer.EXPERTS: _expert_tensors,
     Sublayer.MAMBA: _mamba_tensors,
@@ -270,7 +329,7 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     """
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
-    if "language" in execution.frozen:
+    if not execution.layers_have_weights:
         return Kept(sum(each.nbytes for each in _kept(tensors, execution)))
     after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
     after_input += _gradient_bytes(model, execution, kind) + gathered_bytes(model, execution, kind)
@@ -290,7 +349,7 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     if execution.recompute == "full":
         return [each for number, each in enumerate(tensors) if number == 0 or each.name == _AHEAD]
     kept = [each for each in tensors if not execution.recomputes(*each.recompute)]
-    if "language" in execution.frozen:  # flash attention's backward reads its output too
+    if not execution.layers_have_weights:  # flash attention's backward reads its output too
         kept = [each for each in kept if each.needed == "I" or each.name == _ATTENDED]
     return kept
 

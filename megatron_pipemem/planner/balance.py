@@ -264,12 +264,13 @@ class _Scale:
         return all(map(ge, layers, self._least))
 
     def _lacking(self, layers: tuple[int, ...]) -> int:
-        """Return the number of ranks that lack a layer of the kind that every rank needs; 0 if there is no such kind."""
-        if not any(self._loads.needed):
-            return 0
+        """Return the number of faults: ranks without a layer of the kind that all need, and layers cut from theirs."""
         ends = list(accumulate(layers, initial=0))
+        torn = sum(begin < end and begin in self.run.model.tied_layers for begin, end in pairwise(ends))
+        if not any(self._loads.needed):
+            return torn
         has = [any(self._loads.needed[a:b]) for a, b in pairwise(ends)]
-        return sum(not any(has[stage % self.stages] for stage in owned) for owned in self.placement.stages)
+        return torn + sum(not any(has[stage % self.stages] for stage in owned) for owned in self.placement.stages)
 
     def _step(self, layers: tuple[int, ...] | None) -> PlannedStep:
         if self._barriers:

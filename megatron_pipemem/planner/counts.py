@@ -6,9 +6,12 @@ in W. The causal half is counted in full, as in the papers and in MFU. Norms, ac
 Take ``a`` heads of ``h/a`` channels and an FFN of ``4h``. A layer then takes ``bsh(24h + 4s)`` in F, ``bsh(24h + 8s)``
 in I and ``24bsh^2`` in W. The head takes ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
 
+Sparse attention computes scores and values of the tokens that are chosen, in the width of the latent (absorbed), and an
+index of all tokens. Its loss computes the scores of the chosen tokens again.
+
 The weight of a layer is the number of FLOPs of its forward and backward for one token, divided by 6. It is computed
 from Megatron's configuration or a training script's flags. A matrix counts its elements, attention counts its scores
-and values over the whole sequence, and a Mamba layer counts its scan.
+and values over the whole sequence, and Mamba layers and gated delta nets count their scan.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from megatron_pipemem.config.model import LATENT, Execution, Model, Passes, Sublayer
+from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Execution, Model, Passes, Sublayer
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import EarlyWeights, early_weights
 
 SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
-
+DELTA_RULE = 8  # likewise of a gated delta net
 
 MatrixCut = Literal["columns", "rows", "none"]
 
@@ -79,11 +82,12 @@ def matrices(model: Model, execution: Execution, block: str) -> tuple[Matrix, ..
 
 
 def _attention(model: Model, execution: Execution) -> Iterable[Matrix]:
-    yield Matrix(model.hidden, model.qkv_width, "columns", model.bias != "none")
+    gate = model.query_width * model.attention_gate
+    yield Matrix(model.hidden, model.qkv_width + gate, "columns", model.bias != "none")
     yield Matrix(model.query_width, model.hidden, "rows", model.bias == "all")
 
 
-def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
+def _latent_attention(model: Model, execution: Execution, sparse: bool = False) -> Iterable[Matrix]:
     # With Transformer Engine every rank has the whole projections to the latents.
     down: MatrixCut = "none" if execution.implementation == "transformer_engine" else "columns"
     queries, again = model.heads * model.latent_query_channels, ("mla_up_proj",)
@@ -92,19 +96,38 @@ def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
     yield Matrix(model.q_lora_rank or model.hidden, queries, "columns", recompute=again)
     latent = model.kv_lora_rank or 0
     yield Matrix(model.hidden, latent + model.qk_pos_emb_head_dim, down)
-    yield Matrix(latent, model.heads * (model.qk_head_dim + model.v_head_dim), "columns", recompute=again)
+    keys_and_values = Matrix(latent, model.heads * (model.qk_head_dim + model.v_head_dim), "columns", recompute=again)
+    # Sparse attention multiplies queries and outputs by it, and I computes its weight gradient.
+    yield replace(keys_and_values, waits=not sparse, early=sparse)
     yield Matrix(model.heads * model.v_head_dim, model.hidden, "rows", model.bias == "all")
+
+
+def _sparse_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
+    yield from _latent_attention(model, execution, sparse=True)
+    width, channels = model.dsa_indexer_n_heads * model.dsa_indexer_head_dim, model.dsa_indexer_head_dim
+    sizes = (
+        (model.q_lora_rank or model.hidden, width),
+        (model.hidden, channels),
+        (model.hidden, model.dsa_indexer_n_heads),
+    )
+    # The indexer's inputs need no gradient, so its weight gradients do not wait.
+    yield from (Matrix(inputs, outputs, "none", waits=False, early=True) for inputs, outputs in sizes)
+
+
+def _delta_net(model: Model, execution: Execution) -> Iterable[Matrix]:
+    keys, values = model.linear_widths
+    yield Matrix(model.hidden, 2 * (keys + values + model.linear_num_value_heads), "columns")
+    yield Matrix(values, model.hidden, "rows")
 
 
 def _ffn(
     model: Model, width: int, recompute: tuple[str, ...], copies: int = 1, visits: float = 1.0, routed: bool = False
 ) -> tuple[Matrix, Matrix]:
-    bias = model.bias == "all"
+    bias, channels = model.bias == "all", model.expert_channels if routed else model.hidden
+    first = (model.projections - 1) * width
     return (
-        Matrix(
-            model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits, routed, recompute=recompute
-        ),
-        Matrix(width, model.hidden, "rows", bias, copies, visits, routed, recompute=recompute),
+        Matrix(channels, first, "columns", bias, copies, visits, routed, recompute=recompute),
+        Matrix(width, channels, "rows", bias, copies, visits, routed, recompute=recompute),
     )
 
 
@@ -115,6 +138,10 @@ def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
     first, second = _ffn(model, model.expert_width, ("moe",), copies, visits, routed=True)
     yield replace(first, early="experts_fc1" in early, ranks=execution.expert_tp)
     yield replace(second, early="experts_fc2" in early, ranks=execution.expert_tp)
+    if model.expert_latent:  # every tensor-parallel rank has all of both projections, and a part of the tokens
+        share = 1 / execution.sequence_ranks
+        for inputs, outputs in ((model.hidden, model.expert_latent), (model.expert_latent, model.hidden)):
+            yield Matrix(inputs, outputs, "none", model.bias == "all", visits=share, recompute=("moe",))
     if model.shared_expert_ffn:
         yield from _ffn(model, model.shared_expert_ffn, ("moe", "shared_experts"))
 
@@ -128,6 +155,9 @@ def _mamba(model: Model, execution: Execution) -> Iterable[Matrix]:
 _MATRICES = {
     Sublayer.ATTENTION: _attention,
     Sublayer.LATENT_ATTENTION: _latent_attention,
+    Sublayer.SPARSE_ATTENTION: _sparse_attention,
+    Sublayer.REUSED_INDEX: lambda model, execution: _latent_attention(model, execution, sparse=True),
+    Sublayer.DELTA_NET: _delta_net,
     Sublayer.FFN: lambda model, execution: _ffn(model, model.ffn_width, ("mlp",)),
     Sublayer.EXPERTS: _experts,
     Sublayer.MAMBA: _mamba,
@@ -135,10 +165,14 @@ _MATRICES = {
 }
 
 
+_LATENT = (Sublayer.LATENT_ATTENTION, Sublayer.SPARSE_ATTENTION, Sublayer.REUSED_INDEX)
+
+
 def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> int:
     """Return the number of parameters of a block on one rank that ``Matrix.parameters`` does not count.
 
-    They belong to norms. A Mamba block adds those of its convolution, and the decay, skip and step of each head.
+    They belong to norms. A Mamba block adds those of its convolution, and the decay, skip and step of each head. A
+    gated delta net adds those of its convolution, and the decay and step of each head.
     """
     per_channel = 2 if model.norm == "layernorm" else 1
     if block is Sublayer.MERGE:  # norms of the embedding, of the hidden states, and after the layer
@@ -146,9 +180,16 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
     inner = 0
     if block is Sublayer.ATTENTION and model.qk_norm:
         inner = 2 * model.channels
-    if block is Sublayer.LATENT_ATTENTION and model.qk_norm:
+    if block in _LATENT and model.qk_norm:
         inner = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0)
+    if block is Sublayer.DELTA_NET:
+        inner = model.linear_value_head_dim
     count = per_channel * (model.hidden + inner)
+    if block is Sublayer.SPARSE_ATTENTION:  # the norm of the index's keys
+        count += 2 * model.dsa_indexer_head_dim
+    if block is Sublayer.DELTA_NET:
+        convolved = 2 * model.linear_widths[0] + model.linear_widths[1]
+        count += (convolved * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads) // execution.tp
     if block is Sublayer.MAMBA:
         convolved = model.mamba_width + 2 * model.mamba_groups * model.mamba_state
         # A convolution with biases; decay, skip and step of every head; the gated norm, which is an RMS norm.
@@ -166,8 +207,20 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
         return 4 * n * s * model.query_width / tp
     if block == Sublayer.LATENT_ATTENTION:
         return 2 * n * s * model.heads * (model.latent_query_channels + model.v_head_dim) / tp
+    if block in (Sublayer.SPARSE_ATTENTION, Sublayer.REUSED_INDEX):
+        chosen, latent = min(s, model.dsa_indexer_topk), model.kv_lora_rank or 0
+        scores, index = latent + model.qk_pos_emb_head_dim, 0
+        both = scores + latent
+        if block == Sublayer.SPARSE_ATTENTION:
+            both += scores  # for the index's loss
+            index = 2 * s * model.dsa_indexer_n_heads * model.dsa_indexer_head_dim
+        return n * (2 * chosen * model.heads * both / tp + index)
     if block == Sublayer.MAMBA:
         return SCAN * n * model.mamba_width * model.mamba_state / tp
+    if block == Sublayer.DELTA_NET:
+        keys, values = model.linear_widths
+        convolved = 2 * model.linear_conv_kernel_dim * (2 * keys + values)
+        return n * (DELTA_RULE * values * model.linear_key_head_dim + convolved) / tp
     return 0.0
 
 
@@ -185,7 +238,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
             again += here * execution.recomputes(*each.recompute)
         scores = core_flops(model, execution, block)
         core += scores
-        if block != Sublayer.MAMBA:
+        if block not in (Sublayer.MAMBA, Sublayer.DELTA_NET):
             again += scores * execution.recomputes("core_attn")
     if execution.recompute == "full":
         again = linear + core
@@ -265,7 +318,10 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
     """
     copies = model.experts // execution.ep
     of_experts = (
-        each for block in kind if block == Sublayer.EXPERTS for each in _ffn(model, model.expert_width, (), copies)
+        each
+        for block in kind
+        if block == Sublayer.EXPERTS
+        for each in _ffn(model, model.expert_width, (), copies, routed=True)
     )
     return sum(each.parameters(execution.expert_tp) for each in of_experts)
 
@@ -292,16 +348,12 @@ _ATTRIBUTES = {
     **{"head_channels": "kv_channels", "ffn": "ffn_hidden_size"},
     **{"experts": "num_moe_experts", "experts_per_token": "moe_router_topk"},
     **{"expert_ffn": "moe_ffn_hidden_size", "shared_expert_ffn": "moe_shared_expert_intermediate_size"},
+    **{"expert_latent": "moe_latent_size"},
     **{"mamba_state": "mamba_state_dim", "mamba_heads": "mamba_num_heads", "mamba_groups": "mamba_num_groups"},
 }
 # Flags by attribute, if their names differ; and Megatron's values without a flag, if a model has no default.
 _RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num-experts"}
-_DEFAULTS = {
-    **{"moe_router_topk": 2, "kv_lora_rank": 32},
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
-}
-_DELTA_NET, _SPARSE = "G", "D"  # symbols of layers that the planner cannot price
+_DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
 
 
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
@@ -309,10 +361,6 @@ def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
 
     ``of`` returns the sizes of the model, and ``sequence`` is the number of tokens of a sequence. Invalid sizes give 0.
     """
-    if symbol == _DELTA_NET:
-        return _delta_net(of)
-    # Sparse attention computes scores for a part of the sequence, and an index for the whole.
-    symbol = Sublayer.LATENT_ATTENTION if symbol == _SPARSE else symbol
     try:
         model = _model(symbol, of, sequence)
     except ConfigError:
@@ -348,8 +396,10 @@ def _model(symbol: str, of: Sizes, sequence: int) -> Model:
     """Return a model with one layer, of the kind that ``symbol`` names; raise a ConfigError if its sizes are invalid."""
 
     names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
-    if symbol == Sublayer.LATENT_ATTENTION:
-        names |= {name: name for name in LATENT}
+    if symbol in _LATENT:
+        names |= {name: name for name in (*LATENT, *INDEX)}
+    if symbol == Sublayer.DELTA_NET:
+        names |= {name: name for name in DELTA}
     sizes: dict[str, Any] = {field: int(size) for field, attribute in names.items() if (size := of(attribute))}
     hidden, heads, gated = sizes.get("hidden", 0), sizes.get("heads", 1), bool(of("gated_linear_unit"))
     usual = {"hidden": hidden, "heads": heads, "head_channels": max(1, hidden // heads)}
@@ -363,10 +413,3 @@ def _model(symbol: str, of: Sizes, sequence: int) -> Model:
         activation="swiglu" if gated else "gelu",
         **{**usual, **sizes},
     )
-
-
-def _delta_net(of: Sizes) -> float:
-    keys = of("linear_num_key_heads") * of("linear_key_head_dim")
-    values = of("linear_num_value_heads") * of("linear_value_head_dim")
-    projections = of("hidden_size") * (2 * keys + 3 * values + 2 * of("linear_num_value_heads"))
-    return projections + 3 * SCAN / 6 * values * of("linear_key_head_dim")  # forward, and twice that backward

@@ -37,6 +37,7 @@ class Loads:
     last_bytes: float = 0.0  # static bytes of head and loss, and their activations of one microbatch
     least_first: int = 0  # least number of layers on the first stage
     needed: Sequence[bool] = ()  # per layer, whether it is of the kind that every device needs, if there are enough
+    tied: Sequence[bool] = ()  # per layer, whether it is on the stage of the layer before it
 
 
 def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -107,6 +108,7 @@ class _Measure:
         self._static = _sums(loads.static or [0.0] * layers)
         self._kept = _sums(loads.kept or [0.0] * layers)
         self._needed = _sums(loads.needed or [0.0] * layers)
+        self._tied = np.array([*(loads.tied or [False] * layers), False])
         self.least_first = loads.least_first
         # As in 1F1B, the number of microbatches that wait on a stage for their backward falls towards the end.
         self._in_flight = (stages - np.arange(stages)) / stages * placement.num_devices
@@ -123,7 +125,8 @@ class _Measure:
         kind that every device needs take infinitely long.
         """
         size = len(self._seconds)
-        valid = np.arange(size)[:, None] <= np.arange(size)[None, :]
+        begin, end = np.arange(size)[:, None], np.arange(size)[None, :]
+        valid = (begin == end) | ((begin < end) & ~self._tied[:, None])
         seconds, static, kept = (
             np.where(valid, sums[None, :] - sums[:, None], np.inf) for sums in (self._seconds, self._static, self._kept)
         )
@@ -138,8 +141,8 @@ class _Measure:
     def keys(self, counts: np.ndarray) -> np.ndarray:
         """Return for every row of layers per stage the values to minimise, the most important first.
 
-        They are: devices without a needed layer; the slowest device; the sum of squares, so that several slow devices
-        improve one by one; the slowest stage; the most memory.
+        They are: stages that begin with a layer tied to the one before it; devices without a needed layer; the slowest
+        device; the sum of squares, so that several slow devices improve one by one; the slowest stage; the most memory.
         """
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         nbytes = _of_stages(self._static, counts) + self._end_bytes
@@ -147,7 +150,8 @@ class _Measure:
         per_device = seconds @ self._owners
         memory = (nbytes @ self._owners).max(axis=1)
         lacking, slowest, squares = self.devices_without(counts), per_device.max(axis=1), (per_device**2).sum(axis=1)
-        values = np.stack((lacking, slowest, squares, seconds.max(axis=1), memory), axis=1)
+        torn = ((counts > 0) & self._tied[np.cumsum(counts, axis=1) - counts]).sum(axis=1)
+        values = np.stack((torn, lacking, slowest, squares, seconds.max(axis=1), memory), axis=1)
         # Rounded, so that sums of equal layers are equal.
         unit = 10.0 ** (np.floor(np.log10(np.maximum(values, _SMALLEST))) - _DIGITS)
         return np.round(values / unit) * unit

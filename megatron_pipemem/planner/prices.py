@@ -71,14 +71,14 @@ class Price(Summed):
     kept: activations.Kept = activations.Kept()  # bytes of activations
     moved: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
-    experts: int = 0  # parameters of experts among them; fewer ranks share their optimizer
+    experts: int = 0  # trained parameters of experts among them; fewer ranks share their optimizer
     frozen: int = 0  # parameters among them without gradients
     cached: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
 
     @property
     def trained(self) -> tuple[int, int]:
         """Number of parameters with gradients, and of experts' parameters among them."""
-        return self.parameters - self.frozen, self.experts * (self.frozen < self.parameters)
+        return self.parameters - self.frozen, self.experts
 
     def without_weights(self, execution: Execution) -> Price:
         """Return the price without W if the run freezes the language model. Call it for parts of that model only."""
@@ -90,6 +90,7 @@ class Price(Summed):
             seconds=Passes(trains.forward, trains.input),
             communication=Passes(waits.forward, waits.input),
             kept=activations.Kept(self.kept.saved),
+            experts=0,
             frozen=self.parameters,
         )
 
@@ -154,7 +155,7 @@ def layer(
     gathers = _shown_gathers(model, execution, cluster, kind, computing.weight)
     communication += Passes(weight=gathers)
     again = again * pace.input + repeated
-    return Price(
+    price = Price(
         seconds=computing + shown + Passes(ring, 2 * ring + again, gathers),
         communication=communication,
         exchange=Passes(exchange, exchange),
@@ -165,6 +166,32 @@ def layer(
         experts=counts.expert_parameters(model, execution, kind),
         cached=_cached_bytes(model, execution, kind),
     ).without_weights(execution)
+    return price + _adapters(model, execution, cluster, kind) if execution.adapters else price
+
+
+def _adapters(model: Model, execution: Execution, cluster: Cluster, kind: str) -> Price:
+    """Predict the seconds and bytes of the low-rank adapters of one layer.
+
+    An adapter multiplies the input of a linear layer by two matrices, and adds the result to the layer's output. All
+    experts of a rank share an adapter. I leaves it the layer's inputs and output gradients until W.
+    """
+    tp, n, rank = execution.tp, execution.tokens(model), execution.adapters
+    adapted = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
+    inputs, outputs = (
+        sum(side(each, tp) * each.visits for each in adapted) for side in (counts.Matrix.depth, counts.Matrix.width)
+    )
+    products = 2 * n * rank * (inputs + outputs) / cluster.flops
+    moved = n * execution.element / (cluster.memory_gb_per_s * 1e9)
+    seconds = Passes(
+        products + moved * (inputs + 3 * outputs),
+        products + moved * (2 * inputs + outputs),
+        products + moved * (inputs + outputs),
+    )
+    return Price(
+        seconds=seconds,
+        kept=activations.Kept(0.0, activations.layer_bytes(model, execution, kind).after_input),
+        parameters=sum(rank * (each.inputs + each.outputs) // (each.ranks or tp) for each in adapted),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -343,8 +370,13 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
         # The latents' ranks are cut, and gathered.
         width = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
         seconds += gather(n * width * e, tp, link)
+    if block is Sublayer.DELTA_NET and execution.cp > 1:  # every rank gets all tokens of a part of the heads
+        keys, values = model.linear_widths
+        seconds += gather(n * (2 * keys + 3 * values) / tp * e, execution.cp, cluster.link(execution.cp, tp))
     if block is Sublayer.EXPERTS and execution.ep > 1:
-        sent = n * model.experts_per_token * execution.expert_load * model.hidden / execution.sequence_ranks * e
+        sent = (
+            n * model.experts_per_token * execution.expert_load * model.expert_channels / execution.sequence_ranks * e
+        )
         return seconds, 2 * gather(sent, execution.ep, cluster.link(execution.ep, execution.expert_tp))
     return seconds, 0.0
 
@@ -354,11 +386,15 @@ def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: S
 
     The ranks form a ring (arXiv 2310.01889). Blocks without attention, and one rank, take 0.
     """
-    if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION) or execution.cp == 1:
+    latents = (Sublayer.SPARSE_ATTENTION, Sublayer.REUSED_INDEX)
+    if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION, *latents) or execution.cp == 1:
         return 0.0
     width: float = 2 * execution.key_groups(model) * model.channels
     if block is Sublayer.LATENT_ATTENTION:
         width = model.heads / execution.tp * (model.latent_query_channels + model.v_head_dim)
+    if block in latents:
+        width = (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
+        width += model.dsa_indexer_head_dim * (block is Sublayer.SPARSE_ATTENTION)
     nbytes = execution.tokens(model) * width * execution.element
     ring = cluster.link(execution.cp, execution.tp).seconds(nbytes) * (execution.cp - 1)
     return max(0.0, ring - counts.core_flops(model, execution, block) / cluster.flops)

@@ -322,6 +322,7 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
         last_bytes=cut.static(last) + last.kept.saved,
         needed=cut.needed,
         least_first=cut.model.least_first,
+        tied=[part in cut.model.tied_layers for part in range(len(parts))],
     )
     return loads, stays
 

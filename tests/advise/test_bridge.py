@@ -15,7 +15,7 @@ import packages
 from consumer_models import HIDDEN, INNER, LAYERS, VOCABULARY, configuration
 from lanes import nightly
 
-from megatron_pipemem.advise.advice import advise
+from megatron_pipemem.advise.advice import advise, as_it_stands
 from megatron_pipemem.advise.bridge import evaluate, run_of
 from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config import layout
@@ -115,10 +115,19 @@ def test_a_tower_is_read_from_the_sizes_of_hugging_face(recipes):
         run(facts | {"tower": {name: size for name, size in sizes.items() if name != "patch"}}, devices=4)
 
 
+def test_adapters_leave_w_almost_nothing(recipes):
+    facts = recipes["llama31_70b_peft_config"]
+    found = run(facts, 32)
+    assert (found.execution.adapters, found.execution.frozen) == (16, ("language",))
+    costs = as_it_stands(replace(found, parallelism=replace(found.parallelism, pp=4, tp=2))).step.costs
+    assert 0 < costs.backward_weight[1] < 0.1 * costs.backward_input[1]
+    with refused("unsupported-model", "Prompts"):
+        run(facts | {"adapters": "Prompts", "rank": None})
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("llama31_70b_peft_config", ("unsupported-model", "LoRA")),
         ("llama31_405b_sft_confg", ("unknown-recipe", "bridge:llama31_405b_sft_config")),
     ],
 )

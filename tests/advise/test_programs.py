@@ -181,15 +181,26 @@ def test_nodes_that_generate_do_not_train(nemo):
 
 
 @pytest.mark.parametrize(
+    ("source", "override", "rank"),
+    [
+        ("nemo", "policy.megatron_cfg.peft.enabled=true policy.megatron_cfg.peft.dim=4", 4),
+        ("verl", "actor_rollout_ref.model.lora_rank=16", 16),
+        ("swift", "--tuner_type=lora", 8),
+    ],
+)
+def test_adapters_freeze_the_layers(source, override, rank, nemo):
+    execution = read(source, nemo, *override.split()).run.execution
+    assert (execution.adapters, execution.frozen) == (rank, ("language",))
+
+
+@pytest.mark.parametrize(
     ("source", "override", "told"),
     [
         ("nemo", "policy.model_name=a/b", ("unknown-size", "a/b")),
         ("nemo", "policy.model_name=zai-org/GLM-4.6V", ("unsupported-model", "vision")),
         ("nemo", "policy.megatron_cfg.enabled=false", ("wrong-file",)),
-        ("nemo", "policy.megatron_cfg.peft.enabled=true", ("unsupported-model", "adapters")),
         ("nemo", "policy.train_global_batch_size=many", ("bad-number", "many")),
         ("nemo", "cluster.num_nodes=null", ("does-not-divide", 8)),
-        ("verl", "actor_rollout_ref.model.lora_rank=8", ("unsupported-model", "adapters")),
         ("verl", "trainer.nnodes=\0NODES\0", ("unknown-size", "NODES=VALUE")),
         (
             "verl",
@@ -199,7 +210,6 @@ def test_nodes_that_generate_do_not_train(nemo):
         ("verl", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=x", ("bad-number", "x")),
         ("slime", "--normalization=x", ("bad-choice", "RMSNorm")),
         ("slime", "--hidden-dropout=x", ("bad-number", "x")),
-        ("swift", "--tuner_type=lora", ("unsupported-model", "adapters")),
         ("swift", "--max_length=long", ("bad-number", "long")),
     ],
 )

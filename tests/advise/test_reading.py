@@ -13,6 +13,7 @@ pytest.importorskip("megatron.training")
 from megatron_pipemem.advise.reading import Context, Reading, read_command
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.hugging_face import known_model
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
@@ -51,10 +52,15 @@ def test_every_run_is_read_back(path):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in NO_FLAG])
+PUBLIC = ("qwen3-next-80b-a3b", "glm-5.2", "nvidia-nemotron-3-super-120b-a12b")
+"""Models with gated delta nets, with sparse attention, and with experts in a latent."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in NO_FLAG), *PUBLIC])
 def test_every_model_is_read_back(name):
     run = load(ROOT / "configs" / "runs" / "llama3-70b-64xh100.yaml", Run)
-    run = replace(run, model=load(name, Model), schedule=replace(run.schedule, name="stock"))
+    model = known_model(name) if name in PUBLIC else load(name, Model)
+    run = replace(run, model=model, schedule=replace(run.schedule, name="stock"))
     assert told(back(run)) == told(run)
 
 
@@ -103,6 +109,17 @@ def test_layers_with_experts(text, every, dense):
     assert (model.moe_every, model.dense_layers) == (every, dense)
 
 
+def test_experts_on_tensor_parallel_ranks_need_sequence_parallelism():
+    found = read("--vocab-size 99 --num-experts 4 --tensor-model-parallel-size 2")
+    assert found.run.parallelism.sequence_parallel and "--sequence-parallel" in " ".join(found.assumed)
+
+
+@pytest.mark.parametrize("text", ["4", "([1]*3+[0])*2"])
+def test_every_nth_layer_has_attention(text):
+    flags = f"--vocab-size 9 --experimental-attention-variant gated_delta_net --linear-attention-freq '{text}'"
+    assert read(flags).run.model.kinds == ("G-", "G-", "G-", "*-") * 2
+
+
 @pytest.mark.parametrize(
     ("code", "flags", "start", "values"),
     [
@@ -119,6 +136,12 @@ def test_layers_with_experts(text, every, dense):
         ("unsupported-model", "--vocab-size 9 --decoder-seq-length 128", START, ["--decoder-seq-length"]),
         ("unknown-flag", "--vocab-size 9 --hiden-size 3", START, ["--hidden-size"]),
         ("bad-number", "--vocab-size x", START, ["x"]),
+        (
+            "unsupported-model",
+            "--vocab-size 9 --experimental-attention-variant gated_delta_net --linear-attention-freq [0]*4+[1]*4",
+            START,
+            ["--linear-attention-freq"],
+        ),
         ("bad-syntax", "--vocab-size 9 --num-experts 4 --moe-layer-freq x", START, ["x"]),
     ],
 )

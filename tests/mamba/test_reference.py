@@ -1,4 +1,4 @@
-"""The stand-in for ``mamba_ssm`` computes what its documentation says: token by token here."""
+"""The stand-ins for ``mamba_ssm`` and ``fla`` compute what the documentation of these packages says."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-_FOLDER = Path(__file__).parent / "mamba_ssm" / "ops" / "triton"
+_FOLDER = Path(__file__).parent
 
 
-def load(name: str):
+def load(name: str, folder: str = "mamba_ssm/ops/triton"):
     """Not by the package's name, which is the real one's where that is installed."""
-    spec = importlib.util.spec_from_file_location(f"reference_{name}", _FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"reference_{name}", _FOLDER / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -60,3 +61,27 @@ def test_the_norm_gates_before_or_behind():
     before, behind = (RMSNorm(8, group_size=4, norm_before_gate=first)(x, z) for first in (True, False))
     torch.testing.assert_close(before, norm(x) * silu)
     torch.testing.assert_close(behind, norm(x * silu))
+
+
+def test_a_gated_delta_net_is_megatrons():
+    """As Megatron computes it, in parts of 64 tokens, for its deterministic mode."""
+    common = pytest.importorskip("megatron.core.ssm.gated_delta_net.common")
+    batch, tokens, heads, keys, values = 2, 70, 3, 4, 5
+    torch.manual_seed(3)
+    q, k = (torch.nn.functional.normalize(torch.randn(batch, tokens, heads, keys), dim=-1) for _ in range(2))
+    v, g, beta = (
+        torch.randn(batch, tokens, heads, values),
+        -torch.rand(batch, tokens, heads),
+        torch.rand(batch, tokens, heads),
+    )
+    found, _ = load("gated_delta_rule", "fla/ops").chunk_gated_delta_rule(q, k, v, g, beta)
+    wanted, _ = common.torch_chunk_gated_delta_rule(q, k, v, g, beta)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_convolution_and_a_norm_of_a_gated_delta_net():
+    x, weight = torch.randn(2, 7, 3), torch.randn(3, 4)
+    found, _ = load("convolution", "fla/modules").causal_conv1d(x, weight, activation="silu")
+    torch.testing.assert_close(found[:, -1], torch.nn.functional.silu((x[:, 3:] * weight.t()).sum(1)))
+    normed = load("l2norm", "fla/modules").l2norm(x)
+    torch.testing.assert_close(normed.norm(dim=-1), torch.ones(2, 7))

@@ -17,6 +17,7 @@ from megatron_pipemem.planner.counts import head_flops, head_parameters, layer_f
 from megatron_pipemem.planner.prices import (
     cheap_recompute,
     cluster_offload_ratio,
+    layer,
     offload_ratio,
 )
 
@@ -46,6 +47,46 @@ def test_flops_of_the_papers():
     assert flops.total == b * s * h * (72 * h + 12 * s)
     assert head_flops(gpt(h, s), Execution(micro_batch=b)).total == 6 * b * s * h * 51200
     assert model_flops(gpt(h, s)) == 8 * flops.total / b + 6 * s * h * 51200
+
+
+def test_flops_of_a_gated_delta_net_are_megatrons():
+    """As ``num_floating_point_operations`` of Megatron's training loop counts them, per token."""
+    shape = gpt(attention_every=4, linear_num_key_heads=4, linear_num_value_heads=8)
+    keys, values = 4 * 128, 8 * 128
+    wanted = 4096 * (2 * keys + 2 * values + 2 * 8) + 4 * (2 * keys + values) + 8 * 128**2 * 4 + 4096 * values
+    wanted += 8 * 4096**2  # the FFN
+    assert layer_flops(shape, ONE, "G-").total == 6 * wanted * 4096
+    assert shape.kinds[:4] == ("G-", "G-", "G-", "*-")
+
+
+def test_sparse_attention_grows_with_the_chosen_tokens_and_an_index_with_all():
+    def core(kind: str, sequence: int, chosen: int) -> float:
+        shape = gpt(sequence=sequence, kv_lora_rank=512, dsa_indexer_topk=chosen)
+        passes = layer_flops(shape, ONE, kind)
+        return (passes.forward - passes.weight) / sequence
+
+    reused, index = core("d", 4096, 1024), core("D", 4096, 1024) - core("d", 4096, 1024)
+    assert core("d", 8192, 1024) == reused == core("d", 4096, 2048) / 2
+    assert core("D", 8192, 1024) - reused == index + 2 * 4096 * 64 * 128
+    assert core("d", 4096, 5000) == 4 * reused
+
+
+def test_experts_in_a_latent_are_narrow_and_add_two_projections():
+    shape = gpt(experts=8, experts_per_token=2, expert_ffn=512)
+    narrow, whole = (layer_flops(each, ONE, "E").weight for each in (replace(shape, expert_latent=1024), shape))
+    router = 2 * 4096 * 4096 * 8
+    assert narrow - router == (whole - router) / 4 + 2 * 4096 * 2 * 4096 * 1024
+    inputs = {each.name: each.nbytes for each in layer_tensors(replace(shape, expert_latent=1024), ONE, "E")}
+    assert inputs["experts' inputs"] == 2 * 4096 * 1024 * 2 and inputs["experts' sum"] == 4096 * 1024 * 2
+
+
+def test_adapters_have_a_small_w_and_no_gradients_of_the_layer():
+    execution, cluster = Execution(adapters=16, frozen=("language",)), load("a100-80g", Cluster)
+    adapted, whole = layer(gpt(), execution, cluster), layer(gpt(), ONE, cluster)
+    assert adapted.seconds.forward > whole.seconds.forward and adapted.seconds.input > whole.seconds.input
+    assert adapted.seconds.weight < 0.1 * whole.seconds.weight
+    assert adapted.trained == (16 * (2 * 4096 + 4 * 4096 + 2 * 5 * 4096), 0)
+    assert adapted.kept == whole.kept and adapted.frozen == whole.parameters
 
 
 def test_vocabulary_papers_example_is_a_head_of_six_layers():

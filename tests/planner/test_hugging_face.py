@@ -33,7 +33,9 @@ def test_a_shape_has_the_parameters_of_its_name(name):
         ("deepseek-ai/DeepSeek-V3-0324", 61),
         ("someone/deepseek-v3-5layer", None),
         ("Qwen/Qwen3-VL-8B", 36),
-        ("Qwen/Qwen3.5-9B", None),
+        ("Qwen/Qwen3.5-9B-Base", 32),
+        ("zai-org/GLM-5.2", 78),
+        ("deepseek-ai/DeepSeek-V4-Flash", None),
     ],
 )
 def test_names_with_the_same_shape(name, layers):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from megatron_pipemem.config.model import Model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.partition import Loads, partition
 from megatron_pipemem.schedule.placement import Placement
@@ -83,6 +85,19 @@ def test_activations_weigh_more_where_more_microbatches_wait():
 def test_the_head_pushes_layers_away():
     assert partition(Loads([1.0] * 7, last=3.0), Placement.linear(2)) == (5, 2)
     assert partition(Loads([1.0] * 8, last=8.0), Placement.linear(2)) == (8, 0)
+
+
+@pytest.mark.parametrize("placement", [Placement.linear(4), Placement.interleaved(2, 2)])
+@pytest.mark.parametrize(("last", "layers"), [(0.0, (2, 4, 4, 4)), (2.5, (6, 4, 4, 0))])
+def test_layers_stay_on_the_stage_of_those_before_them(placement, last, layers):
+    index = {"dsa_indexer_topk": 4, "dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3}
+    model = Model(layers=14, hidden=64, heads=4, vocabulary=9, sequence=8, kv_lora_rank=8, **index)
+    assert "".join(kind[0] for kind in model.kinds) == "DDDdddDdddDddd"
+    tied = [layer in model.tied_layers for layer in range(14)]
+    counts = partition(Loads([1.0] * 14, last=last, tied=tied), placement)
+    begins = accumulate(counts[:-1])
+    assert not any(begin < 14 and tied[begin] for begin in begins)
+    assert counts == layers or placement.num_devices == 2
 
 
 def test_nothing_to_cut():

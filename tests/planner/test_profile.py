@@ -265,6 +265,7 @@ CROSSED = {
         for position, name, heads in (("rope", "tp4", 2), ("learned", "tp4-scores", 2), ("rope", "scores", 1))
     },
     "latent tp2": (LATENT, EXECUTIONS["tp2"]),
+    "gated tp2-sp": (replace(LLAMA, qk_norm=True, attention_gate=True), EXECUTIONS["tp2-sp"]),
     **{
         f"{name} cp2-scores": (model, Execution(cp=2, attention="unfused"))
         for name, model in {"gpt": GPT, "llama": LLAMA, "latent": LATENT, "normed": replace(GPT, qk_norm=True)}.items()
@@ -314,6 +315,8 @@ def test_what_cannot_be_profiled_is_refused(lane):
         (GPT, again("mla_up_proj"), ("needs-option",)),
         (GPT, Execution(tp=8), ("does-not-divide",)),
         (replace(GPT, pattern="M-*-M-"), Execution(), ("cannot-profile", "mamba_ssm")),
+        (replace(GPT, attention_every=2), Execution(), ("cannot-profile",)),
+        (GPT, Execution(adapters=8, frozen=("language",)), ("cannot-profile",)),
     ):
         with refused(*says):
             lane(profiled, model, execution, CPU)

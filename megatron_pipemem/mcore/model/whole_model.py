@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.config.layout import pattern_layers
-from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.schedule.placement import Placement
@@ -158,7 +158,10 @@ def model_of(config, sequence: int) -> Model:
     A configuration has no vocabulary, so its size is 1 here. The layers of hybrid models are not in the configuration.
     """
     latent = getattr(config, "multi_latent_attention", False)
-    names = ("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim") if latent else ()
+    variant = getattr(config, "experimental_attention_variant", None)
+    names = (name for name in LATENT if latent and name != "kv_lora_rank")
+    further = DELTA if variant == "gated_delta_net" else INDEX if variant == "dsa" else ()
+    attention = config.linear_attention_freq if variant == "gated_delta_net" else 1
     frequency = config.moe_layer_freq
     experts = config.num_moe_experts or 0
     return Model(
@@ -177,6 +180,9 @@ def model_of(config, sequence: int) -> Model:
         shared_expert_ffn=config.moe_shared_expert_intermediate_size or 0,
         moe_every=frequency if isinstance(frequency, int) else 1,
         dense_layers=frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
+        expert_latent=getattr(config, "moe_latent_size", None) or 0,
+        attention_every=attention if isinstance(attention, int) else 1,
+        attention_gate=getattr(config, "attention_output_gate", False),
         kv_lora_rank=config.kv_lora_rank if latent else None,
-        **{name: getattr(config, name) for name in names},
+        **{name: getattr(config, name) for name in (*names, *further)},
     )
