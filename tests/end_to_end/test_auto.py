@@ -82,7 +82,11 @@ def test_every_number_of_microbatches_is_planned_when_it_comes(train, assert_sam
     assert [plan["microbatches"] for plan in run.plans] == [2, 4, 8]
 
 
-@pytest.mark.parametrize("flags", [(), PP2], ids=["pp4", "pp2-dp2"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), pytest.param(PP2, marks=nightly("the schedule of replicas above; tests/mcore/test_agreement.py"))],
+    ids=["pp4", "pp2-dp2"],
+)
 def test_plans_anew_with_measured_costs(train, assert_same_training, tmp_path, flags):
     run = train("auto", *PROFILE, "--pipemem-memory-cap", "0.75", *QUICK, *flags, "--pipemem-trace", str(tmp_path))
     assert_same_training(run, train("stock", "--train-iters", "7", *flags))
@@ -123,8 +127,8 @@ def file(tmp_path):
     ("schedule", "flags"),
     rest_nightly(
         [("zb-h1", ()), ("v-min", ()), ("interleaved", EVALUATION)],
-        [("v-min", ()), ("interleaved", EVALUATION)],
-        "files of other placements",
+        [("v-min", ())],
+        "a file of another placement; evaluation in test_variants.py",
     ),
 )
 def test_runs_a_file(train, assert_same_training, file, schedule, flags):

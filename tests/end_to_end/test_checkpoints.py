@@ -105,7 +105,10 @@ def test_a_distributed_optimizer_goes_from_a_v_to_1f1b_and_back(distributed, tmp
     assert losses == expected
 
 
-@pytest.mark.parametrize(("after", "more"), [("chimera", ()), ("hanayo", PP2)])
+@pytest.mark.parametrize(
+    ("after", "more"),
+    rest_nightly([("chimera", ()), ("hanayo", PP2)], [("chimera", ())], "1f1b above, and its way back"),
+)
 def test_a_distributed_optimizer_goes_to_other_placements_and_sizes(distributed, after, more):
     """Two replicas of the model add gradients in another order, and so do two data-parallel ranks."""
     losses, expected = distributed(after, *more)

@@ -94,7 +94,7 @@ LATENT_QUERIES = (*LATENT, "--q-lora-rank", "24")
 @pytest.mark.parametrize(
     ("schedule", "model", "own"),
     [
-        ("zb-h1", LATENT, ()),
+        pytest.param("zb-h1", LATENT, (), marks=nightly("in slices in test_slices.py, and recomputed")),
         pytest.param("v-half", LATENT_QUERIES, (), marks=nightly("the same offloaded")),
         pytest.param("po-f", LATENT_QUERIES, SMALL[:2], marks=nightly("v-half offloaded")),
         ("v-half", LATENT, ("--pipemem-recompute", "selective")),

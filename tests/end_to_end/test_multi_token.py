@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lanes import rest_nightly
+from lanes import nightly, rest_nightly
 from test_hybrid import CUTS, of
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
 from test_vocabulary import LATER, SEARCH, TP2
@@ -44,7 +44,7 @@ def logged(run) -> dict[str, float]:
     return {f"{name} {at}": value for name, at, value in run.scalars if name.startswith("mtp_")}
 
 
-NIGHTLY = {"1f1b", "zb-h1", "zbv", "hanayo", "po-f", "auto", "recompute-in-model"}
+NIGHTLY = {"1f1b", "zb-h1", "zbv", "interleaved", "hanayo", "po-f", "auto", "recompute-in-model"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,13 @@ def test_two_replicas(train, assert_close_training):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(("v-half",), ("stock",)), (("v-half", "--pipemem-vocab-parallel", "2"), ("zb-h1",))],
+    [
+        (("v-half",), ("stock",)),
+        pytest.param(
+            *(("v-half", "--pipemem-vocab-parallel", "2"), ("zb-h1",)),
+            marks=nightly("the same model here, and checkpoints of a cut vocabulary in test_vocabulary.py"),
+        ),
+    ],
     ids=["v-to-stock", "cut-to-linear"],
 )
 def test_checkpoints_are_stocks(train, tmp_path, before, after):

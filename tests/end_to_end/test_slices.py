@@ -95,6 +95,7 @@ def differences(run, stock) -> dict:
 
 # Of two cases with the same flags and another schedule or another part of the model, one: that with the cut vocabulary too.
 NIGHTLY = {
+    "slimpipe",
     *("learned positions", "sequence parallel", "v-half, equal FLOPs", "v-half, evaluation"),
     *(
         "rope",
@@ -149,8 +150,9 @@ def test_documents_do_not_see_each_other(train, assert_close_training, lines, wh
     assert_close_training(run, expected)
     assert run.predicted_peaks == run.counted_peaks
     assert {key: off for key, off in differences(run, expected).items() if not off <= 1e-6} == {}
-    seen = train(whole, *text, "--eod-mask-loss")
-    assert expected.losses != pytest.approx(seen.losses, rel=1e-4), "masks that hide nothing would show nothing"
+    if whole == "stock":
+        seen = train(whole, *text, "--eod-mask-loss")
+        assert expected.losses != pytest.approx(seen.losses, rel=1e-4), "masks that hide nothing would show nothing"
 
 
 def test_activations_of_slices_leave_the_device(train):
@@ -178,10 +180,9 @@ def test_trains_in_16_bits(train, flags, within):
 
 
 def test_costs_are_measured_slice_by_slice(train):
-    flags = ("--train-iters", "6", *ROPE)
-    measured = ("--pipemem-costs", "profile", "--pipemem-vocab-parallel", "1")
-    stock, run = train("stock", *flags), train("seq1f1b", *cut(2), *measured, *flags)
-    assert run.losses == pytest.approx(stock.losses, rel=1e-5)
+    measured = ("--pipemem-costs", "profile", "--pipemem-vocab-parallel", "1", "--train-iters", "6")
+    stock, run = train("stock", *ROPE, "--train-iters", "4"), train("seq1f1b", *cut(2), *measured, *ROPE)
+    assert run.losses[:4] == pytest.approx(stock.losses, rel=1e-5)
     assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
     assert all(len(plan["costs"]["forward"]) == 4 and min(plan["costs"]["forward"]) > 0 for plan in run.plans)
 
