@@ -286,7 +286,10 @@ def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, y
     """
     table, schedule = _read(path, dialect, None, yes)
     if table.letters != "pipemem":
-        report_note(f"{path} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
+        report_note(
+            f"{path} is read in the letters of {LETTERS[table.letters]} ({table.reason}); if that is wrong, convert the file "
+            "by pipemem check with --dialect and --write"
+        )
     validate(schedule, costs, None if cap is None else cap.amount, microbatch_order=False)
     if (obstacle := find_obstacle(table, schedule)) is not None:
         report_note(f"{path} {CANNOT_RUN}: {obstacle.message}")

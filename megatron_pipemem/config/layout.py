@@ -56,7 +56,10 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:
-    """Return a hybrid pattern cut into stages with these numbers of layers."""
+    """Return a hybrid pattern without ``|``, cut into stages with these numbers of layers.
+
+    Multi-token prediction, from the first ``/`` on, stays at the end.
+    """
     layers, slash, further = pattern.partition(FURTHER)
     ends = list(accumulate(counts, initial=0))
     return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
@@ -110,8 +113,9 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
 
 
 def with_cut(run: Run, counts: Sequence[int]) -> Run:
-    """Return the run with flags that cut its model into these numbers of pieces. Earlier flags for the cut are
-    removed.
+    """Return the run with flags that cut its model into stages with these numbers of pieces (``Model.pieces``).
+
+    Earlier flags for the cut are removed.
     """
     others = {
         key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, *ACCOUNTED, PATTERN)

@@ -261,7 +261,7 @@ def ahead(
 
 
 def last(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Predict the seconds and bytes of the parts after the last layer: multi-token prediction and the head."""
+    """Predict the seconds and bytes of multi-token prediction and the head, on one rank for one microbatch."""
     return ahead(model, execution, cluster) + head(model, execution, cluster)
 
 

@@ -16,7 +16,9 @@ AUTO: Final = "auto"
 OFF: Final = "off"
 Offload = Literal["off", "half", "full", "auto"]
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
-"""Activations that are copied to the host: none, the longer-lived half of every device's, all, or as many as needed."""
+"""Activations that may be copied to the host: none, the longer-lived half of every device's, or all (``full``, ``auto``).
+With ``auto``, a search under a cap chooses its order together with them.
+"""
 RECOMPUTE = ("none", "selective", "full", AUTO)
 """The parts of forwards that are recomputed: none, the cheap parts of every stage, all, or as much as a cap needs."""
 VocabularyCut = Literal["off", "1", "2", "auto"]

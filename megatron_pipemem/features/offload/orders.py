@@ -135,7 +135,7 @@ def plan_offload(
     ``pace`` also tries plans in which the forwards of the warm-up start further apart, up to the interval of the steady
     state. Such a step may take longer. With a cap, they are tried only if no other plan keeps it, but then even without
     ``pace``. If they do not keep the cap either, ``slow_down`` allows plans in which devices wait for copies in the
-    steady state too.
+    steady state too. If no plan keeps the cap, the result is the one with the lowest peak, and ``keeps_cap`` is false.
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
     caps, budgets = (

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingLog(Extension):
-    """Corrects numbers of Megatron's log under a schedule of this package."""
+    """Makes Megatron count packed tokens once per microbatch, and report the activation memory of the run's schedule."""
 
     only_trains = True
 
