@@ -455,7 +455,7 @@ def pareto(
     note_uneven_cuts(prices, [choice.schedule.placement for choice in found])
     for cap in wanted:
         if all(choice.peak > loosened(cap) for choice in found):
-            report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")
+            report_note(f"no schedule was found that fits a memory cap of {cap:.4g} of 1F1B's peak")
     # Busy times differ if some schedules cut the head and others do not. All bubbles count from the smallest one.
     work = min((choice.makespan * (1 - choice.bubble_rate) for choice in found), default=0.0)
     points = [_point(choice, work) for choice in found]

@@ -128,7 +128,7 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
     try:
         (known,) = answers(["-c", _ASK], _SECONDS, "Megatron's parser")
     except (UpstreamError, ValueError) as error:  # ValueError: not one answer
-        logger.warning("the flags are not checked: %s", error)
+        logger.warning("Megatron's flags cannot be read, so the flags of the run are not checked: %s", error)
         return {}
     with suppress(OSError):  # it is asked again
         write_whole(path, json.dumps(known))

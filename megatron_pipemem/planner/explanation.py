@@ -94,7 +94,8 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     """Return the ratios of measured to predicted seconds, from a profile of a run's model or from a report of the run.
 
     Raises:
-        ConfigError: the file is of another model or run (``other-model``), or has no measured passes (``wrong-file``).
+        ConfigError: the profile is of another model, or the report of a run with another number of pipeline ranks or
+            with slices (``other-model``); or the file has no measured passes (``wrong-file``).
     """
     report = read_json(path, "a profile or a report")
     if not isinstance(report, dict) or "last_step" not in report:

@@ -302,8 +302,8 @@ def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
 def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
     """Write, in each bubble, the action that the device waits for, in the longest form that fits.
 
-    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. Return the parts
-    that were left out for lack of room.
+    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. Return
+    the footnote's name for the texts of bubbles that are too narrow; empty if there are none.
     """
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)

@@ -100,6 +100,8 @@ def bytes_text(held: float) -> str:
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
     """Return ``(time, held)`` for each change of a device's memory, in order of time. ``held`` is the level after it.
 
+    The list begins with ``(0.0, 0.0)``.
+
     ``row`` has the boxes of the device. Memory is taken at the start of an action, and freed at its end. If one action
     frees memory and the next takes it at the same time, the level between them is left out.
     """

@@ -92,7 +92,8 @@ def validate_program(
 
     The rules of messages: posts never block, and a compute action waits for its own message. From one device to
     another, messages move one at a time in posted order, each when both devices have posted it. ``host_waits`` and
-    ``single_queue`` add the proofs of ``schedule.waits``.
+    ``single_queue`` add the proofs of ``schedule.waits``, and ``microbatch_order`` is the argument of ``validate``.
+    Raise a ScheduleError for the first violation found.
     """
     validate(program.schedule, microbatch_order=microbatch_order)
     check_compute_actions(program)

@@ -110,5 +110,6 @@ def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_pa
 def test_pareto_says_what_caps_nothing_fits(pipemem):
     said = pipemem("pareto", "-p", 2, "-m", 4, "--caps", "0.01,1", "--seconds", 1)
     assert said.exit_code == 0
-    assert said.stderr.splitlines() == ["note: no schedule was found that fits a memory cap of 0.01"]
+    (note,) = said.stderr.splitlines()
+    assert note.startswith("note: ") and " 0.01 " in note
     assert "up to 8 chunks per device" in said.stdout and "--layers" in said.stdout

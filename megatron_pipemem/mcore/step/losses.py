@@ -79,7 +79,8 @@ class LossCarrier:
     def send(self, data: object, destination: int, kind: Hashable) -> None:
         """Send nested dictionaries, lists and tuples of tensors and picklable values to a rank of the group.
 
-        It returns at once if the structure of ``data`` equals that of the last data of this ``kind`` to this rank. If
+        It does nothing if ``begin`` has sent the data. Otherwise it waits until the previous message has been sent. Then
+        it returns at once if the structure of ``data`` equals that of the last data of this ``kind`` to this rank. If
         the structure is new, the host waits for the receiver. The receiver must give the same ``kind``.
         """
         if self._begun:
