@@ -102,7 +102,7 @@ def _row(
     return {
         "name": list(map(str, actions)),
         "mb": [microbatch for _, _, microbatch in actions],
-        "chunk": chunks,
+        "chunk": list(chunks),
         # Actions on memory have no width, so their colour does not matter.
         "shade": [shades.get((action.kind, chunk), 0) for action, chunk in zip(actions, chunks, strict=True)],
         "start": list(map(_short, starts)),
