@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import toy
 
 from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
-from megatron_pipemem.runtime.trace import Stopwatch, TracedAction, average, costs_from, drift
+from megatron_pipemem.features.pairs.runtime import Pairs
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.trace import Stopwatch, Trace, TracedAction, average, costs_from, drift
+from megatron_pipemem.runtime.transport import MessageFormat, Transport
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -62,6 +68,46 @@ def test_a_step_in_pairs_gives_the_costs_by_which_it_takes_as_long(name, share):
     # Without pairs the next step keeps the shares.
     again = costs_from(medians, links, schedule.placement, found)
     assert again.forward_exchange == found.forward_exchange
+
+
+class Paired(toy.Runner):
+    """A stage whose forward takes 2 seconds of ``clock``, its backward 3, and both together 4."""
+
+    clock = 0.0
+
+    def forward(self, microbatch, input, will_recompute=False):
+        Paired.clock += 2.0
+        return super().forward(microbatch, input, will_recompute)
+
+    def backward(self, *arguments):
+        Paired.clock += 3.0
+        return super().backward(*arguments)
+
+    def run_pair(self, microbatch, input, other, arguments):
+        output, gradient = self.forward(microbatch, input), other.backward(0, *arguments)
+        Paired.clock -= 1.0
+        return output, gradient
+
+    def defer_weight_gradients(self):
+        """Nothing is deferred."""
+
+
+def test_the_executor_times_a_pair_as_one():
+    alone = build_schedule("1f1b", num_devices=1, num_microbatches=4)
+    schedule = with_pairs(alone, with_exchanges(Costs(2, 3, 0), 0.4)).schedule
+    transport = Transport(
+        toy.alone(schedule.placement), MessageFormat((toy.ROWS, toy.WIDTH), torch.float32, torch.device("cpu"))
+    )
+    times, watch, real = Trace(), Stopwatch(), Costs(2, 3, 0, forward_exchange=0.4, backward_exchange=0.6)
+    times._now = lambda: Paired.clock
+    times._begin = Paired.clock
+    Executor(lower(schedule), 0, {0: Paired(0, 1)}, transport, [Pairs(schedule.pairs)], trace=times).run()
+    watch.add(times.actions(), schedule.pairs)
+    assert len(schedule.pairs) == 3 and watch.of_pairs() == {((Kind.F, 0), (Kind.B, 0)): 4.0}
+    found = costs_from(watch.medians(), {}, schedule.placement, Costs(2, 3, 0), pairs=watch.of_pairs())
+    assert (found.forward, found.backward_input) == ((2.0,), (3.0,))
+    assert (*found.forward_exchange, *found.backward_exchange) == pytest.approx((0.4, 0.6))
+    assert simulate(schedule, found).makespan == simulate(schedule, real).makespan == Paired.clock
 
 
 def test_replicas_are_averaged_stage_by_stage():
