@@ -87,8 +87,8 @@ def read_header(text: str) -> tuple[Header, str]:
     if list(idle) != sorted(set(idle)) or (idle and (not devices or idle[-1] > max(devices))):
         raise ScheduleFormatError(
             "bad-header",
-            "idle must name devices without actions, each once and in rising order, as in devices=0-1-2 idle=0-2; "
-            "devices must be given too",
+            "idle must name those of the devices in devices=... that have no line, each once and in rising order, as in "
+            "devices=0-1-2 idle=0-2; devices must be given too",
             line=first + 1,
         )
     missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]

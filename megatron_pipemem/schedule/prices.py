@@ -38,7 +38,8 @@ def number(subject: str, value: object, wanted: str = "a number") -> float:
 def numbers(subject: str, value: object) -> Several:
     """Return one number as a float, or a sequence of numbers as a tuple of floats.
 
-    Raise a CostsError for anything else: an empty sequence, text, NaN, or a number above ``LARGEST``.
+    Negative numbers are allowed. Raise a CostsError for anything else: an empty sequence, text, a boolean, NaN, or a
+    number whose absolute value is above ``LARGEST``.
     """
     if (several := listed_objects(value)) is not None:
         return tuple(number(subject, each) for each in several)

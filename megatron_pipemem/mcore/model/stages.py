@@ -427,9 +427,9 @@ def no_gradient_sync(config) -> Iterator[None]:
 
 
 class ActivationCounter(Protocol):
-    """Counts or moves the tensors that autograd saves.
+    """The interface of an object that counts or moves the tensors that autograd saves.
 
-    ``exclude`` names tensors that are no activations, like those of a batch.
+    ``exclude`` is called with tensors that are no activations, like those of a batch.
     """
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> object: ...
