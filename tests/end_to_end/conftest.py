@@ -197,6 +197,14 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
 
 
 @pytest.fixture(scope="module")
+def train_on_eight_ranks(tmp_path_factory, text) -> Iterator[Trainer]:
+    folder = tmp_path_factory.mktemp("eight_ranks")
+    ranks = Ranks("training", folder, size=8)
+    yield Trainer(ranks, folder, text)
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
 def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     """``train`` a GPT of Transformer Engine's layers, of the newest ``version`` and on four ranks unless they are given.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lanes import rest_nightly
+from lanes import nightly, rest_nightly
 from test_experts import ALL_TO_ALL, LOSSES, SHARED
 
 OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
@@ -26,6 +26,20 @@ def test_trains_as_the_plain_order(train, assert_same_training, schedule):
 def test_trains_as_megatrons_own_overlap(train, assert_same_training):
     flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "8", OVERLAP[0])
     assert_same_training(train("interleaved", *flags), train("stock", *flags))
+
+
+@nightly("the same pieces on two pipeline ranks, above")
+def test_four_pipeline_ranks_train_as_the_plain_order_and_as_megatrons_own_overlap(
+    train_on_eight_ranks, assert_same_training
+):
+    train = train_on_eight_ranks
+    deep = ("--bf16", "--pipeline-model-parallel-size", "4", "--num-layers", "8", "--global-batch-size", "16")
+    flags = (*FLAGS, *deep)
+    plain = train("stock", *flags)
+    for schedule in ("zbv", "v-half", "dualpipe-v", "zb-h1", "auto"):
+        assert_same_training(train(schedule, *flags, *OVERLAP), plain)
+    interleaved = (*flags, "--num-virtual-stages-per-pipeline-rank", "2", OVERLAP[0])
+    assert_same_training(train("interleaved", *interleaved), train("stock", *interleaved))
 
 
 def test_two_replicas_train_as_the_plain_order(train, assert_close_training):

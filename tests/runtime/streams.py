@@ -4,8 +4,9 @@ Tensors stay on the host and every operation runs at once. Streams and events ar
 operation that reaches the dispatcher, with the current stream. A storage knows its last write and its reads. It reports
 
 * ``race``: a use that is not ordered after another stream's write, or a write that is not ordered after a read;
-* ``free``: a storage is freed after another stream than its home stream has used it, without ``record_stream``, and the home
-  stream goes on without being ordered after that use. The caching allocator may have given the memory to a new tensor.
+* ``free``: a storage is freed or emptied after another stream than its home stream has used it, without
+  ``record_stream``, and the home stream goes on without being ordered after that use. The caching allocator may have
+  given the memory to a new tensor.
 
 ``torch.cuda._sanitizer`` finds races on a GPU. Nothing in PyTorch finds memory that is freed too early.
 """
@@ -141,8 +142,10 @@ class Memory:
     recorded: set[Stream] = field(default_factory=set)
 
     def foreign_uses(self) -> list[Use]:
+        """Return the uses that may still run when all recorded streams have reached the point where they are now."""
         allowed = {self.home, *self.recorded}
-        return [use for use in (*self.writes, *self.reads) if use.stream not in allowed]
+        uses = (use for use in (*self.writes, *self.reads) if use.stream not in allowed)
+        return [use for use in uses if not any(use.is_before(stream) for stream in self.recorded)]
 
 
 class Streams(TorchDispatchMode):
@@ -166,7 +169,7 @@ class Streams(TorchDispatchMode):
         self.used_in_backward: set[Stream] = set()
         self.in_node = True  # outside of the engine, there is no sum of gradients between nodes
         self._known: dict[int, Memory] = {}
-        self._freed: dict[Stream, list[tuple[Memory, tuple[str, ...]]]] = {}
+        self._freed: dict[Stream, list[tuple[str, list[Use], tuple[str, ...]]]] = {}
         self._patches = contextlib.ExitStack()
 
     def kinds(self) -> set[str]:
@@ -190,6 +193,14 @@ class Streams(TorchDispatchMode):
             return tolist(tensor)
 
         self._patches.enter_context(mock.patch.object(torch.Tensor, "tolist", asked_tolist))
+        resize = torch.UntypedStorage.resize_
+
+        def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            if nbytes == 0 and storage._cdata in self._known:
+                self._free(self._known.pop(storage._cdata))
+            return resize(storage, nbytes)
+
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted_resize))
         engine = BackwardEngine(self, torch.autograd.Variable._execution_engine)
         self._patches.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", engine))
         self._patches.enter_context(BackwardStreams())
@@ -264,10 +275,10 @@ class Streams(TorchDispatchMode):
         merge(stream.clock, self.host)
         stream.tick()
         # From here on, this stream may write to any memory of its own that has been freed.
-        for memory, where in self._freed.pop(stream, ()):
-            for use in memory.foreign_uses():
+        for origin, uses, where in self._freed.pop(stream, ()):
+            for use in uses:
                 if not use.is_before(stream):
-                    description = f"{memory.origin} of {stream}: {use.name} on {use.stream} may still run"
+                    description = f"{origin} of {stream}: {use.name} on {use.stream} may still run"
                     self.found["free", description, where] += 1
 
     def _use(self, tensor: torch.Tensor, stream: Stream, writes: bool, name: str) -> None:
@@ -296,9 +307,11 @@ class Streams(TorchDispatchMode):
 
     def _note_freed(self) -> None:
         for key in [key for key, memory in self._known.items() if memory.alive.expired()]:
-            memory = self._known.pop(key)
-            if memory.foreign_uses():
-                self._freed.setdefault(memory.home, []).append((memory, _place()))
+            self._free(self._known.pop(key))
+
+    def _free(self, memory: Memory) -> None:
+        if uses := memory.foreign_uses():
+            self._freed.setdefault(memory.home, []).append((memory.origin, uses, _place()))
 
     def _race(self, description: str) -> None:
         self.found["race", description, _place()] += 1

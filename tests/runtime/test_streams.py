@@ -191,6 +191,20 @@ def test_host_memory_is_not_overwritten_while_a_reload_reads_it(monkeypatch, pla
     assert gpu.kinds() == ({"race"} if planted else set())
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_that_is_emptied_while_another_stream_reads_it_is_found(recorded):
+    with Streams() as gpu:
+        other, emptied = Stream(), torch.ones(4)
+        other.wait_stream(gpu.compute)
+        with torch.cuda.stream(other):
+            emptied.sum()
+        if recorded:
+            emptied.record_stream(other)
+        emptied.untyped_storage().resize_(0)
+        torch.ones(4)  # may take its place
+    assert gpu.kinds() == (set() if recorded else {"free"})
+
+
 class SharedExpert(torch.nn.Module):
     """A layer whose second branch runs on a stream of its own, as Megatron's with --moe-shared-expert-overlap."""
 

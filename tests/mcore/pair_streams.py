@@ -1,0 +1,191 @@
+"""Pairs of Megatron's layers with experts under the stream sanitizer, one device of a pipeline at a time.
+
+The program of ``test_pair_streams.py``, for a process in which ``torch.cuda`` works on a CPU. It prints, for every fault
+of ``PLANTED``, the kinds of hazards that the sanitizer has found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel import utils as pipeline_utils
+from megatron.core.pipeline_parallel.utils import ScheduleNode
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import token_dispatcher
+from streams import Group, Streams, Work
+
+from megatron_pipemem.features.pairs.megatron import PlanStage
+from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.pairs.runtime import Pairs
+from megatron_pipemem.mcore.model.linear import split_linear
+from megatron_pipemem.mcore.model.stages import StepContext
+from megatron_pipemem.runtime import transport
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, edges
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+
+DEVICES, MICROBATCHES = 2, 4
+SEQUENCE, HIDDEN, VOCABULARY = 16, 32, 64
+
+
+@contextmanager
+def without_waits(node: ScheduleNode, name: str | None = None) -> Iterator[None]:
+    with torch.cuda.stream(node.stream):
+        yield
+    node.event.record(node.stream)
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+PLANTED = {
+    "": nullcontext,
+    "a piece does not wait for the one before": partial(
+        mock.patch.object, ScheduleNode, "stream_acquire_context", without_waits
+    ),
+    "a stage does not wait for its last exchange": partial(
+        mock.patch.object, TransformerModelChunkSchedulePlan, "wait_current_stream", nothing
+    ),
+    "a message or an exchange is not waited for": partial(mock.patch.object, Work, "wait", nothing),
+    "memory is freed while the other stream uses it": partial(
+        mock.patch.object, torch.Tensor, "record_stream", nothing
+    ),
+}
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all of two expert-parallel ranks that brings each rank its own tokens back."""
+
+    @staticmethod
+    def forward(ctx, tokens: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group, result = group, tokens.clone()
+        group.post([tokens], [result], "all_to_all").wait()
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return Exchange.apply(gradient, ctx.group), None
+
+
+class Ends:
+    """Stands for ``ChunkPlacement``. Within a chunk, Megatron asks whether it has the loss."""
+
+    def __init__(self, losses: list[bool]):
+        self._losses = losses
+
+    def chunk(self, chunk: int):
+        return mock.patch.object(parallel_state, "is_pipeline_last_stage", lambda **_: self._losses[chunk])
+
+
+def make_config(num_layers: int) -> TransformerConfig:
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+        moe_ffn_hidden_size=HIDDEN,
+        moe_shared_expert_intermediate_size=HIDDEN,
+        add_bias_linear=False,
+        transformer_impl="local",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        deallocate_pipeline_outputs=True,
+    )
+    config.overlap_moe_expert_parallel_comm = True
+    return config
+
+
+def forward_step(data: object, model: GPTModel, return_schedule_plan: bool = False):
+    tokens = torch.randint(VOCABULARY, (1, SEQUENCE + 1))
+    plan = model.build_schedule_plan(
+        input_ids=tokens[:, :-1],
+        position_ids=torch.arange(SEQUENCE)[None],
+        attention_mask=None,
+        labels=tokens[:, 1:].contiguous(),
+    )
+    return plan, lambda output: (output.float().mean(), {})
+
+
+def run_device(schedule: Schedule, device: int, num_layers: int) -> None:
+    """Run a step of one device, whose messages bring whatever their memory holds. ``num_layers`` are those of a stage."""
+    config, placement = make_config(num_layers), schedule.placement
+    stages = placement.stages[device]
+    last = [stage == placement.num_stages - 1 for stage in stages]
+    context = StepContext(
+        config,
+        forward_step,
+        schedule.num_microbatches,
+        cp_group_size=1,
+        forward_only=False,
+        collect_non_loss_data=False,
+        first_val_step=None,
+        force_all_reduce=False,
+        num_tokens=torch.zeros((), dtype=torch.int),
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    ends = Ends(last)
+    runners = {}
+    for chunk, stage in enumerate(stages):
+        model = GPTModel(config, spec, VOCABULARY, SEQUENCE, pre_process=stage == 0, post_process=last[chunk])
+        model.to(torch.bfloat16)
+        runners[stage] = PlanStage(context, model, None, chunk, len(stages), last[chunk], ends, ())
+    channels = {edge: Group(f"edge {edge}") for edge in edges(placement) if device in edge}
+    pipeline = Pipeline(None, placement, device, range(DEVICES), channels)
+    message = MessageFormat((SEQUENCE, 1, HIDDEN), torch.bfloat16, torch.device("cpu"))
+    pairs = [Pairs(schedule.pairs)]
+    Executor(lower(schedule), device, runners, Transport(pipeline, message), pairs).run()
+
+
+def kinds(schedule: Schedule, planted: str) -> list[str]:
+    """Return the kinds of hazards. A fault is planted in one layer of the last device, which saves time."""
+    found: set[str] = set()
+    for device in range(DEVICES)[-1 if planted else 0 :]:
+        with mock.patch.object(pipeline_utils, "_COMM_STREAM", None), Streams() as gpu, PLANTED[planted]():
+            pipeline_utils.set_streams()
+            with mock.patch.object(token_dispatcher, "all_to_all", exchange_over(Group("experts"))):
+                run_device(schedule, device, num_layers=1 if planted else 2)
+        found |= gpu.kinds()
+    return sorted(found)
+
+
+def exchange_over(group: Group) -> Callable[..., torch.Tensor]:
+    return lambda _, tokens, *sizes, **named: Exchange.apply(tokens, group)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    transport.dist.get_group_rank = lambda group, rank: rank
+    linear = layers.linear_with_grad_accumulation_and_async_allreduce
+    layers.linear_with_grad_accumulation_and_async_allreduce = partial(split_linear, linear)
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    alone = build_schedule("dualpipe-v", num_devices=DEVICES, num_microbatches=MICROBATCHES)
+    schedule = with_pairs(alone, with_exchanges(Costs()))
+    json.dump({"pairs": len(schedule.pairs), "found": {each: kinds(schedule, each) for each in PLANTED}}, sys.stdout)
