@@ -442,7 +442,7 @@ def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int
 def _late_alone(step: MeasuredStep, usual: list[int], late: int) -> list[int]:
     """Return the idle nanoseconds of every device if only the actions of device ``late`` take their measured times.
 
-    All other actions take their times in ``usual``, which has nanoseconds per node.
+    All other actions take their times in ``usual``, which has nanoseconds per node. All delays are the measured ones.
     """
     nodes = zip(step.lanes, step.seconds, usual, strict=True)
     seconds = [real if device == late else one for device, real, one in nodes]

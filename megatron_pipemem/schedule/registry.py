@@ -248,7 +248,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
 
 @lru_cache(maxsize=1)
 def _offered(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points of families in all packages on the module search path ``path``.
+    """Return the entry points of families in all packages on ``sys.path``. Pass ``sys.path``, which is the cache's key.
 
     The result for the last path is cached, because finding them takes 20 ms or more.
     """
