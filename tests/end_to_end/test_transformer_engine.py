@@ -36,6 +36,11 @@ GROUPED_EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[1,0,1,0,0,1,1,1]", "--moe-grouped-gemm"),
     *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
 )
+DELTA_NETS = (
+    *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "4"),
+    *("--linear-key-head-dim", "8", "--linear-value-head-dim", "16", "--linear-num-key-heads", "4"),
+    *("--linear-num-value-heads", "8", "--linear-conv-kernel-dim", "4"),
+)
 FLASH = ("--attention-backend", "flash", "--bf16", "--no-gradient-accumulation-fusion")
 CP2 = (*PP2, "--context-parallel-size", "2", "--cp-comm-type")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
@@ -132,6 +137,9 @@ MODELS = {
     "further-tokens": (*DEFAULTS, *LLAMA, "--mtp-num-layers", "1"),
     "llama-tp2": (*DEFAULTS, *LLAMA, *TP2_SEQUENCE),
     "latent-tp2": (*DEFAULTS, NO_BIAS, *LATENT, *TP2_SEQUENCE),
+    "delta-nets-tp2": (*DEFAULTS, *LLAMA, *DELTA_NETS, *TP2_SEQUENCE),
+    "delta-nets-experts": (*DEFAULTS, *LLAMA, *DELTA_NETS, *GROUPED_EXPERTS, "--attention-output-gate"),
+    "narrow-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, "--moe-latent-size", "32"),
     "further-tokens-tp2": (*DEFAULTS, *LLAMA, *TP2_SEQUENCE, "--mtp-num-layers", "1"),
     "recompute-full-tp2": (*DEFAULTS, *RECOMPUTE, *TP2_SEQUENCE),
     "grouped-experts-tp2": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *TP2_SEQUENCE),
@@ -145,7 +153,7 @@ MODELS = {
 }
 FULL_LANE_MODELS = (
     *("latent-tp2", "further-tokens-tp2", "recompute-full-tp2"),
-    *("grouped-experts-tp2", "grouped-experts-bias", "grouped-experts-ep2"),
+    *("grouped-experts-tp2", "grouped-experts-bias", "grouped-experts-ep2", "delta-nets-tp2"),
 )
 
 

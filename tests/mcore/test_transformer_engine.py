@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 from packaging.version import Version
 
 from megatron_pipemem.errors import UnsupportedError
@@ -112,6 +113,40 @@ def test_other_tensors_stay_gathered(kept, queue):
         gathers.append((torch.arange(4.0), None))
     found, gathered, _ = kept(gathers, queue)
     assert found[:-1] == gathered
+
+
+class Stored(torch.nn.Linear):
+    """As a module of Transformer Engine that has kept ``tensors`` for its W, or nothing."""
+
+    fuse_wgrad_accumulation = apply_bias = False
+
+    def __init__(self, *tensors: torch.Tensor):
+        super().__init__(2, 2, bias=False)
+        self.weight.skip_backward_post_hook = True
+        queue = [[list(tensors), None]] if tensors else []
+        self.wgrad_store = SimpleNamespace(context=SimpleNamespace(queue=queue))
+
+
+def test_tensors_in_megatrons_buffers_are_copied_until_w(monkeypatch):
+    shared, own = torch.zeros(4), torch.ones(4)
+    buffers = SimpleNamespace(buffer={("mpu", torch.float32): shared})
+    monkeypatch.setattr(transformer_engine.parallel_state, "_GLOBAL_MEMORY_BUFFER", buffers)
+    module, queue = Stored(own, shared[1:3]), WeightGradientQueue()
+    transformer_engine.defer((module, Stored()), queue)  # the second one has run no backward
+    shared.fill_(7)
+    ((kept, _),) = module.wgrad_store.context.queue
+    assert kept[0] is own and kept[1].tolist() == [0, 0]
+    assert [id(each) for each in queue.tensors()] == [id(each) for each in kept]
+
+
+def test_weights_without_a_forward_of_their_own_are_hooked_by_ddp():
+    absorbed = absorbed_mla.AbsorbedMLASelfAttention.__new__(absorbed_mla.AbsorbedMLASelfAttention)
+    torch.nn.Module.__init__(absorbed)
+    absorbed.linear_kv_up_proj, absorbed.linear_proj = waiting(), waiting()
+    model, config = torch.nn.Sequential(absorbed), SimpleNamespace()
+    *_, (_, build_ddp) = transformer_engine.replacements(True, False)
+    build_ddp(lambda *_: None, None, None, config, model)
+    assert delayed_modules(model) == (absorbed.linear_proj,) and config.delay_wgrad_compute
 
 
 def config_of(**settings) -> SimpleNamespace:

@@ -19,10 +19,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_pipemem.mcore.patching import Replacements
@@ -64,12 +65,25 @@ def replacements(splits: bool, recomputes: bool) -> Replacements:
         original(model, config, *args, **kwargs)
 
     def build_ddp(original: Callable, ddp, config, ddp_config, module, *args, **kwargs) -> None:
+        if splits:
+            _hook_absorbed_weights(module)
         if delayed_modules(module):
             ddp_config.delay_wgrad_compute = True
         original(ddp, config, ddp_config, module, *args, **kwargs)
 
     checked = [(LANGUAGE_MODULE, build_model)]
     return [*checked, (DDP, build_ddp)] if splits else checked
+
+
+def _hook_absorbed_weights(module: torch.nn.Module) -> None:
+    """Let DDP hook the weights that sparse attention multiplies by, without a forward of their own modules.
+
+    Autograd computes their gradients in I, and ``backward_dw()`` of these modules would find none.
+    """
+    for part in module.modules():
+        if type(part).__name__ == "AbsorbedMLASelfAttention":
+            for parameter in cast(Any, part).linear_kv_up_proj.parameters():
+                parameter.skip_backward_post_hook = False
 
 
 def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
@@ -137,6 +151,8 @@ def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> N
     """
     at_once = ImmediateWeightGradients()
     for module in modules:
+        if not cast(Any, module).wgrad_store.context.queue:  # its output got no gradient, like an index without a loss
+            continue
         early = getattr(module, _FROZEN_INPUT, False)
         early = early or any(is_early(weight) for _, weight in _hooked_by_module(module))
         (at_once if early else queue).put(DelayedWeightGradient(module, *_left_by_backward(module)))
@@ -208,11 +224,22 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
             gradients[parameter] = parameter.grad
         parameter.grad = None
     queue = module.wgrad_store.context.queue
-    if not queue:
-        return gradients, []
     # A saved input comes with the graph that computed it, which would keep the stage's input, and its gradient, until W.
-    queue[-1][0] = kept = _without_graph(list(queue[-1][0]))
+    queue[-1][0] = kept = [_own(each) for each in _without_graph(list(queue[-1][0]))]
     return gradients, kept
+
+
+def _own(kept: Any) -> Any:
+    """Return a copy of a tensor in Megatron's global buffers, which later layers overwrite; any other object as it is.
+
+    The allgather dispatcher of experts returns a gradient there.
+    """
+    if not isinstance(kept, torch.Tensor) or is_quantised(kept):
+        return kept
+    shared = parallel_state._GLOBAL_MEMORY_BUFFER  # ``None`` in programs that bring their own process groups
+    buffers = () if shared is None else shared.buffer.values()
+    is_shared = any(each.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr() for each in buffers)
+    return kept.clone() if is_shared else kept
 
 
 def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
