@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -184,18 +185,25 @@ def test_it_tells_which_stage_runs(lane):
         assert any(f"running {stage}" in line and "2 microbatches" in line for line in lines)
 
 
-@pytest.mark.parametrize("model", [SMALL_GPT, SMALL_LLAMA], ids=["gpt", "llama"])
+SMALL = {"gpt": SMALL_GPT, "llama": SMALL_LLAMA}
+SMALL_EXECUTIONS = {
+    "fp32": Execution(precision="fp32", attention="unfused", fused=False),
+    "tp2-sp": Execution(micro_batch=2, tp=2, sequence_parallel=True),
+    "recompute": Execution(recompute="full"),
+}
+
+
 @pytest.mark.parametrize(
-    "execution",
-    [
-        Execution(precision="fp32", attention="unfused", fused=False),
-        Execution(micro_batch=2, tp=2, sequence_parallel=True),
-        Execution(recompute="full"),
-    ],
-    ids=["fp32", "tp2-sp", "recompute"],
+    ("name", "how"),
+    rest_nightly(
+        product(SMALL, SMALL_EXECUTIONS),
+        [("gpt", "fp32"), ("llama", "tp2-sp"), ("gpt", "recompute")],
+        "the same execution with the other model, and the formulas of both models below",
+    ),
 )
-def test_fake_bytes_are_what_the_ledger_of_real_stages_counts(lane, model, execution):
+def test_fake_bytes_are_what_the_ledger_of_real_stages_counts(lane, name, how):
     """To the byte, for stages of other sizes than were profiled."""
+    model, execution = SMALL[name], SMALL_EXECUTIONS[how]
     profile = lane(profiled, model, execution, CPU)
     assert profile.source == "fake tensors"
     for position, layers in ((0, 2), (1, 3), (2, 2)):
