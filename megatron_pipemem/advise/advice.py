@@ -136,8 +136,8 @@ class Way:
 Verdict = Literal["stay", "overlap", "layout", "stock", "pairs", "ours"]
 """The answer: stay as you are, stay for the overlap of messages, change the layout alone, tune Megatron's own schedule, take
 the proposal in pairs, or take the first proposal."""
-PAIRED = "same memory, pairs"
-"""The kind of a proposal that runs forwards and backwards in pairs."""
+PAIRED = "pairs"
+"""The kind of a proposal that runs forwards and backwards in pairs. It may need more memory than today, if devices have it."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,8 @@ def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overla
     gain = 0.0 if stock is None else stock.gain(today)
     if stock is not None and gain >= AS_FAST:
         ours = max((way.gain(today) for way in proposals.values()), default=0.0)
-        if not proposals or (stock.peak <= today.peak * (1 + SAME_MEMORY) and gain >= ours - AS_FAST):
+        peak = max(today.peak, proposals.get(PAIRED, today).peak)
+        if not proposals or (stock.peak <= peak * (1 + SAME_MEMORY) and gain >= ours - AS_FAST):
             same = stock.order == today.order and stock.run.pairs == today.run.pairs
             return "layout" if same else "stock"
     if PAIRED in proposals:
@@ -367,9 +368,8 @@ def _proposals(
     ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``memory`` is the memory of a
     device in bytes. ``refused`` is extended by the refusals of better schedules (``_first``).
     """
-    same, short, together = (
-        [way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced, hiding)
-    )
+    same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
+    together = [way for way in hiding if way.peak <= max(memory, today.peak * (1 + SAME_MEMORY))]
     fast = [
         way
         for way in ways

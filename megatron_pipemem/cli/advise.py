@@ -253,7 +253,7 @@ def _answer(reading: Reading, advice: Advice) -> str:
         hint = f"for {gibibytes(today.peak - best.peak)} GiB less, "
     elif stock is not None and stock.gain(today) >= max(AS_FAST, ours - AS_FAST):
         more = gibibytes(max(0.0, stock.peak - today.peak))
-        hint = f"{stock.name} is as fast in {more} GiB more; in today's memory "
+        hint = f"with {stock.name} a step is {_difference(stock.gain(today))} in {more} GiB more; in today's memory "
     if where is not None:
         return f"{hint}{where}: {_addition(reading, best)}"
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""

@@ -67,7 +67,7 @@ def test_the_flag_for_pairs_is_named_where_experts_are_far_apart():
     run = replace(QWEN, cluster=far, parallelism=replace(sizes, ep=4))
     near, alone = advise(QWEN, names=("1f1b", "zb-h1"), pairs=True), advise(run, names=("1f1b", "zb-h1"))
     advice = advise(run, names=("1f1b", "zb-h1"), pairs=True)
-    found = advice.proposals["same memory, pairs"]
+    found = advice.proposals["pairs"]
     assert advice.verdict == "pairs" and not any(way.run.pairs for way in (*alone.proposals.values(), alone.today))
     added, _ = changed_flags(run, found.run)
     assert added["overlap-moe-expert-parallel-comm"] is True and added["moe-token-dispatcher-type"] == "alltoall"
