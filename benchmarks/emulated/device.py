@@ -33,6 +33,14 @@ def sharpen_timer() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
+def sleep_until(moment: float) -> float:
+    """Return at a time of ``perf_counter``, or at once if it has passed. The result is the time of the return."""
+    time.sleep(max(moment - time.perf_counter() - _SPIN, 0.0))
+    while (now := time.perf_counter()) < moment:
+        pass
+    return now
+
+
 class Device:
     """What one rank did in one step: its passes, and the activations that autograd really kept.
 
@@ -84,9 +92,7 @@ class Device:
         if number is None:
             number = self._counts[kind, stage]
         deadline = since + self.scale * self._price(kind, stage, number)
-        time.sleep(max(deadline - time.perf_counter() - _SPIN, 0.0))
-        while (end := time.perf_counter()) < deadline:
-            pass
+        end = sleep_until(deadline)
         self.passes.append((Action(kind, stage, number), since, end))
         self._counts[kind, stage] += 1
 
