@@ -108,7 +108,7 @@ def _swift(field: str, value: Any) -> list[str]:
 MEGATRON = Consumer(slices=True, pairs=True)
 BRIDGE = Consumer(where="in the recipe", setting=_python, pairs=True)
 NEMO_RL = Consumer(
-    where="at the beginning of NeMo-RL's MegatronPolicyWorker.__init__",
+    where="at the beginning of NeMo-RL's MegatronPolicyWorkerImpl.__init__",
     setting=_hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides"),
     families=("1f1b", "zb-h1"),  # it passes one model and one data iterator
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import bridge_loop_program
 import call_shapes
 import mbridge_program
@@ -18,6 +20,7 @@ PROGRAMS = {
     "megatron-bridge": megatron_bridge_program.train,
     "bridge-loop": bridge_loop_program.train,
     "vision": vision_program.train,
+    "verl-worker": lambda case: import_module("verl_program").train(case),  # which not all ranks have
     **dict.fromkeys(call_shapes.SHAPES, call_shapes.train),
 }
 

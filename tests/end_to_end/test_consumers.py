@@ -52,6 +52,15 @@ def run(tmp_path_factory) -> Iterator[Callable[..., dict]]:
     ranks.stop()
 
 
+@pytest.fixture
+def verl(tmp_path) -> Iterator[Callable[..., dict]]:
+    """``verl(case)``: what the last rank of verl's worker returns."""
+    preload = ("sitecustomize", *WARM)
+    ranks = ConductedRanks("consumer_programs", tmp_path, [*PACKAGES, *packages.verl()], size=2, preload=preload)
+    yield lambda **case: ranks.run({"program": "verl-worker", **STOCK, **case})[-1]
+    ranks.stop()
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("weights")
@@ -199,3 +208,12 @@ def test_calls_as_programs_make_them_bring_what_stock_brings(run, program, sched
     stock = run(program)
     assert len(stock["seen"]) == (2 if program == "slime" else 4) and all(stock["seen"])
     assert run(program, schedule=schedule, **SCHEDULES[schedule]) == stock
+
+
+@nightly("test_calls_as_programs_make_them_bring_what_stock_brings, with the calls of this worker")
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", None), ("gis", 2)])
+def test_verls_own_worker_trains_as_under_stock(verl, models, schedule, chunks):
+    """Packed sequences in dynamic microbatches, in bf16: log-probabilities, metrics and exported weights to the bit."""
+    stock = verl(chunks=chunks, **models["llama"])
+    assert len(set(map(repr, stock["seen"]))) == 4
+    assert verl(schedule=schedule, chunks=chunks, **models["llama"]) == stock

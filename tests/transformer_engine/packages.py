@@ -20,6 +20,17 @@ NEWEST = VERSIONS[-1]
 NEEDS = ("onnxscript==0.7.2", "onnx==1.23.2", "onnx_ir==1.1.0", "ml_dtypes==0.6.0", "einops==0.8.2")
 CONSUMERS = ("mbridge==0.15.1", "megatron-bridge==0.6.2")
 """Programs that build and train models of Megatron-Core."""
+VERL = (
+    "verl==0.9.1",
+    "tensordict==0.15.3",
+    "codetiming==1.4.0",
+    "pyvers==0.2.3",
+    "cloudpickle==3.1.3",
+    "orjson==3.13.0",
+    "importlib_metadata==10.2.0",
+    "zipp==4.1.2",
+)
+"""verl, and what its training worker imports and uses."""
 
 _ROOT = Path(sys.prefix) / "transformer_engine"
 _UNREACHABLE = ("Retrying", "NewConnectionError", "ConnectTimeoutError", "Temporary failure in name resolution")
@@ -43,6 +54,11 @@ def consumers() -> list[str]:
     Skips the test if the package index cannot be reached.
     """
     return [*(_installed(each) for each in CONSUMERS), *folders(NEWEST)]
+
+
+def verl() -> list[str]:
+    """Where verl lies, with the packages of ``consumers``, and flash-attn's stand-in, which runs packed sequences."""
+    return [_installed(*VERL), FLASH_ATTENTION, *consumers()]
 
 
 def environment(version: str) -> dict[str, str]:

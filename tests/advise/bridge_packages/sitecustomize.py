@@ -61,3 +61,9 @@ class Finder(MetaPathFinder, Loader):
 
 _PREFIXES = tuple(f"{name}." for name in MISSING)
 sys.meta_path.insert(0, Finder())
+
+
+def answer_for(*names: str) -> None:
+    """Replace further packages."""
+    global _PREFIXES
+    _PREFIXES += tuple(f"{name}." for name in names)
