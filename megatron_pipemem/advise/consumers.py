@@ -112,7 +112,11 @@ NEMO_RL = Consumer(
     setting=_hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides"),
     families=("1f1b", "zb-h1"),  # it passes one model and one data iterator
 )
-SLIME = Consumer(("--custom-megatron-init-path", "my_pipemem.init"), "in init(args) of my_pipemem.py")
+SLIME = Consumer(
+    ("--custom-megatron-init-path", "my_pipemem.init"),
+    "in init(args) of my_pipemem.py",
+    families=(*STOCKS, "zb-h1", "gis"),  # its model provider drops the process groups of a chunk
+)
 VERL = Consumer(
     ("++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=my_pipemem",),
     "in my_pipemem.py",
