@@ -127,16 +127,22 @@ class Stored(torch.nn.Linear):
         self.wgrad_store = SimpleNamespace(context=SimpleNamespace(queue=queue))
 
 
-def test_tensors_in_megatrons_buffers_are_copied_until_w(monkeypatch):
-    shared, own = torch.zeros(4), torch.ones(4)
+def test_tensors_in_megatrons_buffers_are_copied_when_they_are_kept(monkeypatch):
+    shared, own, stored = torch.zeros(4), torch.ones(4), []
     buffers = SimpleNamespace(buffer={("mpu", torch.float32): shared})
     monkeypatch.setattr(transformer_engine.parallel_state, "_GLOBAL_MEMORY_BUFFER", buffers)
-    module, queue = Stored(own, shared[1:3]), WeightGradientQueue()
-    transformer_engine.defer((module, Stored()), queue)  # the second one has run no backward
+    monkeypatch.setattr(transformer_engine, "get_te_version", lambda: Version("2.20.2"))
+    _, (_, keep) = transformer_engine.sharded_replacements(lambda group: True)
+    with collecting(WeightGradientQueue()):
+        keep(lambda store, tensors, func: stored.extend(tensors), None, [own, shared[1:3]], None)
     shared.fill_(7)
-    ((kept, _),) = module.wgrad_store.context.queue
-    assert kept[0] is own and kept[1].tolist() == [0, 0]
-    assert [id(each) for each in queue.tensors()] == [id(each) for each in kept]
+    assert stored[0] is own and stored[1].tolist() == [0, 0]
+
+
+def test_modules_without_a_backward_leave_nothing_to_w():
+    queue = WeightGradientQueue()
+    transformer_engine.defer((Stored(torch.ones(2)), Stored()), queue)
+    assert len([*queue.tensors()]) == 1
 
 
 def test_weights_without_a_forward_of_their_own_are_hooked_by_ddp():

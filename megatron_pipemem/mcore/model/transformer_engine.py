@@ -225,7 +225,7 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
         parameter.grad = None
     queue = module.wgrad_store.context.queue
     # A saved input comes with the graph that computed it, which would keep the stage's input, and its gradient, until W.
-    queue[-1][0] = kept = [_own(each) for each in _without_graph(list(queue[-1][0]))]
+    queue[-1][0] = kept = _without_graph(list(queue[-1][0]))
     return gradients, kept
 
 
@@ -269,7 +269,9 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
     def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
         if defers():
             # The tensors of experts are lists, and are not gathered.
-            tensor_list = [each if isinstance(each, (list, tuple)) else shard_of(each) or each for each in tensor_list]
+            tensor_list = [
+                each if isinstance(each, (list, tuple)) else shard_of(each) or _own(each) for each in tensor_list
+            ]
         original(store, tensor_list, func)
 
     return list(zip(TRANSFORMER_ENGINE, (gather, keep), strict=True)) if get_te_version().release[0] else []
