@@ -108,9 +108,8 @@ def train(models: list, config, weights: str, export) -> dict:
             )
             seen.append([[each["tokens"], each["log_probs"].tolist()] for each in data])
         with torch.no_grad():
-            for model in models:
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.main_grad
+            for parameter in (each for model in models for each in model.parameters() if each.requires_grad):
+                parameter -= 0.1 * parameter.main_grad
     trained = _copied(export())
     values = b"".join(trained[name].numpy().tobytes() for name in sorted(trained))
     return {"wrong": wrong, "seen": seen, "trained": sha256(values).hexdigest()}

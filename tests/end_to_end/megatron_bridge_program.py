@@ -9,6 +9,7 @@ import consumer_models
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
+from megatron.bridge.peft.lora import LoRA
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.enums import AttnBackend
 
@@ -36,13 +37,25 @@ def train(case: dict) -> dict:
     if case["by_provider"]:
         place = megatron_pipemem.place_model_chunks if case["placed"] else nullcontext
         with place():
-            models = provider.provide_distributed_model(DDP, fp16=False, bf16=False)
+            adapt = _with_adapters if case.get("adapters") else None
+            models = provider.provide_distributed_model(DDP, fp16=False, bf16=False, pre_wrap_hook=adapt)
     else:
         chunks = megatron_pipemem.build_model_chunks(partial(_provide, provider))
         models = [DistributedDataParallel(provider, DDP, chunk) for chunk in chunks]
     bridge.load_hf_weights(models, case["weights"])
     export = partial(bridge.export_hf_weights, models, cpu=True, show_progress=False)
     return consumer_models.train(models, provider, case["weights"], export)
+
+
+def _with_adapters(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Freeze the chunks, and give their linear layers adapters whose values depend on their shapes alone."""
+    models = LoRA(dim=4, alpha=8)(models, training=True)
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                generator = torch.Generator().manual_seed(parameter.numel())
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return models
 
 
 def _provide(provider, pg_collection, **chunk) -> torch.nn.Module:

@@ -106,6 +106,15 @@ def test_megatron_bridge_loads_trains_and_exports_as_under_stock(run, models, sc
     assert ours == stock
 
 
+@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["zb-h1"], "the same layers in another place"))
+def test_adapters_train_as_under_stock(run, models, schedule):
+    """W computes the weight gradients of the adapters alone."""
+    how = {"adapters": True, "by_provider": True, **models["llama"]}
+    stock, whole = run("megatron-bridge", **how), run("megatron-bridge", by_provider=True, **models["llama"])
+    assert stock["wrong"] != whole["wrong"] == [] and stock["trained"] != whole["trained"]
+    assert run("megatron-bridge", **how, schedule=schedule, **SCHEDULES[schedule]) == stock
+
+
 def bridge_loop(run, loop: str, model: dict, statements: str = "", steps: int = 3) -> dict:
     case = {"loop": loop, "recipe": RECIPES[loop], "statements": statements, "steps": steps}
     return run("bridge-loop", ranks=4, **case, **model)
