@@ -41,6 +41,10 @@ DELTA_NETS = (
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "16", "--linear-num-key-heads", "4"),
     *("--linear-num-value-heads", "8", "--linear-conv-kernel-dim", "4"),
 )
+SPARSE = (
+    *("--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "16"),
+    *("--dsa-indexer-topk", "16", "--dsa-indexer-loss-coeff", "0.01", "--no-dsa-indexer-rotate-activation"),
+)
 FLASH = ("--attention-backend", "flash", "--bf16", "--no-gradient-accumulation-fusion")
 CP2 = (*PP2, "--context-parallel-size", "2", "--cp-comm-type")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
@@ -139,7 +143,10 @@ MODELS = {
     "latent-tp2": (*DEFAULTS, NO_BIAS, *LATENT, *TP2_SEQUENCE),
     "delta-nets-tp2": (*DEFAULTS, *LLAMA, *DELTA_NETS, *TP2_SEQUENCE),
     "delta-nets-experts": (*DEFAULTS, *LLAMA, *DELTA_NETS, *GROUPED_EXPERTS, "--attention-output-gate"),
+    "sparse": (*DEFAULTS, NO_BIAS, *LATENT, *SPARSE, "--dsa-indexer-use-sparse-loss"),
+    "sparse-tp2": (*DEFAULTS, NO_BIAS, *LATENT, *SPARSE, *TP2_SEQUENCE),
     "narrow-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, "--moe-latent-size", "32"),
+    "narrow-experts-tp2": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, "--moe-latent-size", "32", *TP2_SEQUENCE),
     "further-tokens-tp2": (*DEFAULTS, *LLAMA, *TP2_SEQUENCE, "--mtp-num-layers", "1"),
     "recompute-full-tp2": (*DEFAULTS, *RECOMPUTE, *TP2_SEQUENCE),
     "grouped-experts-tp2": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *TP2_SEQUENCE),
@@ -153,7 +160,7 @@ MODELS = {
 }
 FULL_LANE_MODELS = (
     *("latent-tp2", "further-tokens-tp2", "recompute-full-tp2"),
-    *("grouped-experts-tp2", "grouped-experts-bias", "grouped-experts-ep2", "delta-nets-tp2"),
+    *("narrow-experts-tp2", "grouped-experts-bias", "grouped-experts-ep2", "delta-nets-tp2"),
 )
 
 
