@@ -54,8 +54,21 @@ def nothing(*_: object) -> None:
     pass
 
 
+EARLY: list[torch.cuda.Stream] = []
+"""The stream of every output that left before the end of its pair."""
+
+
+def exchanging():
+    """As ``PairedSteps`` gives it to ``Pairs``."""
+    EARLY.append(pipeline_utils.get_comm_stream())
+    return torch.cuda.stream(EARLY[-1])
+
+
 PLANTED = {
     "": nullcontext,
+    "an output leaves before its last exchange": partial(
+        mock.patch.object, sys.modules[__name__], "exchanging", lambda: torch.cuda.stream(torch.cuda.Stream())
+    ),
     "a piece does not wait for the one before": partial(
         mock.patch.object, ScheduleNode, "stream_acquire_context", without_waits
     ),
@@ -157,7 +170,7 @@ def run_device(schedule: Schedule, device: int, num_layers: int) -> None:
     channels = {edge: Group(f"edge {edge}") for edge in edges(placement) if device in edge}
     pipeline = Pipeline(None, placement, device, range(DEVICES), channels)
     message = MessageFormat((SEQUENCE, 1, HIDDEN), torch.bfloat16, torch.device("cpu"))
-    pairs = [Pairs(schedule.pairs)]
+    pairs = [Pairs(schedule.pairs, exchanging)]
     Executor(lower(schedule), device, runners, Transport(pipeline, message), pairs).run()
 
 
@@ -187,5 +200,6 @@ def main() -> None:
     layers.linear_with_grad_accumulation_and_async_allreduce = partial(split_linear, linear)
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     alone = build_schedule("dualpipe-v", num_devices=DEVICES, num_microbatches=MICROBATCHES)
-    schedule = with_pairs(alone, with_exchanges(Costs()))
-    json.dump({"pairs": len(schedule.pairs), "found": {each: kinds(schedule, each) for each in PLANTED}}, sys.stdout)
+    schedule = with_pairs(alone, with_exchanges(Costs())).schedule
+    found = {each: kinds(schedule, each) for each in PLANTED}
+    json.dump({"pairs": len(schedule.pairs), "early": len(EARLY), "found": found}, sys.stdout)

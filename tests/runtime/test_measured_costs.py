@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import toy
@@ -101,7 +103,7 @@ def test_the_executor_times_a_pair_as_one():
     times, watch, real = Trace(), Stopwatch(), Costs(2, 3, 0, forward_exchange=0.4, backward_exchange=0.6)
     times._now = lambda: Paired.clock
     times._begin = Paired.clock
-    Executor(lower(schedule), 0, {0: Paired(0, 1)}, transport, [Pairs(schedule.pairs)], trace=times).run()
+    Executor(lower(schedule), 0, {0: Paired(0, 1)}, transport, [Pairs(schedule.pairs, nullcontext)], trace=times).run()
     watch.add(times.actions(), schedule.pairs)
     assert len(schedule.pairs) == 3 and watch.of_pairs() == {((Kind.F, 0), (Kind.B, 0)): 4.0}
     found = costs_from(watch.medians(), {}, schedule.placement, Costs(2, 3, 0), pairs=watch.of_pairs())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.utils import ScheduleNode, set_streams
+from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comm_stream, set_streams
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.config.refusals import PAIRS
@@ -92,7 +92,7 @@ class PairedSteps(Extension):
         for stage, runner in step.stages.items():
             given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
             step.stages[stage] = PlanStage(**given)
-        return [Pairs(step.program.schedule.pairs)]
+        return [Pairs(step.program.schedule.pairs, lambda: torch.cuda.stream(get_comm_stream()))]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,19 +16,28 @@ class Pairs:
     """The step feature that runs both actions of a pair at the place of its forward, for one step on one rank."""
 
     pairs: frozenset[Action]
+    exchanging: Callable[[], AbstractContextManager]
+    """a context in which messages wait for exchanges alone, and not for the computing stream"""
     _finishes: dict[Action, Callable[[], None]] = field(default_factory=dict)
+    _last: Action | None = None
+    """the forward of the last pair, until another forward or backward follows it"""
 
     def extend(self, executor: Executor) -> Handlers:
-        """Return handlers of F, I and B. That of a pair's backward only runs the rest that ``run_pair`` has left."""
+        """Return handlers of F, I, B and SEND_F.
+
+        That of a pair's backward only runs the rest that ``run_pair`` has left. The output of a pair's forward leaves
+        as soon as the last exchange has made it, while the end of the backward is still computed.
+        """
         partners = {
             forward.action: backward
             for forward, backward in pairwise(executor.instructions)
             if forward.action in self.pairs
         }
-        run_forward = executor.handlers[Kind.F]
+        run_forward, run_send = executor.handlers[Kind.F], executor.handlers[Kind.SEND_F]
 
         def forward(each: Instruction) -> None:
             backward = partners.get(each.action)
+            self._last = None if backward is None else each.action
             if backward is None:
                 run_forward(each)
             else:
@@ -35,8 +45,20 @@ class Pairs:
 
         def after_pairs(run: Handler) -> Handler:
             def backward(each: Instruction) -> None:
-                (self._finishes.pop(each.action, None) or (lambda: run(each)))()
+                finish = self._finishes.pop(each.action, None)
+                if finish is None:
+                    self._last = None
+                    run(each)
+                else:
+                    finish()
 
             return backward
 
-        return {Kind.F: forward, **{kind: after_pairs(executor.handlers[kind]) for kind in (Kind.I, Kind.B)}}
+        def send(each: Instruction) -> None:
+            # Later exchanges on the same stream would hold the message up.
+            is_last = self._last is not None and each.action._replace(kind=Kind.F) == self._last
+            with self.exchanging() if is_last else nullcontext():
+                run_send(each)
+
+        backwards = {kind: after_pairs(executor.handlers[kind]) for kind in (Kind.I, Kind.B)}
+        return {Kind.F: forward, Kind.SEND_F: send, **backwards}
