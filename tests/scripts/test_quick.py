@@ -41,7 +41,7 @@ def imported(file: Path) -> set[str]:
     return found
 
 
-def tested() -> set[Path]:
+def of_tests() -> set[Path]:
     """Return the packages with a module that some test of the lane imports."""
     modules = set().union(*(imported(file) for entry in LANE for file in files(entry)))
     places = [ROOT.joinpath(*module.split(".")) for module in modules if module.startswith(PACKAGE.name)]
@@ -63,5 +63,5 @@ def test_what_is_listed_exists():
 
 def test_every_package_is_tested():
     started = {package for package, test in STARTED.items() if any(entry.startswith(f"{test}::") for entry in LANE)}
-    left = {package.relative_to(PACKAGE).as_posix() for package in {*PACKAGES} - tested()}
+    left = {package.relative_to(PACKAGE).as_posix() for package in {*PACKAGES} - of_tests()}
     assert left <= started
