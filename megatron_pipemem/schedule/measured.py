@@ -48,8 +48,8 @@ Pair = tuple[tuple[Kind, int], tuple[Kind, int]]
 def exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placement) -> tuple[float, ...]:
     """Return the share of F and I in which tokens of experts travel, one value per stage, by the seconds of pairs.
 
-    ``costs`` has the seconds of single actions. What a pair takes less than its two actions is what it hides, and the
-    price of a pair (``ActionPrices.second_of_pair``) then equals its measured seconds. Stages of one device have one
+    ``costs`` has the seconds of single actions. A pair hides the seconds by which it is shorter than its two actions, so
+    the price of a pair (``ActionPrices.second_of_pair``) equals its measured seconds. Stages of one device have one
     share. Devices without pairs have the share of all pairs together.
     """
     seconds, devices = costs.seconds(placement), placement.devices

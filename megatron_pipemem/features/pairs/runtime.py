@@ -56,7 +56,7 @@ class Pairs:
 
         def send(each: Instruction) -> None:
             # Later exchanges on the same stream would hold the message up.
-            is_last = self._last is not None and each.action._replace(kind=Kind.F) == self._last
+            is_last = each.action._replace(kind=Kind.F) == self._last
             with self.exchanging() if is_last else nullcontext():
                 run_send(each)
 
