@@ -6,6 +6,8 @@ import pytest
 from lanes import nightly, rest_nightly
 from test_experts import ALL_TO_ALL, LOSSES, SHARED
 
+from megatron_pipemem.planner.explanation import case_of_report
+
 OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 FLAGS = (*ALL_TO_ALL, *SHARED, *LOSSES, "--bf16")
 SCHEDULES = ("v-half", "zb-h1", "1f1b", "zbv", "dualpipe-v", "auto", "looped-bfs", "gis")
@@ -25,7 +27,19 @@ def test_trains_as_the_plain_order(train, assert_same_training, schedule):
 
 def test_trains_as_megatrons_own_overlap(train, assert_same_training):
     flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "8", OVERLAP[0])
-    assert_same_training(train("interleaved", *flags), train("stock", *flags))
+    flags = (*flags, "--train-iters", "6")
+    run = train("interleaved", *flags, "--pipemem-costs", "profile")
+    assert_same_training(run, train("stock", *flags))
+    # Times of pairs and of single passes are measured, and the last step can be explained with them.
+    assert [plan["priced_by"] for plan in run.plans] == ["unit", "measured"]
+    case = case_of_report({name: getattr(run, name) for name in ("last_step", "plans", "ranks")}, 0.0)
+    pairs, alone = case.step.usual_pairs, case.step.usual
+    assert pairs and all(seconds > 0 for seconds in pairs.values())
+    assert all({forward, backward} <= alone.keys() for forward, backward in pairs)
+    assert {"vocabulary", "overlap", "offload"} <= case.refused.keys() and "schedules" not in case.refused
+
+
+DEEP = ("--bf16", "--pipeline-model-parallel-size", "4", "--num-layers", "8", "--global-batch-size", "16")
 
 
 @nightly("the same pieces on two pipeline ranks, above")
@@ -33,13 +47,18 @@ def test_four_pipeline_ranks_train_as_the_plain_order_and_as_megatrons_own_overl
     train_on_eight_ranks, assert_same_training
 ):
     train = train_on_eight_ranks
-    deep = ("--bf16", "--pipeline-model-parallel-size", "4", "--num-layers", "8", "--global-batch-size", "16")
-    flags = (*FLAGS, *deep)
+    flags = (*FLAGS, *DEEP)
     plain = train("stock", *flags)
     for schedule in ("zbv", "v-half", "dualpipe-v", "zb-h1", "auto"):
         assert_same_training(train(schedule, *flags, *OVERLAP), plain)
     interleaved = (*flags, "--num-virtual-stages-per-pipeline-rank", "2", OVERLAP[0])
     assert_same_training(train("interleaved", *interleaved), train("stock", *interleaved))
+
+
+@nightly("two replicas on two pipeline ranks, below")
+def test_two_replicas_on_four_pipeline_ranks_train_as_the_plain_order(train_on_eight_ranks, assert_close_training):
+    flags = (*ALL_TO_ALL, *SHARED, *DEEP)
+    assert_close_training(train_on_eight_ranks("dualpipe", *flags, *OVERLAP), train_on_eight_ranks("dualpipe", *flags))
 
 
 def test_two_replicas_train_as_the_plain_order(train, assert_close_training):
