@@ -5,8 +5,8 @@ called.
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from importlib import import_module
+from importlib.resources import files
 from itertools import batched
 from textwrap import indent
 from typing import Annotated, Any, Literal
@@ -77,115 +77,60 @@ class RunCommand(CommandWithExamples):
         formatter.write(f"\n Flags after the script\n{indent(flags, ' ')}")
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """The function and the summary of a subcommand."""
-
-    function: str  # ``module.name`` within ``megatron_pipemem.cli``
-    told: str  # the first sentence of its help, so that listing all commands imports no command
-    kind: type[CommandWithExamples] = CommandWithExamples
-    hidden: bool = False  # only other programs call it
-
-
-_ENTRIES = {
-    "schedules": _Entry(
-        "schedules.schedules",
-        "List the schedules to choose from, with peak memory, bubble and needs; or explain one of them.",
-    ),
-    "simulate": _Entry(
-        "simulate.simulate",
-        "Simulate a schedule: makespan, bubble, peak memory, messages, and the lower bound of the makespan.",
-    ),
-    "show": _Entry(
-        "simulate.show",
-        "Draw the time of every action and the memory of every device, in the terminal or into a file.",
-    ),
-    "explore": _Entry(
-        "explore.explore",
-        "Serve a page on which sliders change two schedules, with their timelines, memory, bubble and peak.",
-    ),
-    "pareto": _Entry(
-        "simulate.pareto",
-        "Compare bubble and peak memory of all families and of searched schedules, and list the best trade-offs.",
-    ),
-    "check": _Entry(
-        "check.check",
-        "Prove that a schedule can run: complete, ordered, free of deadlock, within memory. Write it to a file if asked.",
-    ),
-    "advise": _Entry(
-        "advise.advise_command",
-        "Compare a run's schedule with others, and print the line that changes it.",
-    ),
-    "plan": _Entry(
-        "plan.plan_command",
-        "Choose parallelism, microbatch, schedule and recompute for a run, and rank the plans that fit.",
-    ),
-    "layout": _Entry(
-        "plan.layout_command",
-        "Choose the layers of each pipeline stage that make a step shortest, and compare with the even split.",
-    ),
-    "profile": _Entry(
-        "profile.profile",
-        "Measure or compute the seconds and bytes of one layer, of the embedding and of the head.",
-    ),
-    "init": _Entry(
-        "launch.init",
-        "Write a first run file: a model, its parallelism, and as few nodes as its ranks fill.",
-    ),
-    "launch": _Entry(
-        "launch.launch",
-        "Start this node's ranks of a run under torchrun. Call it once on every node.",
-    ),
-    "grid": _Entry("launch.grid", "Train every point of a grid and compare them."),
-    "report": _Entry(
-        "report.report",
-        "Compare the runs of a grid by throughput and peak memory, and mark those worth choosing.",
-    ),
-    "explain": _Entry(
-        "report.explain_command",
-        "Show where each rank spent the time of the last step, and up to three changes that would make a step faster.",
-    ),
-    "trace": _Entry(
-        "report.trace",
-        "Show a measured step and its plan in Perfetto.",
-    ),
-    "run": _Entry(
-        "run.run_script", "Run a Megatron script with the plugin on, usually under torchrun.", kind=RunCommand
-    ),
-    "unfinished": _Entry(
-        "launch.unfinished",
-        "Exit with 0 if the run can resume from a checkpoint, else with 1. Batch files call this.",
-        hidden=True,
-    ),
-    "grid-result": _Entry(
-        "launch.grid_result",
-        "Collect the result of a grid point whose training has ended. grid.sbatch calls this.",
-        hidden=True,
-    ),
+_COMMANDS = {
+    "schedules": "schedules.schedules",
+    "simulate": "simulate.simulate",
+    "show": "simulate.show",
+    "explore": "explore.explore",
+    "pareto": "simulate.pareto",
+    "check": "check.check",
+    "advise": "advise.advise_command",
+    "plan": "plan.plan_command",
+    "layout": "plan.layout_command",
+    "profile": "profile.profile",
+    "init": "launch.init",
+    "launch": "launch.launch",
+    "grid": "launch.grid",
+    "report": "report.report",
+    "explain": "report.explain_command",
+    "trace": "report.trace",
+    "run": "run.run_script",
+    "unfinished": "launch.unfinished",
+    "grid-result": "launch.grid_result",
 }
+"""The functions of the subcommands, as ``module.name`` within ``megatron_pipemem.cli``."""
+_HIDDEN = ("unfinished", "grid-result")  # only other programs call them
+
+
+def _summary(name: str) -> str:
+    """Return the first sentence of a subcommand's docstring. Its module is read and not imported."""
+    module, _, function = _COMMANDS[name].partition(".")
+    source = files(__package__).joinpath(f"{module}.py").read_text(encoding="utf-8")
+    _, _, body = source.partition(f"\ndef {function}(")
+    return body.partition('"""')[2].partition('"""')[0].partition("\n\n")[0]
 
 
 def load_command(name: str) -> CommandWithExamples:
     """Import the function of a subcommand, and return the command with its options."""
-    entry = _ENTRIES[name]
-    module, _, function = entry.function.partition(".")
+    module, _, function = _COMMANDS[name].partition(".")
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     callback = getattr(import_module(f"megatron_pipemem.cli.{module}"), function)
-    alone.command(name, cls=entry.kind, hidden=entry.hidden)(callback)
+    kind = RunCommand if name == "run" else CommandWithExamples
+    alone.command(name, cls=kind, hidden=name in _HIDDEN)(callback)
     command: Any = typer.main.get_command(alone)
     return command
 
 
 def load_commands() -> dict[str, CommandWithExamples]:
     """Return all subcommands by name, hidden ones included."""
-    return {name: load_command(name) for name in _ENTRIES}
+    return {name: load_command(name) for name in _COMMANDS}
 
 
 class _Group(TyperGroup):
     """The command ``pipemem``. It lists its subcommands without importing them, and imports the one that is called."""
 
     def __init__(self, **settings: Any) -> None:
-        listed = {name: TyperCommand(name, help=each.told, hidden=each.hidden) for name, each in _ENTRIES.items()}
+        listed = {name: TyperCommand(name, help=_summary(name), hidden=name in _HIDDEN) for name in _COMMANDS}
         super().__init__(**settings | {"commands": listed})
 
     # Contexts are those of click, which typer has taken in and does not export.
