@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +32,8 @@ from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.launch.cut_flags import GROUP_SIZE
+from megatron_pipemem.launch.command import words
+from megatron_pipemem.launch.cut_flags import GROUP_SIZE, VIRTUAL_STAGES
 from megatron_pipemem.launch.start_layout import laid_out
 from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
 from megatron_pipemem.planner.explanation import pace_of
@@ -184,52 +185,37 @@ def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
     return Plan(run, base, None, way.makespan, way.peaks, hidden=hidden)
 
 
+_COLUMNS = (
+    *("schedule", "tp", "pp", "dp", "cp", "mb", "recompute", "s/step", "gain on today", "MFU", "peak GiB", "of 1F1B"),
+    *("bubble", "gain", "binds"),
+)
+
+
 def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
-    columns = [
-        "schedule",
-        "tp",
-        "pp",
-        "dp",
-        "mb",
-        "recompute",
-        "s/step",
-        "MFU",
-        "peak GiB",
-        "of 1F1B",
-        "bubble",
-        "binds",
-    ]
-    contexts = any(each.run.parallelism.cp > 1 for each in plans)
-    if contexts:
-        columns.insert(columns.index("mb"), "cp")
-    if today is not None:
-        columns.insert(columns.index("s/step") + 1, "gain on today")
-    overlaps = any(each.gain is not None for each in plans)
-    if overlaps:
-        columns.insert(-1, "gain")
     caption = (
         "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
         "same cut; binds: the largest loss of time"
     )
-    table = FittingTable(columns, text=("schedule", "recompute", "binds"), caption=caption)
+    table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
+    contexts = any(each.run.parallelism.cp > 1 for each in plans)
     for each in plans if today is None else (today, *plans):
-        cut = each.run.parallelism
-        is_stock = is_stocks(each.run) or (each is today and each.run.schedule.name == STOCK)
+        cut, choice = each.run.parallelism, each.run.schedule
+        is_stock = is_stocks(each.run) or (each is today and choice.name == STOCK)
         name = "today: " * (each is today) + "stock " * is_stock + each.schedule
         name += "" if cut.chunks is None else f" v={cut.chunks}"
-        if (each.run.schedule.slices or 1) > 1:
-            name += f" n={each.run.schedule.slices}" + " by FLOPs" * (each.run.schedule.slice_cut == FLOPS)
+        if (choice.slices or 1) > 1:
+            name += f" n={choice.slices}" + " by FLOPs" * (choice.slice_cut == FLOPS)
         table.add_row(
             name if each.variant == PLAIN else f"{name} + {each.variant}",
-            *map(str, (cut.tp, cut.pp, cut.dp, *([cut.cp] if contexts else []), cut.micro_batch)),
-            each.run.schedule.recompute,
+            *map(str, (cut.tp, cut.pp, cut.dp, cut.cp if contexts else "", cut.micro_batch)),
+            choice.recompute,
             f"{each.seconds:.4g}",
-            *([] if today is None else ["-" if each is today else f"{1 - each.seconds / today.seconds:.1%}"]),
+            "" if today is None else "-" if each is today else f"{1 - each.seconds / today.seconds:.1%}",
             f"{each.mfu:.1%}",
             gibibytes(each.peak),
             "-" if each.share_of_1f1b is None else f"{each.share_of_1f1b:.2f}",
             f"{each.bubble_rate:.1%}",
-            *([_gain(each)] if overlaps else []),
+            "" if each.gain is None else "none" if each.gain <= LEAST_GAIN else f"{each.gain:.3f}",
             each.binds,
         )
     return table
@@ -265,11 +251,6 @@ def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
             else f"{text}: take {kept.schedule} in pairs, {faster}"
         )
     return f"{text}, which is still {kept.seconds / other.seconds - 1:.1%} faster than {kept.schedule} with overlap"
-
-
-def _gain(plan: Plan) -> str:
-    """Return the speed-up without a barrier between steps, such as ``1.050``; ``none`` if it is negligible."""
-    return "none" if plan.gain is None or plan.gain <= LEAST_GAIN else f"{plan.gain:.3f}"
 
 
 def _advice(rejected: Counter[str]) -> str:
@@ -423,12 +404,10 @@ def _paste(run: Run, each: Layout) -> str:
     if choice.name != STOCK:
         flags["pipemem-schedule"] = choice.name
     elif not of_layout and cut.chunks:
-        flags["num-virtual-stages-per-pipeline-rank"] = cut.chunks
+        flags[VIRTUAL_STAGES] = cut.chunks
     if choice.vocab_parallel != OFF:
         flags["pipemem-vocab-parallel"] = choice.vocab_parallel
-    return shlex.join(
-        f"--{word}" if at % 2 == 0 else str(word) for at, word in enumerate(chain(*(flags | of_layout).items()))
-    )
+    return shlex.join(words(flags | of_layout))
 
 
 def _layout_facts(run: Run, found: Balance, of: str, knows_memory: bool) -> dict[str, Any]:
