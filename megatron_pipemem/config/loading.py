@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from inspect import Parameter, signature
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -53,20 +54,46 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._levels = 0
+        self._sizes: dict[yaml.Node, int] = {}  # number of values, of nodes that are complete
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Compose a node. Raise an error for a tag, for deep nesting, and for too many values, before they are built."""
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise _refused(f"the tag {event.tag} is unknown; leave it out", event)
+        if self._levels == MOST_LEVELS:
+            raise _refused(f"nested more than {MOST_LEVELS} deep", event)
+        self._levels += 1
+        node: yaml.Node = super().compose_node(parent, index)
+        self._levels -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._sizes:
+                raise _refused(f"*{event.anchor} stands within its own anchor; take it out", event)
+            return node
+        inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        self._sizes[node] = 1 + sum(map(self._sizes.__getitem__, () if isinstance(node, yaml.ScalarNode) else inner))
+        if self._sizes[node] > MOST_VALUES:
+            raise _refused(f"more than {MOST_VALUES} values, counting an anchor's once per reference", event)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.tag != "tag:yaml.org,2002:str":
-                problem = "a key is not text; write it in quotes"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                raise _refused("a key is not text; write it in quotes", key)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {key.value!r}; leave one out", key.start_mark
-                )
+                raise _refused(f"duplicate key {key.value!r}; leave one out", key)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _refused(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -80,10 +107,10 @@ for _class in (_Loader, _Dumper):
 def read_yaml(text: str) -> Any:
     """Return the value of YAML text, or ``None`` for empty text. Raise a YamlError if it cannot be read."""
     try:
-        _check_extent(text)
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        raise YamlError(f"{_place(error.problem_mark or error.context_mark)}: {error.problem}") from error
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from error
     except ValueError as error:  # of Python's own numbers
@@ -96,48 +123,6 @@ def write_yaml(value: Any, flow: bool = False) -> str:
     """
     style = {"default_flow_style": None, "width": 10_000} if flow else {}
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
-
-
-def _check_extent(text: str) -> None:
-    """Raise a YamlError if YAML text is nested too deeply or has too many values.
-
-    This comes before any value is built, because the parser's events need no stack and little memory.
-    """
-    sizes = [0]
-    anchors: dict[str, int] = {}
-    open_anchors: list[str | None] = [None]
-    for event in yaml.parse(text, _Loader):
-        if getattr(event, "tag", None) is not None:
-            raise YamlError(f"{_place(event.start_mark)}: the tag {event.tag} is unknown; leave it out")
-        if isinstance(event, yaml.CollectionStartEvent):
-            if len(sizes) > MOST_LEVELS:
-                raise YamlError(f"{_place(event.start_mark)}: nested more than {MOST_LEVELS} deep")
-            sizes.append(1)
-            open_anchors.append(event.anchor)
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            size, anchor = sizes.pop(), open_anchors.pop()
-        elif isinstance(event, yaml.ScalarEvent):
-            size, anchor = 1, event.anchor
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor in open_anchors:
-                raise YamlError(
-                    f"{_place(event.start_mark)}: *{event.anchor} stands within its own anchor; take it out"
-                )
-            size, anchor = anchors.get(event.anchor, 1), None
-        else:
-            continue
-        if anchor is not None:
-            anchors[anchor] = size
-        sizes[-1] += size
-        if sizes[-1] > MOST_VALUES:
-            raise YamlError(
-                f"{_place(event.start_mark)}: more than {MOST_VALUES} values, counting an anchor's once per reference"
-            )
-
-
-def _place(mark: yaml.Mark) -> str:
-    return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
 BASE = "base"
