@@ -120,10 +120,7 @@ _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-op
 
 
 def check_conflicts(request: Request) -> None:
-    """Raise an UnsupportedError if a request wants two features that exclude each other.
-
-    The same error is raised if steps without a barrier are wanted for a schedule that ``check_delays`` refuses.
-    """
+    """Refuse a request for two features that exclude each other, or for steps that ``check_delays`` refuses."""
     for feature, excluded in CONFLICTS.items():
         if FEATURES[feature](request):
             code = _CODES.get(feature, "conflicting-features")
@@ -137,9 +134,8 @@ def check_conflicts(request: Request) -> None:
 def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Request:
     """Make a request from a schedule's name and the settings of ``Request``, check it, and return it.
 
-    The request of a run is checked with ``check``. ``simulated`` is for a request that is only simulated: its options
-    are checked and nothing else, and a search also accepts the option ``max_chunks``. The caller has read its schedule
-    file, and passes costs in bytes if the memory cap is in bytes.
+    ``simulated`` is for a request that is only simulated: its options are checked and nothing else, and a search also accepts
+    the option ``max_chunks``. The caller has read its schedule file, and passes costs in bytes if the memory cap is in bytes.
     """
     request = Request(schedule, **settings)
     if not simulated:
@@ -149,11 +145,9 @@ def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Req
 
 
 def check(request: Request) -> Request:
-    """Check that the settings of a request fit together, and return the request.
+    """Check that the settings of a request fit together, and return it, with its schedule file (if any) read and proved.
 
-    If the request names a schedule file, the result is a copy of the request with that file read and proved. Raise a
-    PipememError if settings exclude each other, or if an option or a file of the request is not valid. The run's
-    schedule is not built.
+    The run's schedule is not built.
     """
     if request.schedule_module is not None:
         register_module(request.schedule_module)
@@ -195,10 +189,7 @@ def check(request: Request) -> Request:
 
 
 def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Raise an UnsupportedError if the search (``auto``) or the family does not accept one of the request's options.
-
-    ``of_search`` has the names of the options that a search accepts.
-    """
+    """Refuse options that the family does not accept, or that are not among those ``of_search`` if the schedule is ``auto``."""
     name, options = request.schedule, request.options
     if not request.searches:
         if request.file is None and not request.is_stock:
@@ -217,11 +208,9 @@ def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) 
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Raise an UnsupportedError if a schedule has vocabulary passes of another algorithm than ``vocab_parallel``.
+    """Refuse a schedule with vocabulary passes of another algorithm than ``vocab_parallel``, the value of the flag.
 
-    ``barriers`` is the number of vocabulary barriers in the schedule ``name``. A schedule with 0 barriers has no
-    vocabulary passes yet, so those of any algorithm can be added. ``vocab_parallel`` is the value of the flag:
-    ``auto`` accepts every schedule, and ``off`` only one with 0 barriers.
+    A schedule with 0 barriers has no vocabulary passes yet, so those of any algorithm can be added.
     """
     if barriers and vocab_parallel not in (AUTO, str(algorithm_of(barriers))):
         raise UnsupportedError(

@@ -28,10 +28,7 @@ SEGMENTS, FURTHER = "|", "/"
 
 
 def segments(pattern: str) -> list[str]:
-    """Return the layers of each stage of a hybrid pattern: ``M-|*-/E`` gives ``["M-", "*-"]``.
-
-    Multi-token prediction, after ``/``, is left out.
-    """
+    """Return the layers of each stage of a hybrid pattern, without prediction ahead: ``M-|*-/E`` gives ``["M-", "*-"]``."""
     return pattern.split(FURTHER)[0].split(SEGMENTS)
 
 
@@ -56,10 +53,7 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:
-    """Return a hybrid pattern without ``|``, cut into stages with these numbers of layers.
-
-    Multi-token prediction, from the first ``/`` on, stays at the end.
-    """
+    """Return an uncut hybrid pattern, cut into stages with these numbers of layers; what follows ``/`` stays at the end."""
     layers, slash, further = pattern.partition(FURTHER)
     ends = list(accumulate(counts, initial=0))
     return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
@@ -72,15 +66,12 @@ def pattern_of(model: Model) -> str | None:
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, as even as possible.
-
-    The first stage, which also has the embedding, gets none of the layers that remain after an equal split.
-    """
+    """Return the number of layers of each stage, as even as possible. The first stage gets none of the remainder."""
     return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
 
 
 def even(model: Model, stages: int) -> tuple[int, ...]:
-    """Return the number of pieces of each stage, as even as possible. Multi-token prediction is on the last stage.
+    """Return the number of pieces of each stage, as even as possible, with prediction ahead on the last stage.
 
     The first stage has the layers to which a vision tower adds.
     """
@@ -92,18 +83,12 @@ def even(model: Model, stages: int) -> tuple[int, ...]:
 
 
 def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
-    """Return the number of pieces of each stage in Megatron's default cut; ``None`` if layers do not divide evenly.
-
-    The default cut gives every stage the same number of layers.
-    """
+    """Return the number of pieces of each stage in Megatron's default cut; ``None`` if layers do not divide evenly."""
     return None if model.layers % stages else even(model, stages)
 
 
 def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
-    """Return the flags that make Megatron cut a model into stages with these numbers of pieces.
-
-    There are none for one stage, and for a GPT if Megatron's default cut is the same.
-    """
+    """Return the flags that cut a model into stages with these numbers of pieces; none if Megatron does so by itself."""
     pattern = pattern_of(model)
     if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
         return {}
@@ -113,10 +98,7 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
 
 
 def with_cut(run: Run, counts: Sequence[int]) -> Run:
-    """Return the run with flags that cut its model into stages with these numbers of pieces (``Model.pieces``).
-
-    Earlier flags for the cut are removed.
-    """
+    """Return the run with flags that cut its model into stages with these numbers of pieces, in place of earlier ones."""
     others = {
         key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, *ACCOUNTED, PATTERN)
     }
@@ -124,9 +106,9 @@ def with_cut(run: Run, counts: Sequence[int]) -> Run:
 
 
 def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
-    """Return a layout in Megatron's notation, with the embedding on the first stage and the loss on the last.
+    """Return these numbers of pieces per stage as a layout in Megatron's notation, with embedding and loss at its ends.
 
-    ``counts`` has the number of pieces of each stage. With ``mtp_layers``, the last piece is multi-token prediction.
+    With ``mtp_layers``, the last piece is multi-token prediction.
     """
     first, *others = _stages(counts, mtp_layers)
     if not others:
@@ -178,7 +160,7 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
 
 
 def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the number of layers of every stage by the flags for the first and last rank, or for embedding and loss.
+    """Return the layers of every stage by the flags for the first and last rank, or for embedding and loss.
 
     The result is ``None`` if Megatron cannot cut the model by these flags, or another placement has several chunks.
     """

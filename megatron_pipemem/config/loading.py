@@ -118,9 +118,7 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: Any, flow: bool = False) -> str:
-    """Return YAML text that ``read_yaml`` reads as this value. ``flow`` puts each innermost list or mapping on one
-    line.
-    """
+    """Return YAML text that ``read_yaml`` reads as this value. ``flow`` puts innermost lists and mappings on one line."""
     style = {"default_flow_style": None, "width": 10_000} if flow else {}
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
@@ -131,10 +129,9 @@ SHIPPED = Path(__file__).parent
 
 
 def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a configuration from a file, given by path or name. Overrides change keys: ``model.layers=16``.
+    """Read a configuration from a file, given by path or name, with changes like ``model.layers=16``.
 
-    Overrides are applied before the files that this file refers to are read. A ConfigError names the file, the key and
-    the allowed values.
+    They are applied before the files that this file refers to are read.
     """
     path = locate(str(source), kind)
     raw = read_raw(path)
@@ -144,10 +141,7 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file without checking its keys. Files that it refers to are not read.
-
-    An empty file gives an empty mapping. Raise a ConfigError if the file cannot be read or has no mapping.
-    """
+    """Return the mapping in a YAML file, empty for an empty file. Its keys are not checked, and no other file is read."""
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -168,8 +162,7 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, prefix: str = "") -> T:
     """Return a mapping as a dataclass of type ``kind``.
 
-    ``file`` is the file that has the mapping. Names of files are looked up from there. Errors name ``file`` and the
-    key, with ``prefix`` before it, such as ``model.``.
+    Names of files are looked up from ``file``, and errors name it with the key, after ``prefix``, such as ``model.``.
     """
     return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
 
@@ -201,10 +194,7 @@ def override(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
-    """Raise a ConfigError if a dataclass has no such dotted key. In a field of type ``dict``, any key is allowed.
-
-    The error names ``file``, and the key with ``user`` before it.
-    """
+    """Refuse a dotted key that a dataclass does not have. The error names ``file``, and the key after ``user``."""
     here: Any = kind
     for part in key.split("."):
         if get_origin(here) is dict:
@@ -224,7 +214,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the key and the value of text such as ``model.layers=16``, whose value is YAML; raise a ConfigError otherwise."""
+    """Return the key and the value of text such as ``model.layers=16``, whose value is YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
@@ -235,10 +225,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
-    """Return the file for a name or path that the file ``user`` has at ``key``, or that a command line has.
+    """Return the file for a name or path that the file ``user`` has at ``key``, or a command line if ``user`` is ``None``.
 
-    On a command line, ``user`` is ``None``. With ``siblings``, the folder of ``user`` is searched first.
-    Raise a ConfigError if there is no such file.
+    With ``siblings``, the folder of ``user`` is searched first.
     """
     path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
     if name.endswith((".yaml", ".yml")):
@@ -276,11 +265,9 @@ def _absence(path: Path) -> str:
 
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Return ``raw`` with names of files replaced by the mappings in them. Raise a ConfigError for keys unknown to
-    ``kind``.
+    """Return ``raw`` with names of files replaced by the mappings in them. Keys that ``kind`` does not have are refused.
 
-    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. ``trail`` has the files that led to this
-    one, to find a file that is based on itself.
+    ``trail`` has the files that led to this one, to find a file that is based on itself.
     """
     hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
     own = {BASE: raw} if isinstance(raw, str) else raw
@@ -329,11 +316,7 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 
 
 def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
-    """Return a mapping without names of files as a dataclass.
-
-    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. If not ``is_whole``, keys may be missing:
-    only check the values, and return ``None``. Raise a ConfigError for a missing or wrong value.
-    """
+    """Return a mapping without names of files as a dataclass; if not ``is_whole``, only check the values that are there."""
     arguments = {}
     for name, parameter in _parameters(kind).items():
         inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"

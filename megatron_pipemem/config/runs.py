@@ -272,9 +272,8 @@ class Run:
     def _expert_load(self) -> float:
         """Return the number of tokens that the experts of the fullest rank get, as a multiple of even routing.
 
-        It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity
-        for an ``expert_load`` of at most 1. If experts are padded to their capacity, it is the capacity. Otherwise it
-        is 1 if a rank has all experts.
+        It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity for an
+        ``expert_load`` of at most 1. Experts that are padded get their capacity. A rank with all experts gets 1.
         """
         load, capacity = self.parallelism.expert_load, self.flags.get("moe-expert-capacity-factor")
         if capacity is not None and self.flags.get("moe-pad-expert-input-to-capacity"):

@@ -47,10 +47,7 @@ def feasible(run: Run, any_size: bool = False) -> str | None:
 
 
 def check_data(run: Run) -> None:
-    """Raise a ConfigError if a file with a run's training data is not on this machine.
-
-    Mock data and files in object storage are not checked.
-    """
+    """Refuse a run whose data files are not on this machine. Mock data and object storage are not checked."""
     words = run.training.data.split()
     if words == [MOCK]:
         return
@@ -72,10 +69,7 @@ def _is_number(text: str) -> bool:
 
 
 def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
-    """Raise an UnsupportedError if a run needs GPUs and this machine has none.
-
-    The check looks for device files, because torch takes long to import.
-    """
+    """Refuse a run on GPUs if there are no device files of GPUs. torch is not asked, because it takes long to import."""
     if run.on_cpu or any(any(folder.glob(pattern)) for pattern in DEVICES):
         return
     raise UnsupportedError(
@@ -151,10 +145,7 @@ def _schedules(run: Run) -> None:
 
 
 def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
-    """Raise an error if settings of a run exclude schedules of this package, or this schedule.
-
-    ``schedule`` is ``None`` if it is searched for when the run starts.
-    """
+    """Refuse settings that exclude schedules of this package, or this one; ``None`` if it is searched for at the start."""
     name, chunks, value_of = run.schedule.name, run.parallelism.chunks, refusals.flag_values(run.flags)
     if run.implementation == "transformer_engine":
         recomputes = request.recompute != "none" or (schedule is not None and bool(schedule.recomputed))
@@ -201,10 +192,7 @@ def _fits_in_memory(run: Run, request: Request) -> None:
 
 
 def _if_even(run: Run, request: Request, rank: int) -> str:
-    """Return a part of a sentence: the memory that a rank would need if all experts got equally many tokens.
-
-    The text is empty if the run assumes that already.
-    """
+    """Return a part of a sentence: the memory that a rank would need if its experts got an even share of the tokens."""
     load = run.execution.expert_load
     if load <= 1 or run.flags.get("moe-pad-expert-input-to-capacity"):
         return ""
