@@ -40,7 +40,8 @@ START_PROCESSES = {
     "launched": ("slurm/", "cpu/", "scripts/test_launch_grid.py", "scripts/test_quickstart"),
     "own ranks": (
         "benchmarks/",
-        *("end_to_end/test_consumers", "end_to_end/test_plain_loop", "end_to_end/test_transformer_engine"),
+        *("end_to_end/test_consumers", "end_to_end/test_cuda_graphs", "end_to_end/test_lazy_features"),
+        *("end_to_end/test_plain_loop", "end_to_end/test_transformer_engine"),
         *("runtime/test_executor", "runtime/test_offload", "runtime/test_vocabulary_ranks"),
     ),
     "the session's ranks": ("end_to_end/",),

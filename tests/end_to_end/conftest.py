@@ -15,10 +15,6 @@ import packages
 import pytest
 import torch
 from ranks import ConductedRanks, Ranks
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from quickstart import ROUNDING
@@ -168,6 +164,12 @@ def documents() -> list[str]:
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory, documents) -> tuple[str, ...]:
     """Flags of Megatron's SFT data: every sample packs one to four documents, of which a token is a byte."""
+    # Imported here, because every worker imports this file, and transformers takes seconds.
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
     folder = tmp_path_factory.mktemp("conversations")
     letters = ["<unk>", "</s>", *sorted(ByteLevel.alphabet())]
     bytes_alone = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, [], unk_token="<unk>"))
@@ -204,7 +206,7 @@ def train_on_eight_ranks(tmp_path_factory, text) -> Iterator[Trainer]:
     ranks.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     """``train`` a GPT of Transformer Engine's layers, of the newest ``version`` and on four ranks unless they are given.
 
@@ -230,6 +232,14 @@ def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[.
 
     yield call
     stop()
+
+
+@pytest.fixture(scope="session")
+def ranks_without_training(tmp_path_factory) -> Iterator[ConductedRanks]:
+    """Ranks of ``plain_loop``, in which nothing has imported ``megatron.training``."""
+    ranks = ConductedRanks("plain_loop", tmp_path_factory.mktemp("plain_loop"), [], preload=["plain_loop"])
+    yield ranks
+    ranks.stop()
 
 
 @pytest.fixture(scope="session")

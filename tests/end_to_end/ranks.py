@@ -124,16 +124,16 @@ class ConductedRanks:
     """
 
     def __init__(self, program: str, logs: Path, path: list[str], size: int = 4, preload: Sequence[str] = WARM):
-        self.size = size
+        self.program, self.size = program, size
         self._connection, theirs = Pipe()
-        arguments = theirs, path, program, logs, size, list(preload)
+        arguments = theirs, path, logs, list(preload)
         self._conductor = get_context("spawn").Process(target=_conduct, args=arguments)
         self._conductor.start()
         theirs.close()
 
-    def run(self, case: dict) -> list[dict]:
-        """As of ``Ranks``."""
-        self._connection.send(case)
+    def run(self, case: dict, program: str | None = None, size: int | None = None) -> list[dict]:
+        """As of ``Ranks``. Another ``program`` or ``size`` has ranks of its own, which are forked from the same process."""
+        self._connection.send((program or self.program, size or self.size, case))
         reply = self._connection.recv()
         if isinstance(reply, str):
             raise CaseFailed(reply)
@@ -145,17 +145,19 @@ class ConductedRanks:
         self._conductor.join()
 
 
-def _conduct(connection: Connection, path: list[str], program: str, logs: Path, size: int, preload: list[str]) -> None:
+def _conduct(connection: Connection, path: list[str], logs: Path, preload: list[str]) -> None:
     sys.path[:0] = path
     get_context("forkserver").set_forkserver_preload(preload)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
-    ranks = Ranks(program, logs, size)
+    kinds: dict[tuple[str, int], Ranks] = {}
     try:
         while True:
-            case = connection.recv()
+            program, size, case = connection.recv()
+            ranks = kinds.setdefault((program, size), Ranks(program, logs, size))
             try:
                 connection.send(ranks.run(case))
             except CaseFailed as failure:
                 connection.send(str(failure))
     except EOFError:
-        ranks.stop()
+        for ranks in kinds.values():
+            ranks.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,10 +53,8 @@ WEIGHED = {
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Iterator[ConductedRanks]:
-    ranks = ConductedRanks("plain_loop", tmp_path_factory.mktemp("plain_loop"), [], preload=["plain_loop"])
-    yield ranks
-    ranks.stop()
+def ranks(ranks_without_training) -> ConductedRanks:
+    return ranks_without_training
 
 
 @pytest.fixture(scope="module")
