@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_pipemem.families.blocks import Block, Pass, build, in_microbatch_order
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, Family, Formula
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Family, Formula
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.schedule import Schedule
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
@@ -44,13 +44,15 @@ def eager_one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
     return _with_warm_up("1f1b-eager", num_devices, num_microbatches, lambda hops_to_loss: 2 * hops_to_loss)
 
 
-def _with_warm_up(name: str, p: int, m: int, forwards_ahead: Callable[[int], int]) -> Schedule:
-    def device_passes(device: int) -> list[Pass]:
-        warm_up = min(m, forwards_ahead(p - device - 1))
-        forward, backward = Pass(Kind.F, device), Pass(Kind.B, device)
-        return [forward] * warm_up + [forward, backward] * (m - warm_up) + [backward] * warm_up
+def _with_warm_up(name: str, p: int, m: int, forwards_ahead: Callable[[int], int], slices: int = 1) -> Schedule:
+    units = m * slices
 
-    return in_microbatch_order(name, Placement.linear(p), m, map(device_passes, range(p)))
+    def device_passes(device: int) -> list[Pass]:
+        warm_up = min(units, forwards_ahead(p - device - 1))
+        forward, backward = Pass(Kind.F, device), Pass(Kind.B, device)
+        return [forward] * warm_up + [forward, backward] * (units - warm_up) + [backward] * warm_up
+
+    return in_microbatch_order(name, Placement.linear(p), m, map(device_passes, range(p)), slices)
 
 
 ONE_F_ONE_B = Family(
@@ -99,7 +101,7 @@ ONE_F_ONE_B_V = Family(
     peak=Formula("(floor(2p/3)+n)/(pn)", lambda p, m, n, **_: min(2 * p // 3 + n, m * n) / (p * n)),
     bubble=Formula("a little under (p-1)(F+B)/n", lambda p, f, b, n, **_: (p - 1) * (f + b) / n, at_most=True),
     source="arXiv 2405.15362, appendix I",
-    options={"slices": "sequence slices of a microbatch, n (default 1)"},
+    options=SLICES,
 )
 
 
@@ -109,16 +111,7 @@ def seq1f1b(num_devices: int, num_microbatches: int, slices: int = 2) -> Schedul
     The last slice comes first, because no other slice attends to its keys and values. With one slice this is 1F1B.
     """
     check_whole("seq1f1b: slices", slices, least=1)
-    p, n, units = num_devices, slices, num_microbatches * slices
-
-    def order(device: int) -> Order:
-        forwards = [Action(Kind.F, device, unit) for unit in range(units)]
-        backwards = [Action(Kind.B, device, unit + n - 1 - 2 * (unit % n)) for unit in range(units)]
-        warm_up = min(p - device - 2 + n, units)
-        steady = [each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair]
-        return (*forwards[:warm_up], *steady, *backwards[units - warm_up :])
-
-    return Schedule("seq1f1b", Placement.linear(p), num_microbatches, tuple(map(order, range(p))), slices=n)
+    return _with_warm_up("seq1f1b", num_devices, num_microbatches, lambda hops: hops + slices - 1, slices)
 
 
 SEQ1F1B = Family(

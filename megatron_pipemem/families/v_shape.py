@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from megatron_pipemem.families.blocks import Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.family import PEAK_OF_SLICES, Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_SLICES, SLICES, Family, Formula
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
@@ -84,9 +84,6 @@ def _bubble_of_v_min(p: int, f: float, n: int, **_: float) -> float:
     return slots * f / (2 * n)
 
 
-_SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
-
-
 ZBV = Family(
     name="zbv",
     build=zbv,
@@ -94,7 +91,7 @@ ZBV = Family(
     peak=PEAK_OF_SLICES,
     bubble=Formula("0 per device, (p-1)F/(2n) over all", lambda p, f, n, **_: (p - 1) * f / (2 * n)),
     source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
-    options=_SLICES,
+    options=SLICES,
 )
 V_HALF = Family(
     name="v-half",
@@ -103,7 +100,7 @@ V_HALF = Family(
     peak=Formula("(floor((p+2)/2)+n-1)/(pn)", lambda p, m, n, **_: min((p + 2) // 2 + n - 1, m * n) / (p * n)),
     bubble=Formula("max(3p-5-2n, 2p-3)F/(2n), p odd: max(3p-2-2n, 2p-2)F/(2n)", _bubble_of_v_half),
     source="arXiv 2405.15362, section 3 and appendix",
-    options=_SLICES,
+    options=SLICES,
 )
 V_MIN = Family(
     name="v-min",
@@ -112,5 +109,5 @@ V_MIN = Family(
     peak=Formula("(floor((p+4)/3)+n-1)/(pn)", lambda p, m, n, **_: min((p + 4) // 3 + n - 1, m * n) / (p * n)),
     bubble=Formula("max(4p-3-2n, 3p-3)F/(2n), p divisible by 3: max(4p-5-2n, 3p-5)F/(2n)", _bubble_of_v_min),
     source="arXiv 2405.15362, section 3 and appendix",
-    options=_SLICES,
+    options=SLICES,
 )

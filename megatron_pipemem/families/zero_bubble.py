@@ -12,7 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Pass, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Family, Formula
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
@@ -25,10 +25,7 @@ def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
     With whole sequences, device ``r`` runs ``p - r`` forwards ahead, and W ``r`` microbatches after I.
     """
-    check_whole("zb-h1: slices", slices, least=1)
-    p, units = num_devices, num_microbatches * slices
-    passes = (_device_passes(r, units, forwards_ahead=p - r + slices - 1, delay=r) for r in range(p))
-    return in_microbatch_order("zb-h1", Placement.linear(p), num_microbatches, passes, slices)
+    return _zb("zb-h1", num_devices, num_microbatches, slices, turns=1)
 
 
 def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
@@ -36,10 +33,15 @@ def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
     With whole sequences it takes ``2 - 1/p`` of 1F1B's memory, and less with slices.
     """
-    check_whole("zb-h2: slices", slices, least=1)
-    p, units = num_devices, num_microbatches * slices
-    passes = (_device_passes(r, units, forwards_ahead=2 * (p - r) + slices - 2, delay=2 * r) for r in range(p))
-    return in_microbatch_order("zb-h2", Placement.linear(p), num_microbatches, passes, slices)
+    return _zb("zb-h2", num_devices, num_microbatches, slices, turns=2)
+
+
+def _zb(name: str, p: int, m: int, slices: int, turns: int) -> Schedule:
+    """Return the schedule in which W of device ``r`` run ``turns * r`` units after I."""
+    check_whole(f"{name}: slices", slices, least=1)
+    units = m * slices
+    passes = (_device_passes(r, units, turns * (p - r) + slices - turns, turns * r) for r in range(p))
+    return in_microbatch_order(name, Placement.linear(p), m, passes, slices)
 
 
 def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> list[Pass]:
@@ -54,9 +56,6 @@ def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> 
     return passes + [weight] * min(units, delay)
 
 
-_SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
-
-
 ZB_H1 = Family(
     name="zb-h1",
     build=zb_h1,
@@ -64,7 +63,7 @@ ZB_H1 = Family(
     peak=PEAK_OF_SLICES,
     bubble=Formula("(p-1)(F+I-W)/n", lambda p, f, i, w, n, **_: (p - 1) * (f + i - w) / n),
     source="arXiv 2401.10241, section 2.1",
-    options=_SLICES,
+    options=SLICES,
 )
 ZB_H2 = Family(
     name="zb-h2",
@@ -73,7 +72,7 @@ ZB_H2 = Family(
     peak=Formula("(2p+n-2)/(pn)", lambda p, m, n, **_: min(2 * p + n - 2, m * n) / (p * n)),
     bubble=Formula("(p-1)(F+I-2W)/n per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
     source="arXiv 2401.10241, section 2.2",
-    options=_SLICES,
+    options=SLICES,
 )
 
 

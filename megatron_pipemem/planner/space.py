@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import product
 from typing import Any, get_args
 
@@ -16,14 +15,14 @@ from megatron_pipemem.config.refusals import PAIRS, flag_values, refuse
 from megatron_pipemem.config.runs import EP_OVERLAP, OVERLAPS, Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.planner.activations import layer_bytes
-from megatron_pipemem.planner.replay import family_schedule
+from megatron_pipemem.planner.replay import family_options
 from megatron_pipemem.planner.slices import why_not_sliced
 from megatron_pipemem.planner.step import DISTRIBUTED
 from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN, variants
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, STOCK, TOKENS
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import families, family, sliced_families
+from megatron_pipemem.schedule.registry import families, synchronous_families
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SEARCHED = "search"
@@ -221,7 +220,7 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     found: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
     stock = _stock_orders(run) if is_stocks(run) else None
-    named, sliced = limits.allowed.get("schedule", ()), tuple(sliced_families())
+    named, sliced = limits.allowed.get("schedule", ()), tuple(synchronous_families(sliced=True))
     for each in families():
         if not (_runs_whole(each) if slices == 1 else each in sliced) or not limits.admits(schedule=each.name):
             continue
@@ -239,10 +238,12 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
         for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
             if not limits.admits(chunks=chunks or each.chunks):
                 continue
-            placement = _placement(each.name, pp, chunks, slices)
-            if placement is None:
+            try:
+                placement = each.placement_on(pp, family_options(chunks, slices))
+            except PipememError:
                 rejected[f"{each.name} has no schedule for the number of pipeline ranks or chunks"] += 1
-            elif placement.model_stages > max(layers + 2, pp):
+                continue
+            if placement.model_stages > max(layers + 2, pp):
                 rejected["more stages than layers, embedding and head"] += 1
             else:
                 found.setdefault(placement, []).append(Order(each.name, chunks))
@@ -267,15 +268,6 @@ def _stock_orders(run: Run) -> tuple[str, ...]:
 def _runs_whole(each: Family) -> bool:
     """Return whether a family is synchronous and does not cut microbatches into slices."""
     return not (each.asynchronous or each.slices > 1)
-
-
-@lru_cache(maxsize=4096)
-def _placement(name: str, num_devices: int, chunks: int | None, slices: int) -> Placement | None:
-    fewest = family(name).fewest_microbatches(num_devices)
-    try:
-        return family_schedule(name, num_devices, fewest, chunks, slices=slices).placement
-    except PipememError:
-        return None
 
 
 def _names() -> list[str]:

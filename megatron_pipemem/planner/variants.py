@@ -51,8 +51,6 @@ class Variant:
     """Whether the variant is only for orders that exceed the memory. Otherwise it holds at least as much as the order alone.
     In both cases it takes at least as long, unless it hides exchanges."""
     cuts_vocabulary: bool = False  # which a model with a vision tower does not allow
-    hides_exchanges: bool = False
-    """Whether it runs forwards and backwards in pairs. It takes at least as long as the order alone without exchanges."""
 
 
 PLAIN = "plain"
@@ -143,7 +141,6 @@ IN_PAIRS = Variant(
     choice=lambda choice: choice,
     prepare=lambda run, placement, pace: price(run, placement, pace=pace).in_pairs(),
     apply=lambda schedule, step, room: paired(schedule, step, room).schedule,
-    hides_exchanges=True,
 )
 """Forwards and backwards in pairs, for runs with ``--overlap-moe-expert-parallel-comm`` only."""
 

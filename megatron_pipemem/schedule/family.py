@@ -48,6 +48,8 @@ PEAK_OF_1F1B = Formula("1", lambda p, m, **_: min(p, m) / p)
 
 PEAK_OF_SLICES = Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m * n) / (p * n))
 """The peak of 1F1B's first device if microbatches are cut into ``n`` sequence slices."""
+SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
+"""The options of families that run whole microbatches or slices of them."""
 
 
 class _Fact:

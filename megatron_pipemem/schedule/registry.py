@@ -181,17 +181,14 @@ def megatrons_own(chunks: int | None) -> str:
     return "1f1b" if (chunks or 1) == 1 else "interleaved"
 
 
-def synchronous_families() -> Iterator[Family]:
-    """Yield the synchronous families with one replica that neither offload nor, by default, cut microbatches."""
-    for each in families():
-        if not (each.offloads or each.slices > 1 or each.asynchronous or each.replicas > 1):
-            yield each
+def synchronous_families(sliced: bool = False) -> Iterator[Family]:
+    """Yield the synchronous families with one replica that do not offload.
 
-
-def sliced_families() -> Iterator[Family]:
-    """Yield the synchronous families with one replica that do not offload and have the option ``slices``."""
+    They are those that do not cut microbatches by default; with ``sliced``, those with the option ``slices``.
+    """
     for each in families():
-        if "slices" in each.options and not (each.offloads or each.asynchronous or each.replicas > 1):
+        fits = "slices" in each.options if sliced else each.slices == 1
+        if fits and not (each.offloads or each.asynchronous or each.replicas > 1):
             yield each
 
 

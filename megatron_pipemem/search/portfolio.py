@@ -93,8 +93,10 @@ def family_starts(
             continue
         shape = {"num_devices": p, **options}
         try:
-            # One microbatch is enough to find the placement.
-            if build_schedule(each.name, num_microbatches=1, **shape).placement != placement:
+            if (
+                each.placement_on(p, {name: options[name] for name in ("chunks", "slices") if name in options})
+                != placement
+            ):
                 continue
             orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
             if "group_size" in each.options and not problem.fits(orders):

@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.display import rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import sliced_families, synchronous_families
+from megatron_pipemem.schedule.registry import synchronous_families
 from megatron_pipemem.search.exploration import Clock, Exploration, SearchStep
 from megatron_pipemem.search.improve import Timetable
 from megatron_pipemem.search.problem import better_full
@@ -175,7 +175,7 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
         if exploration.found_any:
             break
     whole = tuple(synchronous_families()) if clock.seconds else ()
-    sliced = tuple(sliced_families()) if clock.seconds else ()
+    sliced = tuple(synchronous_families(sliced=True)) if clock.seconds else ()
     for number, exploration in enumerate(explorations):
         clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
         exploration.take_families(whole if exploration.slices == 1 else sliced, clock)

@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO, slice_counts
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, sliced_families
+from megatron_pipemem.schedule.registry import build_schedule, synchronous_families
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import search_schedule
@@ -44,7 +44,7 @@ def search(p: int, m: int, n: int, costs: Costs, cap, placements, effort: float 
 
 
 def family_timelines(placement: Placement, m: int, n: int, costs: Costs):
-    for family in sliced_families():
+    for family in synchronous_families(sliced=True):
         chunks = {"chunks": placement.num_chunks} if "chunks" in family.options else {}
         try:
             schedule = build_schedule(
