@@ -20,7 +20,7 @@ from megatron_pipemem.launch.feasibility import refusal
 from megatron_pipemem.launch.start_layout import laid_out, layers_of
 from megatron_pipemem.planner.balance import as_cut, balance
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.replay import Timing, family_schedule, measured, priced, shortest
+from megatron_pipemem.planner.replay import Replay, Timing, family_schedule, measured, priced, shortest
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.planner.space import Limits, Order, hides_messages, in_pairs, may_pair, orders, without_overlap
 from megatron_pipemem.planner.step import PlannedStep, price
@@ -344,14 +344,15 @@ def _way(
 
         def timing(count: int) -> Timing:
             alone = family_schedule(order.name, cut.pp, count, order.chunks, costs)
-            return Timing.of(with_pairs(alone, step, step.room(memory)))
+            timeline = with_pairs(alone, step, step.room(memory))
+            return Timing(timeline, timeline.makespan)
 
         found = priced(timing, cut.pp, cut.microbatches)
     elif slices == 1:
         found = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
     else:
         schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
-        found = Timing.simulated(schedule, step.costs).price
+        found = Replay(schedule).timing(step.costs).price
     return Way(run, order, run.schedule.name == STOCK, step, found.seconds, step.held(found.peaks), found.hidden)
 
 

@@ -162,7 +162,7 @@ class Knowledge:
             return replace(self.costs, memory=None)
         if self.changes is None:
             return self.costs
-        memory = self._memory(self.changes, placement, _with_messages(self.changes))
+        memory = self._memory(self.changes, placement, with_messages(self.changes))
         # Vocabulary actions have one value per device.
         devices = placement.num_devices * _slices(self.changes, placement)
         memory |= {kind: self.changes[kind][:devices] for kind in VOCABULARY & set(self.changes)}
@@ -277,9 +277,9 @@ _WITH_MESSAGES = {
 }
 
 
-def _with_messages(changes: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
+def with_messages(changes: Mapping[Kind, Sequence[float]]) -> dict[Kind, tuple[float, ...]]:
     """Return the bytes of F and I with those of their messages, and of W with REDUCE_GRAD, which searches lack."""
-    empty = (0.0,) * len(changes[Kind.F])
+    empty = (0.0,) * len(next(iter(changes.values())))
     return {
         kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))
         for kind, parts in _WITH_MESSAGES.items()

@@ -13,10 +13,10 @@ from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.activation_ledger import bytes_per_action
-from megatron_pipemem.runtime.trace import Medians, Stopwatch, Trace, TracedAction, average, costs_from, drift
+from megatron_pipemem.runtime.trace import Stopwatch, Trace, TracedAction, average, drift
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_links
 from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.measured import Pair
+from megatron_pipemem.schedule.measured import Medians, Pair, costs_from
 from megatron_pipemem.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)

@@ -148,7 +148,7 @@ class _Scale:
         self._order = self._order_of(self._count)
         self._cut = run if self._order.slices == 1 else sliced(run, self._order.slices)
         self._is_plain = not self._barriers and self._order.slices == 1 and not request.is_asynchronous
-        self._replays = {self._count: Replay(self._order)} if self._is_plain else {}
+        self._replays = {self._count: Replay(self._order)}
         self.placement = self._order.placement
         self.stages = self.placement.model_stages
         self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
@@ -170,16 +170,14 @@ class _Scale:
         elif self._barriers:
             shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
             whole = choose(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
-            found = Timing.simulated(whole, step.costs).price
+            found = Replay(whole).timing(step.costs).price
         else:
             found = self._price(step)
         return Layout(name, layers, step, found.seconds + step.outside, step.held(found.peaks))
 
     def _price(self, step: PlannedStep) -> OrderPrice:
         def timing(count: int) -> Timing:
-            if self._is_plain:
-                return self._replay(count).timing(step.costs)
-            return Timing.simulated(self._order_of(count), step.costs)
+            return self._replay(count).timing(step.costs)
 
         cut = self.run.parallelism
         if self._request.file is None:
@@ -243,11 +241,11 @@ class _Scale:
         def seconds(layers: tuple[int, ...]) -> float:
             tell(partial("{} layouts simulated".format, seconds.cache_info().misses))
             step = self._step(layers)
-            makespan, chain = replay.longest_chain(step.costs)
-            bounds.add(chain)
-            fits = most == inf or max(step.held(replay.peaks(step.costs))) <= most
+            timeline = replay.timeline(step.costs)
+            bounds.add(replay.longest_chain(timeline))
+            fits = most == inf or max(step.held(timeline.peaks)) <= most
             fits = fits and self._lacking(layers) <= lacking
-            return makespan + self._further * max(step.work) + step.outside if fits else inf
+            return timeline.makespan + self._further * max(step.work) + step.outside if fits else inf
 
         for each in others:
             seconds(each.layers)

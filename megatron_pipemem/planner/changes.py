@@ -11,15 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from statistics import median
 
 from megatron_pipemem.choose.choice import choose
-from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
+from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape, with_messages
 from megatron_pipemem.config import layout
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_barriers
-from megatron_pipemem.planner.replay import family_schedule
+from megatron_pipemem.planner.replay import family_options, family_schedule
 from megatron_pipemem.planner.space import OUTCLASSED, ROOM_FOR_PAIRS
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import MEMORY, PLAIN, RECOMPUTE, VOCABULARY, Kind
@@ -30,7 +31,7 @@ from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import PartPrices, even_layers
-from megatron_pipemem.schedule.registry import families, megatrons_own
+from megatron_pipemem.schedule.registry import megatrons_own, synchronous_families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
@@ -38,20 +39,14 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, Vocabula
 
 _PIECES = 12
 """The number of pieces of a stage whose layers are unknown, so that 2, 3 or 4 stages can share them."""
-_PARTS = {
-    Kind.F: (Kind.F, Kind.RECV_F, Kind.SEND_F),
-    Kind.I: (Kind.I, Kind.RECV_I, Kind.SEND_I),
-    Kind.W: (Kind.W, Kind.REDUCE_GRAD),
-}
-"""Passes with their messages. The bytes of a message count for the pass that needs it or makes it."""
 
 
-def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
+def _parts_of(values: Sequence[float], counts: Sequence[int], least: float = -inf) -> PartPrices:
     """Split measured values of stages into values of their layers, and the rest of the first and the last stage.
 
     ``values`` has a value per stage, and ``counts`` the number of layers per stage. A layer of a middle stage has the
     mean of its stage. A layer of the first or last stage has the median of the middle stages, but no more than the mean
-    of its own stage.
+    of its own stage. The rest is at least ``least``.
     """
     each = [value / count for value, count in zip(values, counts, strict=True) if count]
     inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
@@ -62,104 +57,19 @@ def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
         price = min(usual, value / count, key=abs) if is_end and count else usual if is_end else value / max(count, 1)
         prices += [price] * count
         if is_end:
-            ends[stage > 0] = value - price * count
+            ends[stage > 0] = max(least, value - price * count)
     return PartPrices(tuple(prices), first=ends[0], last=ends[1])
 
 
-@dataclass(frozen=True)
-class MeasuredLayers:
-    """The measured costs of a run's layers, and of its embedding and head."""
-
-    counts: tuple[int, ...]  # layers of every stage of the run; pieces if its layers are unknown
-    are_known: bool  # whether they are layers
-    seconds: Mapping[Kind, PartPrices]  # of F, I and W
-    memory: Mapping[Kind, PartPrices] | None  # changes of held bytes by F, I and W; ``None`` if they were not counted
-    exchanges: Mapping[Kind, PartPrices]  # seconds of F and I in which experts' tokens travel; empty without pairs
-
-    @classmethod
-    def of_step(
-        cls,
-        step: MeasuredStep,
-        layers: Sequence[int] | None = None,
-        memory: Mapping[Kind, Sequence[float]] | None = None,
-    ) -> MeasuredLayers:
-        """Return the costs of layers, embedding and head that the measured stages of a step give.
-
-        ``layers`` has the number of layers of each stage; if it is unknown, each has 12 equal pieces.
-        ``memory`` has, by kind of action, the change of the device's bytes on each stage.
-        """
-        stages = step.schedule.placement.model_stages
-        counts = tuple(layers or (_PIECES,) * step.schedule.num_stages)[:stages]
-        of_stages = step.of_stages()
-        seconds = {kind: _parts_of(of_stages[kind][:stages], counts) for kind in _PARTS}
-        held = None
-        if memory is not None:
-            changes = stage_memory(memory)
-            held = {kind: _parts_of(changes[kind][:stages], counts) for kind in _PARTS}
-        costs, exchanges = step.costs(), {}
-        if costs.have_exchanges:
-            apart = costs.exchange_seconds(step.schedule.placement)
-            exchanges = {kind: _parts_of(apart[kind][:stages], counts) for kind in (Kind.F, Kind.I)}
-        return cls(counts, layers is not None, seconds, held, exchanges)
-
-    @property
-    def head(self) -> float:
-        """Seconds of F, I and W of the head for one microbatch."""
-        return sum(shared.last for shared in self.seconds.values())
-
-    @property
-    def embedding(self) -> float:
-        """Seconds of F, I and W of the embedding for one microbatch."""
-        return sum(shared.first for shared in self.seconds.values())
-
-    def costs(self, counts: Sequence[int], p2p: Mapping[tuple[int, int], float], with_ends: bool = True) -> Costs:
-        """Return the costs of stages with these numbers of layers.
-
-        ``p2p`` has the seconds of a message by sending and receiving device. With ``with_ends``, the first stage has
-        the embedding and the last stage the head.
-        """
-
-        def of_stages(parts: PartPrices) -> tuple[float, ...]:
-            return (parts if with_ends else replace(parts, first=0.0, last=0.0)).of_stages(counts)
-
-        seconds = {kind: of_stages(parts) for kind, parts in self.seconds.items()}
-        held = None if self.memory is None else {kind: of_stages(parts) for kind, parts in self.memory.items()}
-        costs = Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
-        if not self.exchanges:
-            return costs
-        forward, inputs = (of_stages(self.exchanges[kind]) for kind in (Kind.F, Kind.I))
-        return replace(costs, forward_exchange=forward, backward_exchange=inputs)
-
-    def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
-        """Return the number of layers of every stage of another placement, balanced by the measured times.
-
-        Without ``with_ends``, the times of embedding and head are left out. If the run's layers are unknown, return
-        equal numbers of pieces.
-        """
-        total = sum(self.counts)
-        if not self.are_known:
-            return even_layers(total, placement.num_stages)
-        from megatron_pipemem.planner.partition import Loads, partition  # only here, because numpy takes long to load
-
-        per_layer = zip(*(shared.layers for shared in self.seconds.values()), strict=True)
-        ends = (self.embedding, self.head) if with_ends else (0.0, 0.0)
-        return partition(Loads([sum(each) for each in per_layer], *ends), placement)
-
-
-def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+def pass_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
     """Return the changes of held bytes by F, I and W, with those of their messages added.
 
     ``memory`` has the changes of every kind of action, one value per stage and slice. So has the result. If the run did
     not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the bytes that B
     freed, because B of a slice also frees memory that other slices took.
     """
-    stages = len(next(iter(memory.values())))
-    none = (0.0,) * stages
-    found: dict[Kind, tuple[float, ...]] = {
-        kind: tuple(map(sum, zip(*(memory.get(part, none) for part in parts), strict=True)))
-        for kind, parts in _PARTS.items()
-    }
-    fused = memory.get(Kind.B, none)
+    found = with_messages(memory)
+    fused = memory.get(Kind.B, (0.0,) * len(found[Kind.W]))
     found[Kind.W] = tuple(
         (-(taken + at_input) if slices == 1 else whole) if whole and not given else given
         for taken, at_input, given, whole in zip(found[Kind.F], found[Kind.I], found[Kind.W], fused, strict=True)
@@ -217,8 +127,41 @@ class Case:
         return self.memory is not None
 
     @cached_property
-    def measured(self) -> MeasuredLayers:
-        return MeasuredLayers.of_step(self.step, self.layers, self.memory)
+    def counts(self) -> tuple[int, ...]:
+        """The layers of every stage of one replica; 12 equal pieces for each if the layers are unknown."""
+        return (self.layers or (_PIECES,) * self.schedule.num_stages)[: self.schedule.placement.model_stages]
+
+    @cached_property
+    def measured(self) -> Costs:
+        """The measured costs of layers, embedding and head (``PartPrices``), of messages, and of vocabulary passes."""
+        stages, placement = len(self.counts), self.schedule.placement
+        seconds, costs, memory = self.step.of_stages(), self.step.costs(), None
+        if self.memory is not None:
+            memory = {kind: _parts_of(each[:stages], self.counts) for kind, each in pass_memory(self.memory).items()}
+        forward, inputs, weights = (
+            _parts_of(seconds[kind][:stages], self.counts, 0.0) for kind in (Kind.F, Kind.I, Kind.W)
+        )
+        found = Costs(
+            forward,
+            inputs,
+            weights,
+            costs.p2p,
+            memory,
+            vocabulary=costs.vocabulary,
+            microbatch=costs.microbatch,
+        )
+        if not costs.have_exchanges:
+            return found
+        apart = costs.exchange_seconds(placement)
+        there, back = (_parts_of(apart[kind][:stages], self.counts, 0.0) for kind in (Kind.F, Kind.I))
+        return replace(found, forward_exchange=there, backward_exchange=back)
+
+    @property
+    def passes(self) -> PartPrices:
+        """The measured seconds of F, I and W together, of layers, embedding and head."""
+        found = self.measured.part_prices
+        assert found is not None, "all three are prices of parts"
+        return found
 
     @cached_property
     def own(self) -> Timeline:
@@ -226,7 +169,7 @@ class Case:
         memory = None
         if self.memory is not None:
             kinds = RECOMPUTE | MEMORY | VOCABULARY
-            memory = stage_memory(self.memory, self.schedule.slices) | {
+            memory = pass_memory(self.memory, self.schedule.slices) | {
                 kind: each for kind, each in self.memory.items() if kind in kinds
             }
         return simulate(self.schedule, self.step.costs(memory))
@@ -235,10 +178,6 @@ class Case:
     def as_ran(self) -> Timeline:
         """The timeline of the measured step, with the run's bubble rate."""
         return replace(self.step.timeline(self.own.costs), measured=Measured(self.bubble_rate))
-
-    @cached_property
-    def p2p(self) -> dict[tuple[int, int], float]:
-        return self.step.p2p()
 
     @property
     def cap(self) -> str:
@@ -254,9 +193,19 @@ class Case:
         ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
         return " ".join(filter(None, (ours, *flags)))
 
-    def priced(self, costs: Costs) -> Costs:
-        """Return the costs of stages with the measured costs of vocabulary passes and of unequal microbatches added."""
-        return replace(costs, vocabulary=self.step.vocabulary, microbatch=self.own.costs.microbatch)
+    def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
+        """Return the number of layers of every stage of a placement, balanced by the measured times.
+
+        Without ``with_ends``, the times of embedding and head are left out. If the run's layers are unknown, return
+        equal numbers of pieces.
+        """
+        if self.layers is None:
+            return even_layers(sum(self.counts), placement.num_stages)
+        from megatron_pipemem.planner.partition import Loads, partition  # only here, because numpy takes long to load
+
+        passes = self.passes
+        ends = (passes.embedding, passes.head) if with_ends else (0.0, 0.0)
+        return partition(Loads(passes.layers, *ends), placement)
 
     def layout_flag(self, counts: tuple[int, ...]) -> str:
         """Return Megatron's flag for these layers per stage.
@@ -322,9 +271,9 @@ def _layouts(case: Case) -> Iterator[Change]:
     placement = case.schedule.placement
     if case.layers is None or _is_extended(case.schedule):
         return
-    counts = case.measured.cut(placement)
+    counts = case.cut(placement)
     if counts != case.layers:
-        timeline = simulate(case.schedule, case.priced(case.measured.costs(counts, case.p2p)))
+        timeline = simulate(case.schedule, case.measured.with_parts(cut=counts))
         words = f"other layers per stage: {', '.join(map(str, counts))} in place of {', '.join(map(str, case.layers))}"
         yield Change("layout", words, case.layout_flag(counts), timeline.makespan, timeline.peak)
 
@@ -337,9 +286,7 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
     """
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
-    for each in families():
-        if each.slices > 1 or each.asynchronous or each.offloads or each.replicas > 1:
-            continue
+    for each in synchronous_families():
         if each.name in OUTCLASSED and not (own.pairs and each.name in ROOM_FOR_PAIRS):
             continue
         if (
@@ -350,7 +297,7 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
             continue
         for chunks in _CHUNKS if "chunks" in each.options else (None,):
             with suppress(PipememError):
-                placement = family_schedule(each.name, p, each.fewest_microbatches(p), chunks).placement
+                placement = each.placement_on(p, family_options(chunks))
                 if _may_place(case, placement, each.name):
                     costs, counts = _cut_for(case, placement)
                     schedule = with_barriers(family_schedule(each.name, p, m, chunks, costs), barriers, costs)
@@ -459,18 +406,18 @@ def _vocabularies(case: Case) -> Iterator[Change]:
     Yield nothing if the configuration refuses it, if the head takes no time, or if the run recomputes, offloads or cuts
     the vocabulary already.
     """
-    measured, placement = case.measured, case.schedule.placement
-    if "vocabulary" in case.refused or _is_extended(case.schedule) or measured.head <= 0:
+    whole, placement = case.passes, case.schedule.placement
+    if "vocabulary" in case.refused or _is_extended(case.schedule) or whole.head <= 0:
         return
-    counts = measured.counts if case.layers is None else measured.cut(placement, with_ends=False)
-    costs = measured.costs(counts, case.p2p, with_ends=False)
-    message = max(case.p2p.values(), default=0.0)
+    counts = case.counts if case.layers is None else case.cut(placement, with_ends=False)
+    costs = case.measured.with_parts(cut=counts, first=0.0, last=0.0)
+    message = max(case.step.p2p().values(), default=0.0)
     for algorithm, barriers in BARRIERS_OF_ALGORITHM.items():
         with suppress(PipememError):
             passes = VocabularyCosts.of_head(
-                measured.head, placement.num_devices, barriers, embedding=measured.embedding, collectives=message
+                whole.head, placement.num_devices, barriers, embedding=whole.embedding, collectives=message
             )
-            priced = replace(costs, vocabulary=passes)
+            priced = replace(costs, vocabulary=passes, microbatch=None)
             timeline = simulate(with_barriers(case.schedule, barriers, priced), priced)
             flags = case.flags(f"--pipemem-vocab-parallel {algorithm}", case.layout_flag(counts))
             note = "a collective is assumed to take as long as a message, and the shards' logits are not counted"
@@ -492,9 +439,8 @@ def _ordered(case: Case) -> Iterator[Change]:
 
 def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
     """Return costs and layers per stage for a placement: the run's layers if it has as many stages, else balanced ones."""
-    measured = case.measured
-    counts = measured.counts if placement.num_stages == len(measured.counts) else measured.cut(placement)
-    return case.priced(measured.costs(counts, case.p2p)), counts
+    counts = case.counts if placement.num_stages == len(case.counts) else case.cut(placement)
+    return case.measured.with_parts(cut=counts), counts
 
 
 def _may_place(case: Case, placement: Placement, name: str) -> bool:

@@ -37,6 +37,7 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.planner.replay import (
     MOST_ACTIONS,
     OrderPrice,
+    Replay,
     Timing,
     family_schedule,
     measured,
@@ -419,14 +420,14 @@ class _Planner:
         overlaps = run.schedule.overlap_steps
 
         def timing(count: int) -> Timing:
-            return Timing.simulated(build(count), step.costs, overlaps)
+            return Replay(build(count)).timing(step.costs, overlaps)
 
         return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
 
     def _found(self, base: Base, schedule: Schedule) -> Plan | None:
         """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""
-        timing = Timing.simulated(schedule, base.group.step.costs, base.group.run.schedule.overlap_steps)
-        return self._plan(base, schedule, timing.price)
+        costs, overlaps = base.group.step.costs, base.group.run.schedule.overlap_steps
+        return self._plan(base, schedule, Replay(schedule).timing(costs, overlaps).price)
 
     def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
         """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory.

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.loading import settings_of, write_yaml
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.planner.replay import Replay, measured
+from megatron_pipemem.planner.replay import measured
 from megatron_pipemem.planner.space import Order, hides_messages
 from megatron_pipemem.planner.step import PlannedStep, mfu, price
 from megatron_pipemem.planner.variants import PLAIN, Variant
@@ -20,6 +20,7 @@ from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Plan:
             return None
         cut, costs = self.run.parallelism, self.step.costs
         if self.order is not None:
-            return Replay(self.order).makespan(costs) / self.makespan
+            return simulate(self.order, costs).makespan / self.makespan
         return measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs).seconds / self.makespan
 
     @property

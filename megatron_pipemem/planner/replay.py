@@ -1,8 +1,7 @@
 """Predict the time of long steps from their repeating part, and of one order under many costs.
 
-A planner needs the time of the same order again and again, for other tensor parallelism or microbatch sizes. The
-dependencies of its passes are computed once. A replay then needs one loop over the passes, and agrees with
-``simulate``.
+A planner needs the time of the same order again and again, for other tensor parallelism or microbatch sizes. So the
+dependencies of its passes are computed once.
 
 The middle of a long step repeats. If all devices reach it later by the same time, they also leave it later by that
 time. So a short step is compared with one of a few more microbatches. If these delay the last passes of all devices by
@@ -22,11 +21,11 @@ from typing import NamedTuple
 from megatron_pipemem.schedule.action import PLAIN, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies, Times
+from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
-from megatron_pipemem.schedule.stream import stream, until_they_repeat
+from megatron_pipemem.schedule.simulator import Timeline, simulated
+from megatron_pipemem.schedule.stream import stream
 
 _SHORT = 3  # microbatches per device of the shortest step that may have a rhythm
 _LONGEST_RHYTHM = 8  # microbatches per device
@@ -44,26 +43,15 @@ class OrderPrice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A schedule, its predicted seconds and peaks, and the end of each of its passes."""
+    """A simulated step, and its seconds."""
 
-    schedule: Schedule
-    price: OrderPrice
-    ends: Sequence[Sequence[float]]  # per device, the end of every action of its order
+    timeline: Timeline
+    seconds: float  # the makespan, or the period if no barrier stands between steps
 
-    @classmethod
-    def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the simulated times of a schedule; with ``overlaps``, the seconds are the period without a barrier."""
-        found = cls.of(simulate(schedule, costs))
-        if not overlaps:
-            return found
-        return found._replace(price=found.price._replace(seconds=stream(schedule, costs, steps=1).period))
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> Timing:
-        """Return the times of a simulated step."""
-        hidden = _hidden(timeline) if timeline.schedule.pairs else ()
-        ends = [[end for _, end in spans] for spans in timeline.spans]
-        return cls(timeline.schedule, OrderPrice(timeline.makespan, timeline.peaks, hidden), ends)
+    @property
+    def price(self) -> OrderPrice:
+        hidden = _hidden(self.timeline) if self.timeline.schedule.pairs else ()
+        return OrderPrice(self.seconds, self.timeline.peaks, hidden)
 
 
 def _hidden(timeline: Timeline) -> tuple[float, ...]:
@@ -83,7 +71,7 @@ def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int
     rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
     while 2 * (count + rhythm) < num_microbatches:
         shorter, longer = run(count), run(count + rhythm)
-        actions = sum(map(len, longer.schedule.orders))
+        actions = sum(map(len, longer.timeline.schedule.orders))
         if _repeats(shorter, longer) or 2 * actions > MOST_ACTIONS:
             return _extended(shorter, longer, num_microbatches)
         count = _congruent(2 * count, num_microbatches, rhythm)
@@ -112,7 +100,7 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
     """
     before, held_before, hidden_before = shorter.price
     after, held_after, hidden_after = longer.price
-    few, many = shorter.schedule.num_microbatches, longer.schedule.num_microbatches
+    few, many = (each.timeline.schedule.num_microbatches for each in (shorter, longer))
     more = (num_microbatches - many) / (many - few)
     hidden = (b + more * (b - a) for a, b in zip(hidden_before, hidden_after, strict=False))
     held = (
@@ -133,14 +121,13 @@ def _rhythm(num_devices: int) -> int:
 
 def _repeats(shorter: Timing, longer: Timing) -> bool:
     """Return whether both steps have equal peaks, and in their second halves the same passes with equal delays."""
-    later, rounding = longer.price.seconds - shorter.price.seconds, 1e-9 * longer.price.seconds
-    if longer.price.peaks != shorter.price.peaks:
+    later, rounding = longer.seconds - shorter.seconds, 1e-9 * longer.seconds
+    one, two = shorter.timeline, longer.timeline
+    if one.peaks != two.peaks:
         return False
-    for a, b, ends, later_ends in zip(
-        shorter.schedule.orders, longer.schedule.orders, shorter.ends, longer.ends, strict=True
-    ):
-        pairs = zip(reversed(a), reversed(b), reversed(ends), reversed(later_ends), strict=False)
-        for mine, other, end, later_end in islice(pairs, len(a) // 2):
+    for a, b, spans, later_spans in zip(one.schedule.orders, two.schedule.orders, one.spans, two.spans, strict=True):
+        pairs = zip(reversed(a), reversed(b), reversed(spans), reversed(later_spans), strict=False)
+        for mine, other, (_, end), (_, later_end) in islice(pairs, len(a) // 2):
             if mine[:2] != other[:2] or not isclose(later_end - end, later, rel_tol=0.0, abs_tol=rounding):
                 return False
     return True
@@ -154,29 +141,30 @@ class LongestChain(NamedTuple):
 
 
 class Replay:
-    """Predicts the time of one schedule under many costs.
-
-    The schedule must have no passes but F, I, W and B of whole microbatches, and must not deadlock.
-    """
+    """Simulates one schedule under many costs. Its dependencies are computed once."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self._found = found = Dependencies.of_schedule(schedule)
-        if error := found.stuck():
-            raise error
-        self._steps = list(found.graph.steps(found.walk.nodes))
+        self.schedule, self._found = schedule, Dependencies.of_schedule(schedule)
 
-    def makespan(self, costs: Costs) -> float:
-        """Return the seconds from the first start to the last end of a step."""
-        return max(self._run(costs)(self._idle).free)
+    def timeline(self, costs: Costs, begins: Sequence[float] = ()) -> Timeline:
+        return simulated(self.schedule, costs, self._found, begins)
 
-    def longest_chain(self, costs: Costs) -> tuple[float, LongestChain]:
-        """Return the makespan in seconds, and a chain that takes as long."""
-        graph, times = self._found.graph, self._run(costs)(self._idle)
-        starts, ends = times.starts, times.ends
-        lags = [costs.link_seconds(*link) for link in self._found.links]
+    def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
+        """Return the times of a step; with ``overlaps``, the seconds are the period of steps without a barrier."""
+        if not overlaps:
+            timeline = self.timeline(costs)
+            return Timing(timeline, timeline.makespan)
+        steps = stream(self.schedule, costs, steps=1)
+        first = min(steps.ends[-1])
+        return Timing(self.timeline(costs, [end - first for end in steps.ends[-1]]), steps.period)
+
+    def longest_chain(self, timeline: Timeline) -> LongestChain:
+        """Return a chain that takes as long as a simulated step, which must have no vocabulary passes and no pairs."""
+        graph = self._found.graph
+        starts, ends = ([span[at] for spans in timeline.spans for span in spans] for at in (0, 1))
+        lags = [timeline.costs.link_seconds(*link) for link in self._found.links]
         node = max(range(len(ends)), key=ends.__getitem__)
-        passes, total, makespan = Counter([graph.prices[node]]), 0.0, ends[node]
+        passes, total = Counter([graph.prices[node]]), 0.0
         while start := starts[node]:
             lane = graph.lanes[graph.lane_of[node]]
             if node > lane[0] and ends[node - 1] == start:
@@ -185,49 +173,7 @@ class Replay:
                 node, lag = next((n, lags[link]) for n, link in graph.waits[node] if ends[n] + lags[link] == start)
             passes[graph.prices[node]] += 1
             total += lag
-        return makespan, LongestChain({self._found.kinds[price]: count for price, count in passes.items()}, total)
-
-    def period(self, costs: Costs) -> float:
-        """Return the seconds from one step to the next if there is no barrier between steps."""
-        return self._repeated(costs)[0]
-
-    def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the times of a step; with ``overlaps``, the seconds are the period of steps without a barrier."""
-        seconds, begins = self._repeated(costs) if overlaps else (None, self._idle)
-        times = self._run(costs)([begin - min(begins) for begin in begins])
-        lanes = self._found.lanes[: self.schedule.num_devices]
-        ends = [times.ends[nodes.start : nodes.stop] for nodes in lanes]
-        price = OrderPrice(max(times.free) if seconds is None else seconds, self.peaks(costs))
-        return Timing(self.schedule, price, ends)
-
-    @property
-    def _idle(self) -> tuple[float, ...]:
-        return (0.0,) * self.schedule.num_devices
-
-    def _repeated(self, costs: Costs) -> tuple[float, tuple[float, ...]]:
-        """Return the period of steps without a barrier, and the seconds at which each device begins a repeated step."""
-        run, devices = self._run(costs), self.schedule.num_devices
-        period, ends = until_they_repeat(self.schedule.name, lambda _, begins: run(begins).free[:devices], self._idle)
-        return period, ends[-1]
-
-    def _run(self, costs: Costs) -> Callable[[Sequence[float]], Times]:
-        """Return a function that computes the times of a step from the seconds at which devices begin it."""
-        costs.require_alike("a replay")
-        found, seconds = self._found, costs.seconds(self.schedule.placement)
-        prices = [seconds[kind][stage] for kind, stage in found.kinds]
-        lags = [costs.link_seconds(*link) for link in found.links]
-
-        def run(begins: Sequence[float]) -> Times:
-            times = Times(found.graph, prices, lags, 0.0)
-            times.free[: len(begins)] = begins
-            times.run(self._steps)
-            return times
-
-        return run
-
-    def peaks(self, costs: Costs) -> tuple[float, ...]:
-        """Return the peak memory of every device, in the unit of the costs."""
-        return peaks(self.schedule, costs)
+        return LongestChain({self._found.kinds[price]: count for price, count in passes.items()}, total)
 
 
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
@@ -246,10 +192,12 @@ _short_replay, _long_replay = (lru_cache(size)(_replay) for size in (_SHORT_REPL
 def family_schedule(
     name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None, slices: int = 1
 ) -> Schedule:
-    options = {} if chunks is None else {"chunks": chunks}
-    if slices > 1:
-        options["slices"] = slices
-    return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs, **options)
+    return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs, **family_options(chunks, slices))
+
+
+def family_options(chunks: int | None, slices: int = 1) -> dict[str, int]:
+    """Return the options of a family for these numbers of chunks and slices; none for its only number of chunks."""
+    return ({} if chunks is None else {"chunks": chunks}) | ({} if slices == 1 else {"slices": slices})
 
 
 def same_passes(costs: Costs) -> tuple[object, ...]:

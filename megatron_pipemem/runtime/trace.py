@@ -1,4 +1,4 @@
-"""Measure the times of a rank's actions, turn them into costs, and compare these with the costs of the plan."""
+"""Measure the times of a rank's actions, and compare measured costs with the costs of the plan."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megatron_pipemem.schedule.action import FURTHER, RECOMPUTE, Action, Kind, last_slice, place
+from megatron_pipemem.schedule.action import Action, Kind, place
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.measured import Pair, exchange_shares, with_shares
+from megatron_pipemem.schedule.measured import Medians, Pair
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,6 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-Medians = dict[tuple[Kind, int], float]
-"""Median seconds of a kind of action that ran alone, by stage and slice (``action.place``)."""
-
 TOLERANCE = 0.2
 _NOISE = 0.02  # share of a device's seconds per microbatch; shorter times, as of empty stages, are noise
 
@@ -141,80 +136,6 @@ def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
         for key, seconds in report.items():
             found.setdefault(key, []).append(seconds)
     return {key: fmean(values) for key, values in found.items()}
-
-
-def costs_from(
-    medians: Medians,
-    links: Mapping[tuple[int, int], float],
-    placement: Placement,
-    before: Costs,
-    slices: int = 1,
-    pairs: Mapping[Pair, float] = MappingProxyType({}),
-) -> Costs:
-    """Return the costs in seconds that the median times of actions give, one value per stage and slice.
-
-    The values of a stage's slices follow each other. ``before`` are the present costs, and do not change. They replace
-    missing times of F, I and W, and give the proportion of I and W in a fused B. Their memory is not taken over.
-    ``links`` has the seconds of a slice's message by (source, destination) of devices. Messages that are not in
-    ``links`` cost nothing. ``slices`` is their number per microbatch. ``pairs`` has the median seconds of pairs, if the
-    step had any. Without them the exchanges of experts' tokens keep their shares of F and I.
-    """
-    known = before.seconds(placement, slices)
-    prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for stage in range(placement.num_stages * slices):
-        prices[Kind.F].append(medians.get((Kind.F, stage), known[Kind.F][stage]))
-        fused = medians.get((Kind.B, stage))
-        for kind in (Kind.I, Kind.W):
-            seconds = medians.get((kind, stage), known[kind][stage])
-            if fused is not None and (kind, stage) not in medians:
-                whole = known[Kind.B][stage]
-                seconds = fused * (known[kind][stage] / whole if whole else 0.5)
-            prices[kind].append(seconds)
-    p2p = {
-        # Costs price the messages of whole microbatches.
-        (source, destination): links.get((source, destination), 0.0) * slices
-        for source in range(placement.num_devices)
-        for destination in range(placement.num_devices)
-        if source != destination
-    }
-    again: dict[Kind, tuple[float, ...] | None] = {}
-    for kind in RECOMPUTE:
-        ran = any(other is kind for other, _ in medians)
-        share, of_forward = kind.spec.shares["F"], enumerate(prices[Kind.F])
-        again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
-    forward, inputs, weights = (tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W))
-    costs = Costs(
-        forward,
-        inputs,
-        weights,
-        p2p,
-        recompute=again[Kind.R],
-        recompute_selective=again[Kind.RS],
-        vocabulary=_passes(medians, placement, before, slices),
-        further={
-            kind: tuple(medians.get((kind, at), 0.0) for at in range(placement.num_stages * slices))
-            for kind in {kind: None for kind, _ in medians if kind in FURTHER}
-        }
-        or None,
-    )
-    if pairs:
-        return with_shares(costs, exchange_shares(pairs, costs, placement), placement)
-    return with_shares(costs, before.exchange_shares(placement), placement) if before.have_exchanges else costs
-
-
-def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
-    """Return the measured costs of the vocabulary passes; those of ``before`` if no such pass has run.
-
-    The collectives of the passes are not measured.
-    """
-    if (Kind.S, 0) not in medians:
-        return before.vocabulary
-    score, gradient, embed, embed_gradient = (
-        tuple(medians.get((kind, at), 0.0) for at in range(placement.num_devices * slices))
-        for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
-    )
-    loss = medians.get((Kind.LOSS, last_slice(placement.devices[-1] * slices, slices)), 0.0)
-    return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:

@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.action import COMPUTE, FURTHER, Action, Kind, place
+from megatron_pipemem.schedule.action import COMPUTE, FURTHER, RECOMPUTE, Action, Kind, last_slice, place
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Step
 from megatron_pipemem.schedule.placement import Placement
@@ -43,6 +44,8 @@ _ALIKE = 0.1
 Span = tuple[int, int]
 Pair = tuple[tuple[Kind, int], tuple[Kind, int]]
 """The kinds and stages of the forward and the backward of a pair."""
+Medians = dict[tuple[Kind, int], float]
+"""Median seconds of a kind of action that ran alone, by stage and slice (``action.place``)."""
 
 
 def exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placement) -> tuple[float, ...]:
@@ -70,6 +73,80 @@ def with_shares(costs: Costs, shares: Sequence[float], placement: Placement) -> 
         tuple(price * share for price, share in zip(seconds[kind], shares, strict=True)) for kind in (Kind.F, Kind.I)
     )
     return replace(costs, forward_exchange=forward, backward_exchange=inputs)
+
+
+def costs_from(
+    medians: Medians,
+    links: Mapping[tuple[int, int], float],
+    placement: Placement,
+    before: Costs,
+    slices: int = 1,
+    pairs: Mapping[Pair, float] = MappingProxyType({}),
+) -> Costs:
+    """Return the costs in seconds that the median times of actions give, one value per stage and slice.
+
+    The values of a stage's slices follow each other. ``before`` are the present costs, and do not change. They replace
+    missing times of F, I and W, and give the proportion of I and W in a fused B. Their memory is not taken over.
+    ``links`` has the seconds of a slice's message by (source, destination) of devices. Messages that are not in
+    ``links`` cost nothing. ``slices`` is their number per microbatch. ``pairs`` has the median seconds of pairs, if the
+    step had any. Without them the exchanges of experts' tokens keep their shares of F and I.
+    """
+    known = before.seconds(placement, slices)
+    prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
+    for stage in range(placement.num_stages * slices):
+        prices[Kind.F].append(medians.get((Kind.F, stage), known[Kind.F][stage]))
+        fused = medians.get((Kind.B, stage))
+        for kind in (Kind.I, Kind.W):
+            seconds = medians.get((kind, stage), known[kind][stage])
+            if fused is not None and (kind, stage) not in medians:
+                whole = known[Kind.B][stage]
+                seconds = fused * (known[kind][stage] / whole if whole else 0.5)
+            prices[kind].append(seconds)
+    p2p = {
+        # Costs price the messages of whole microbatches.
+        (source, destination): links.get((source, destination), 0.0) * slices
+        for source in range(placement.num_devices)
+        for destination in range(placement.num_devices)
+        if source != destination
+    }
+    again: dict[Kind, tuple[float, ...] | None] = {}
+    for kind in RECOMPUTE:
+        ran = any(other is kind for other, _ in medians)
+        share, of_forward = kind.spec.shares["F"], enumerate(prices[Kind.F])
+        again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
+    forward, inputs, weights = (tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W))
+    costs = Costs(
+        forward,
+        inputs,
+        weights,
+        p2p,
+        recompute=again[Kind.R],
+        recompute_selective=again[Kind.RS],
+        vocabulary=_passes(medians, placement, before, slices),
+        further={
+            kind: tuple(medians.get((kind, at), 0.0) for at in range(placement.num_stages * slices))
+            for kind in {kind: None for kind, _ in medians if kind in FURTHER}
+        }
+        or None,
+    )
+    if pairs:
+        return with_shares(costs, exchange_shares(pairs, costs, placement), placement)
+    return with_shares(costs, before.exchange_shares(placement), placement) if before.have_exchanges else costs
+
+
+def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
+    """Return the measured costs of the vocabulary passes; those of ``before`` if no such pass has run.
+
+    The collectives of the passes are not measured.
+    """
+    if (Kind.S, 0) not in medians:
+        return before.vocabulary
+    score, gradient, embed, embed_gradient = (
+        tuple(medians.get((kind, at), 0.0) for at in range(placement.num_devices * slices))
+        for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+    )
+    loss = medians.get((Kind.LOSS, last_slice(placement.devices[-1] * slices, slices)), 0.0)
+    return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
 
 
 class Rerun(NamedTuple):
@@ -110,8 +187,7 @@ class MeasuredStep:
         found = Dependencies.of_schedule(self.schedule)
         if error := found.stuck():
             raise error
-        graph = found.graph
-        return found, [(node, graph.lane_of[node], graph.waits[node], 0) for node in found.walk.nodes]
+        return found, list(found.graph.steps(found.walk.nodes))
 
     @property
     def actions(self) -> list[Action]:
@@ -277,33 +353,14 @@ class MeasuredStep:
         The seconds of a B are divided in the ratio of I and W in ``split``. Seconds of recomputation are added to I. A
         pass that the stage does not run has 0 seconds.
         """
-        slices = self.schedule.slices
-        known, places = self.split.seconds(self.schedule.placement, slices), range(self.schedule.num_stages * slices)
-        usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.usual.items()}
-        found: dict[Kind, list[float]] = {Kind.F: [usual.get((Kind.F, at), 0.0) for at in places]}
-        for kind in (Kind.I, Kind.W):
-            found[kind] = []
-            for at in places:
-                whole = known[Kind.B][at]
-                share = known[kind][at] / whole if whole else 0.5
-                fused = usual.get((Kind.B, at), 0.0) * share
-                again = sum(usual.get((each, at), 0.0) for each in (Kind.R, Kind.RS)) if kind is Kind.I else 0.0
-                found[kind].append(usual.get((kind, at), fused) + again)
-        return {kind: tuple(seconds) for kind, seconds in found.items()}
+        seconds = self.costs().seconds(self.schedule.placement, self.schedule.slices)
+        again = (sum(self.usual.get((kind, at), 0) for kind in RECOMPUTE) / NANOSECONDS for at in self._places)
+        inputs = tuple(map(sum, zip(seconds[Kind.I], again, strict=True)))
+        return {Kind.F: seconds[Kind.F], Kind.I: inputs, Kind.W: seconds[Kind.W]}
 
-    @cached_property
-    def vocabulary(self) -> VocabularyCosts | None:
-        """Return the median seconds of the vocabulary passes; ``None`` if the schedule has none."""
-        if not self.schedule.vocabulary_barriers:
-            return None
-        devices, slices = range(self.schedule.num_devices * self.schedule.slices), self.schedule.slices
-        score, gradient, embed, embed_gradient = (
-            tuple(self.usual.get((kind, device), 0) / NANOSECONDS for device in devices)
-            for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
-        )
-        first = self.schedule.placement.devices[-1] * slices
-        loss = sum(self.usual.get((Kind.LOSS, at), 0) for at in range(first, first + slices)) / NANOSECONDS
-        return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
+    @property
+    def _places(self) -> range:
+        return range(self.schedule.num_stages * self.schedule.slices)
 
     def p2p(self) -> dict[tuple[int, int], float]:
         """Return the seconds of a message between any two devices: measured, or else the mean of the measured ones."""
@@ -317,30 +374,15 @@ class MeasuredStep:
 
         ``memory`` becomes ``Costs.memory``: per kind, the change of memory of every stage and slice.
         """
-        seconds = self.of_stages()
-        slices, places = self.schedule.slices, range(len(seconds[Kind.F]))
-        again, part, *further = (
-            tuple(self.usual.get((kind, at), 0) / NANOSECONDS for at in places) for kind in (Kind.R, Kind.RS, *FURTHER)
-        )
-        inputs = tuple(i - r - s for i, r, s in zip(seconds[Kind.I], again, part, strict=True))
-        weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
-        costs = Costs(
-            seconds[Kind.F],
-            inputs,
-            seconds[Kind.W],
-            {link: each * slices for link, each in self.p2p().items()},  # of the messages of all slices of a microbatch
-            memory,
-            recompute=again,
-            recompute_selective=part,
-            vocabulary=self.vocabulary,
-            microbatch=weights,
-            further=dict(zip(FURTHER, further, strict=True)) or None,
-        )
-        if not self.pairs:
-            return costs
+        usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.usual.items()}
         together = {pair: nanoseconds / NANOSECONDS for pair, nanoseconds in self.usual_pairs.items()}
-        placement = self.schedule.placement
-        return with_shares(costs, exchange_shares(together, costs, placement), placement)
+        # A stage that ran no pass of a kind has no time of it.
+        for at in self._places:
+            for kind in (Kind.F,) if (Kind.B, at) in usual else (Kind.F, Kind.I, Kind.W):
+                usual.setdefault((kind, at), 0.0)
+        costs = costs_from(usual, self.p2p(), self.schedule.placement, self.split, self.schedule.slices, together)
+        weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
+        return replace(costs, memory=memory, microbatch=weights)
 
     def timeline(self, costs: Costs) -> Timeline:
         """Return the measured step as a timeline, with peaks from ``costs``. Copies to the host were not timed."""

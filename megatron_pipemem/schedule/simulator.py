@@ -183,9 +183,12 @@ def simulate(
         ScheduleError: an action can never run. The message names this action and those that it waits for.
         CostsError: the costs do not fit the placement, or their weights do not fit the microbatches.
     """
-    costs = costs or Costs()
+    return simulated(schedule, costs or Costs(), Dependencies.of_schedule(schedule, already), begins)
+
+
+def simulated(schedule: Schedule, costs: Costs, found: Dependencies, begins: Sequence[float] = ()) -> Timeline:
+    """Return the result of ``simulate`` for a schedule whose dependencies are known."""
     placement, orders = schedule.placement, schedule.orders
-    found = Dependencies.of_schedule(schedule, already)
     if error := found.stuck():
         raise error
     prices = ActionPrices(schedule, costs)
@@ -277,6 +280,8 @@ def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False)
 
     The peaks depend on the orders of actions and not on their times.
     """
+    if host and not schedule.offloads:
+        return (0.0,) * schedule.num_devices
     costs = costs or Costs()
     placement, slices = schedule.placement, schedule.slices
     changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, slices)

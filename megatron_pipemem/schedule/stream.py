@@ -18,7 +18,7 @@ training begins in the middle of the stream, they are microbatches that earlier 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -311,20 +311,8 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
     def whole(_: int, begins: Sequence[float]) -> list[float]:
         return _ends(simulate(schedule, costs, begins=begins), begins)
 
-    synchronous = max((whole if schedule.updates is None else _Windows(schedule, costs).run)(_MOST_STEPS, tails))
     run = whole if schedule.updates is None else _Windows(schedule, costs).run
-    return Stream(synchronous, *until_they_repeat(schedule.name, run, tails, steps))
-
-
-def until_they_repeat(
-    name: str, run: Callable[[int, Sequence[float]], Sequence[float]], tails: Sequence[float], steps: int = 1
-) -> tuple[float, tuple[tuple[float, ...], ...]]:
-    """Run steps until their times repeat; return the period, and per step the time at which each device ends its tail.
-
-    At least ``steps`` steps run. ``run`` takes the number of a step and the time at which each device begins it. It
-    returns the time at which each device ends the step. ``tails`` has the seconds of each device between the end of a
-    step and the start of the next one. Raise a ScheduleError if the times do not repeat.
-    """
+    synchronous = max((whole if schedule.updates is None else _Windows(schedule, costs).run)(_MOST_STEPS, tails))
     begins: tuple[float, ...] = (0.0,) * len(tails)
     found: list[tuple[float, ...]] = []
     period = None
@@ -332,14 +320,13 @@ def until_they_repeat(
         if len(found) == max(steps, _MOST_STEPS):
             raise ScheduleError(
                 "no-period",
-                f"{name}: the times of steps without a barrier do not repeat within {len(found)} steps; use other "
-                "costs, or keep the barrier",
+                f"{schedule.name}: the times of steps without a barrier do not repeat within {len(found)} steps; use "
+                "other costs, or keep the barrier",
             )
-        ends = run(len(found), begins)
-        begins = tuple(end + tail for end, tail in zip(ends, tails, strict=True))
+        begins = tuple(end + tail for end, tail in zip(run(len(found), begins), tails, strict=True))
         found.append(begins)
         period = _period(found) if period is None else period
-    return period, tuple(found)
+    return Stream(synchronous, period, tuple(found))
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:

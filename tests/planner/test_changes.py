@@ -17,7 +17,6 @@ from megatron_pipemem.planner.changes import (
     SAME_MEMORY,
     Case,
     Change,
-    MeasuredLayers,
     best_changes,
 )
 from megatron_pipemem.planner.explanation import explain
@@ -43,12 +42,12 @@ def by_kind(of: Case) -> dict[str, Change]:
 
 
 def test_the_layers_and_the_head_are_found_again():
-    measured = MeasuredLayers.of_step(case(costs=Costs(HEAVY_HEAD, HEAVY_HEAD, HEAVY_HEAD)).step, (4, 4, 4, 4))
-    assert measured.head == pytest.approx(3 * 0.75) and measured.embedding == pytest.approx(0)
+    measured = case(costs=Costs(HEAVY_HEAD, HEAVY_HEAD, HEAVY_HEAD))
+    assert measured.passes.head == pytest.approx(3 * 0.75) and measured.passes.embedding == pytest.approx(0)
     for counts in ((4, 4, 4, 4), (5, 4, 4, 3), (2,) * 8):
-        costs = measured.costs(counts, {})
-        assert costs.forward[-1] == pytest.approx(counts[-1] / 4 + 0.75)
-        assert sum(costs.forward) + sum(costs.backward_input) == pytest.approx(2 * 4.75)
+        seconds = measured.measured.with_parts(cut=counts).seconds(Placement.linear(len(counts)))
+        assert seconds[Kind.F][-1] == pytest.approx(counts[-1] / 4 + 0.75)
+        assert sum(seconds[Kind.F]) + sum(seconds[Kind.I]) == pytest.approx(2 * 4.75)
     assert measured.cut(Placement.linear(4)) == (4, 5, 5, 2)  # 1, 1.25, 1.25, 1.25
 
 

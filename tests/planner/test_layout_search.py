@@ -57,7 +57,7 @@ def excess(seed: int, most: int) -> float | None:
 
     def seconds(layers: tuple[int, ...]) -> float:
         step = price(run, placement, layers)
-        return replay.makespan(step.costs) + step.outside
+        return replay.timeline(step.costs).makespan + step.outside
 
     # Multi-token prediction stays with the head in other placements than Megatron's.
     least = int(run.model.mtp_layers > 0 and not placement.is_round_robin)
@@ -83,7 +83,8 @@ def test_a_chain_is_as_long_as_its_step():
     run = replace(random_run(random.Random(0)), schedule=ScheduleChoice("v-half"))
     replay = Replay(schedule_of(run, request_of(run)))
     costs = price(run, replay.schedule.placement).costs
-    seconds, chain = replay.longest_chain(costs)
+    timeline = replay.timeline(costs)
+    chain = replay.longest_chain(timeline)
     of_pass = costs.seconds(replay.schedule.placement)
     total = sum(of_pass[kind][stage] * count for (kind, stage), count in chain.passes.items())
-    assert seconds == replay.makespan(costs) == pytest.approx(total + chain.lags)
+    assert timeline.makespan == pytest.approx(total + chain.lags)

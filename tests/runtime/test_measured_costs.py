@@ -11,11 +11,12 @@ import toy
 from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.features.pairs.runtime import Pairs
 from megatron_pipemem.runtime.executor import Executor
-from megatron_pipemem.runtime.trace import Stopwatch, Trace, TracedAction, average, costs_from, drift
+from megatron_pipemem.runtime.trace import Stopwatch, Trace, TracedAction, average, drift
 from megatron_pipemem.runtime.transport import MessageFormat, Transport
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.measured import costs_from
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate

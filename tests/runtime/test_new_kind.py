@@ -24,12 +24,12 @@ from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
 from megatron_pipemem.report.browser import trace
 from megatron_pipemem.report.page import page
 from megatron_pipemem.runtime.executor import Executor, Handlers
-from megatron_pipemem.runtime.trace import Trace, TracedAction, costs_from
+from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.runtime.transport import MessageFormat, Transport
 from megatron_pipemem.schedule import action as kinds
 from megatron_pipemem.schedule.dependencies import dependencies
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.measured import NANOSECONDS
+from megatron_pipemem.schedule.measured import NANOSECONDS, costs_from
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.validator import validate_program
