@@ -47,16 +47,9 @@ AS_FAST = 0.01
 
 @dataclass(frozen=True)
 class Way:
-    """A run under one schedule, with its predicted time and memory.
+    """A run under one schedule, with its predicted seconds and peak bytes per pipeline rank, everything included.
 
-    Args:
-        run: the configuration, as ``pipemem launch`` takes it.
-        order: the family of the schedule and its chunks per rank.
-        is_stock: whether the schedule is Megatron's own.
-        step: the predicted costs of its stages.
-        makespan: seconds of the schedule in a step.
-        peaks: peak bytes of every pipeline rank, including parameters and optimizer.
-        hidden: per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs.
+    ``hidden`` has, per pipeline rank, the seconds by which pairs shorten the work of a step; it is empty without pairs.
     """
 
     run: Run
@@ -118,10 +111,7 @@ class Way:
 
     @cached_property
     def refusal(self) -> PipememError | None:
-        """The error that says why the run cannot have this schedule; ``None`` if it can.
-
-        It is checked with the fewest microbatches for which the answer is the same.
-        """
+        """The error that says why the run cannot have this schedule, asked with the fewest microbatches; ``None`` if it can."""
         cut = self.run.parallelism
         if cut.global_batch == cut.microbatches * cut.micro_batch * cut.dp:
             cut = cut.with_microbatches(shortest(cut.pp, cut.microbatches))
@@ -224,10 +214,7 @@ def advise(
 
 
 def why_not_cut(run: Run) -> str | None:
-    """Return the reason why Megatron's own schedule cannot cut a GPT as the run's flags say.
-
-    It is ``None`` if it can, and for runs of other schedules or models.
-    """
+    """Return why Megatron's own schedule cannot cut a GPT as the run's flags say; ``None`` if it can, or for other runs."""
     p, chunks, layers = run.parallelism.pp, run.parallelism.chunks or 1, run.model.layers
     if run.schedule.name != STOCK or run.model.pattern is not None or layout.pieces_of(run, p * chunks) is not None:
         return None
@@ -281,10 +268,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
 
 
 def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Yield the prediction for a run under the family ``name``, for every number of chunks with its best layout.
-
-    Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped.
-    """
+    """Yield the prediction for a run under a family, for every number of chunks that can run, with its best layout."""
     is_stock = name in STOCKS
     if is_stock and (run.schedule.slices or 1) > 1:
         return
@@ -403,10 +387,7 @@ def _is_linear(way: Way) -> bool:
 
 
 def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
-    """Return the way with the lowest ``key`` that is not refused; ``None`` if all are.
-
-    The refusals of our schedules with a lower ``key`` are added to ``refused``: by code, the message and the names.
-    """
+    """Return the way with the lowest ``key`` that is not refused. Refusals of ours before it are added to ``refused``."""
     for way in sorted(ways, key=key):
         error = way.refusal
         if error is None:

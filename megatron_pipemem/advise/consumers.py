@@ -67,7 +67,7 @@ def call(way: Way) -> str | None:
 def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
     """Return Megatron's fields for chunks, layout and overlaps that differ between two runs, with their new values.
 
-    ``chunks`` is the number of chunks per rank of ``other``. A field that is no longer needed has the value ``None``.
+    A field that is no longer needed has the value ``None``.
     """
     found: dict[str, Any] = {}
     if chunks != (today.parallelism.chunks or 1):
@@ -88,10 +88,7 @@ def _python(field: str, value: Any) -> list[str]:
 
 
 def _hydra(prefix: str, own: Sequence[str], others: str) -> Callable[[str, Any], list[str]]:
-    """Return a function that spells overrides of Hydra.
-
-    The fields in ``own`` are keys under ``prefix``. All other fields are in the mapping ``others`` under ``prefix``.
-    """
+    """Return a function that spells overrides of Hydra: keys ``own`` under ``prefix``, and others within ``others`` there."""
 
     def spelled(field: str, value: Any) -> list[str]:
         return [f"++{prefix}{'' if field in own else f'.{others}'}.{field}={json.dumps(value)}"]

@@ -37,10 +37,9 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def flags_of(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield ``(flag, value)`` for the fields of a configuration. Flags have no dashes in front.
+    """Yield ``(flag, value)`` for the fields of a configuration that have a flag. Others do not change a price.
 
-    ``values`` has the values by field, and ``known`` the flags of Megatron's parser, as ``mcore.known_flags`` describes
-    them. Fields without a flag are left out, because they do not change a price.
+    ``known`` has the flags of Megatron's parser, as ``mcore.known_flags`` describes them.
     """
     fields: dict[tuple[str, str | None], str] = {}
     for name, flag in known.items():
@@ -65,14 +64,9 @@ def flags_of(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) 
 
 
 def flags_of_model(name: str, hint: str) -> dict[str, Any]:
-    """Return the flags of a public model's shape.
+    """Return the flags of a public model's shape, by its name on Hugging Face, or the path of a folder with that name.
 
-    Args:
-        name: of the model on Hugging Face, or the path of a folder with that name.
-        hint: end of the sentence if the shape is unknown.
-
-    Raises:
-        ConfigError: the shape is unknown (``unknown-size``), or the model cannot be priced (``unsupported-model``).
+    ``hint`` ends the message if the shape is unknown.
     """
     if (part := unpriced_part(name)) is not None:
         raise ConfigError(

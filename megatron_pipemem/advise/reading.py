@@ -36,14 +36,7 @@ _ELSEWHERE = ("save", "pretrained-checkpoint", "exit-signal", "exit-signal-handl
 
 @dataclass(frozen=True)
 class Reading:
-    """The run that a command starts, and the assumptions about it.
-
-    Args:
-        run: the run that the command starts.
-        program: the training program, as the command names it.
-        assumed: sentences about facts that the command leaves open.
-        consumer: the kind of program.
-    """
+    """The run that a command starts, its program, and sentences about what the command leaves open."""
 
     run: Run
     program: str
@@ -71,15 +64,7 @@ class Context:
 
 
 def read_command(words: Sequence[str], context: Context) -> Reading:
-    """Return the run that a command starts.
-
-    Args:
-        words: the words of the command: launcher, program and flags.
-        context: facts that the command may leave open.
-
-    Raises:
-        ConfigError: a flag is unknown, a size is missing, or a value is not a number.
-    """
+    """Return the run that the words of a command start: launcher, program and flags."""
     launcher, program, rest = parts(words)
     return read_flags(named(rest, context.known), launcher, program, context)
 
@@ -92,14 +77,7 @@ def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:
 
 
 def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
-    """Return the run of a program with these flags (``read_command``).
-
-    Args:
-        given: values by flag without dashes; ``True`` for a flag without a value, a list for several values.
-        launcher: options of the launcher by name without leading dashes.
-        program: the training program or recipe.
-        context: facts that the flags may leave open.
-    """
+    """Return the run of a program with these flags, by their names without dashes, and these options of its launcher."""
     flags = _Flags(dict(given), context.known)
     assumed: list[str] = []
     model = replace(_model(flags, assumed, context.vocabulary), tower=_tower(flags, assumed, context.images))
@@ -130,10 +108,7 @@ class _Flags:
     asked: set[str] = field(default_factory=set)  # flags that have been read
 
     def get(self, name: str) -> Any:
-        """Return the value of a flag, or Megatron's default.
-
-        Raise a ConfigError if the value depends on an unknown variable, or is not among the flag's choices.
-        """
+        """Return the value of a flag, or Megatron's default. Unknown variables, and values that are no choices, are refused."""
         self.asked.add(name)
         value = self.given.get(name)
         if value is None:
@@ -176,10 +151,7 @@ class _Flags:
 
 
 def whole_number(value: Any, name: str) -> int | None:
-    """Return the value of a flag as a whole number; ``None`` without a value.
-
-    The flag's ``name`` has no dashes in front. Raise a ConfigError if the value is no whole number.
-    """
+    """Return the value of a flag as a whole number; ``None`` without a value."""
     try:
         return None if value is None else int(value)
     except (TypeError, ValueError) as error:
@@ -196,10 +168,10 @@ def ask_for(text: str, key: str) -> NoReturn:
 
 
 def named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of a program's flags by name without dashes.
+    """Return the values of a program's flags by name without dashes. Names that look mistyped are refused.
 
     The value is ``True`` for a flag without a value, and a list for several values. Of flags of this package that may be
-    repeated, it is a list with the values of all occurrences. Raise a ConfigError for a flag that looks mistyped.
+    repeated, it is a list with the values of all occurrences.
     """
     found: dict[str, Any] = {}
     repeated = {flag.name for flag in flags_of(ScheduleChoice).values() if flag.repeated}
@@ -235,10 +207,7 @@ def _is_variation(word: str, known: str) -> bool:
 
 
 def _launcher(words: Sequence[str]) -> dict[str, str]:
-    """Return the options of the launcher, such as torchrun, by name without leading dashes.
-
-    Underscores in names become dashes, and ``-N`` is ``nodes``.
-    """
+    """Return the options of the launcher by name, without leading dashes and with dashes within. ``-N`` is ``nodes``."""
     found: dict[str, str] = {}
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -250,11 +219,7 @@ def _launcher(words: Sequence[str]) -> dict[str, str]:
 
 
 def _whole(text: str | None) -> int | None:
-    """Return a launcher's number; for a range of nodes like ``2:4``, the greatest. ``None`` if it is not a number.
-
-    Raises:
-        ConfigError: the value depends on a variable that is unknown.
-    """
+    """Return a launcher's number; for a range of nodes like ``2:4``, the greatest. ``None`` if it is not a number."""
     if UNKNOWN in (text or ""):
         ask_for(str(text), "the launcher")
     match = re.fullmatch(r"(?:\d+:)?(\d+)", text or "")
@@ -264,11 +229,7 @@ def _whole(text: str | None) -> int | None:
 def _parallelism(
     flags: _Flags, launcher: Mapping[str, str], devices: int | None, cluster: Cluster, assumed: list[str]
 ) -> tuple[Parallelism, int, int]:
-    """Return the parallel sizes, the number of nodes, and the number of devices of each node.
-
-    A sentence is added to ``assumed`` if the command leaves the number of nodes open. Raise a ConfigError if
-    the number of devices is unknown or does not fit the parallel sizes.
-    """
+    """Return the parallel sizes, the number of nodes, and the devices of each node. ``assumed`` grows if nodes are open."""
     tp, pp, cp, ep = (
         flags.number(f"{kind}-parallel-size") or 1
         for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
@@ -449,11 +410,7 @@ def _attention_every(text: str, layers: int) -> int:
 
 
 def _tower(flags: _Flags, assumed: list[str], images: int | None) -> Tower | None:
-    """Return the vision tower of the command's model, or ``None``.
-
-    Its number of images is ``images``, the user's, or else that of the command. If both are unknown, a sentence is
-    added to ``assumed``.
-    """
+    """Return the vision tower of the command's model, or ``None``, with the user's number of ``images`` or the command's."""
     tower: Tower | None = flags.given.get(TOWER)
     flags.asked |= {TOWER, IMAGES}
     if tower is None:
@@ -492,11 +449,7 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
 
 
 def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
-    """Return the model settings ``moe_every`` and ``dense_layers`` that ``--moe-layer-freq`` describes.
-
-    The flag is a number, or a list like ``([0]*3+[1]*58)``. Raise a ConfigError for a list that these settings cannot
-    express.
-    """
+    """Return ``moe_every`` and ``dense_layers`` that ``--moe-layer-freq``, a number or ``([0]*3+[1]*58)``, describes."""
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
         return {"moe_every": int(text)}
@@ -516,10 +469,7 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
 
 
 def _listed(text: str, flag: str) -> list[int]:
-    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``.
-
-    A single value becomes a list. Raise a ConfigError for any other text.
-    """
+    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``."""
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
@@ -549,10 +499,7 @@ def _mamba(flags: _Flags, pattern: str) -> dict[str, Any]:
 
 
 def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
-    """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer.
-
-    A sentence is added to ``assumed`` unless the command gives the number. Raise a ConfigError if all are unknown.
-    """
+    """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer."""
     said = flags.number("vocab-size") or flags.number("padded-vocab-size")
     if said is not None:
         return said

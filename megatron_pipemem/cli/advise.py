@@ -101,10 +101,7 @@ def advise_command(
 
 
 def advise_words(words: list[str], devices: int | None) -> None:
-    """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices.
-
-    ``devices`` is ``None`` if the command gives the number.
-    """
+    """Print the advice for a training script and its flags. ``devices`` is ``None`` if the command gives their number."""
     reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
     advice = _advised(reading)
     print_facts(console(), _lines(reading, advice, measured=False))
@@ -117,11 +114,7 @@ def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
 
 
 def _known() -> dict[str, dict[str, Any]]:
-    """Return the properties of all flags that the installed Megatron accepts, by the flag with its ``--``.
-
-    Raises:
-        UpstreamError: Megatron is not installed.
-    """
+    """Return the properties of all flags that the installed Megatron accepts, by the flag with its ``--``."""
     if known := known_flags():
         return known
     raise UpstreamError("not-installed", f"flags are read by Megatron's own parser, which is not installed; {INSTALL}")
@@ -164,10 +157,7 @@ def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
 
 
 def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
-    """Return the printed answer as pairs of a name and a text, one per line.
-
-    ``measured`` is whether the user gave measured prices.
-    """
+    """Return the printed answer as pairs of a name and a text. ``measured`` is whether the user gave measured prices."""
     run, today, stock = reading.run, advice.today, advice.stock
     cut, model, cluster = run.parallelism, run.model, run.cluster
     sizes = ", ".join(
@@ -222,10 +212,7 @@ def _difference(gain: float) -> str:
 
 
 def _addition(reading: Reading, way: Way) -> str:
-    """Return the flags or settings that make the run use ``way``, and the flags to remove.
-
-    If the program has no flag for schedules, the Python call that enables the schedule comes first.
-    """
+    """Return the words that make the run use ``way``, after the Python call if the program has no flag for schedules."""
     added, gone = changes(reading.consumer, reading.run, way)
     where, enabled = reading.consumer.where, call(way)
     lines = [enabled] if where is not None and enabled is not None else []

@@ -143,8 +143,8 @@ def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], a
 def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool | None) -> dict[str, object]:
     """Write a schedule to the file ``target``, and return facts about that file to print, by name.
 
-    ``lowered`` is whether messages are written; ``None`` decides by the suffix of the file. Raise an
-    UnsupportedError if torch's letters cannot express the schedule.
+    ``lowered`` is whether messages are written; ``None`` decides by the suffix. Letters of torch that cannot express the
+    schedule are refused.
     """
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
@@ -166,10 +166,7 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:
-    """Return the memory cap in activation units: one number, or one per device; ``None`` if there is no text.
-
-    Raise an ``UnsupportedError`` for a cap in bytes.
-    """
+    """Return the memory cap in activation units: one number, or one per device; ``None`` if there is no text."""
     cap = None if text is None else parse_caps(text)
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(

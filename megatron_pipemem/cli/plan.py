@@ -222,10 +222,9 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
-    """Return two plans: the fastest with overlap of messages within layers, and the fastest without it.
+    """Return the fastest plans with and without overlap of messages within layers; ``None`` where there is no such plan.
 
-    Both are ``None`` if the run has no such overlap. Either is ``None`` if no such plan is found. ``again`` plans a
-    run. It is called for the run without the overlap if all plans of ``answer`` keep the overlap.
+    ``again`` plans the run without the overlap, if all plans of ``answer`` keep it.
     """
     if not any(run.flags.get(flag) for flag in OVERLAPS):
         return None, None
@@ -235,10 +234,7 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return a sentence on the time that overlap of messages within layers saves.
-
-    ``kept`` is the fastest plan with the overlap, and ``other`` the fastest without it.
-    """
+    """Return a sentence on the time that overlap of messages within layers saves, by the fastest plans with and without it."""
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:
@@ -341,11 +337,7 @@ def _is_run(of: str) -> bool:
 
 
 def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
-    """Return the options of the parallelism as keys of a run file, for example ``parallelism.tp``.
-
-    If ``of`` is a run file, it has these keys itself. Then return nothing, and raise an UnsupportedError if an option
-    is given.
-    """
+    """Return the options of the parallelism as keys of a run file, such as ``parallelism.tp``; none for a run file."""
     if _is_run(of):
         check_runs_own(context, _OF_CUT)
         return {}
@@ -356,7 +348,7 @@ def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
 def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
     """Return the run that a run file or a model describes, together with the options.
 
-    A model needs a number of pipeline ranks (else an UnsupportedError), and has 8 microbatches per rank by default.
+    A model needs a number of pipeline ranks, and has 8 microbatches per rank by default.
     """
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
@@ -378,10 +370,7 @@ def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], micro
 
 
 def _check_stock_groups(run: Run) -> None:
-    """Raise an UnsupportedError if stock Megatron's interleaved schedule cannot run this number of microbatches.
-
-    It runs microbatches in groups.
-    """
+    """Refuse numbers of microbatches that stock Megatron's interleaved schedule cannot run in its groups."""
     parts = run.parallelism
     if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
         return
@@ -505,9 +494,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _bar(seconds: Sequence[float], longest: float) -> str:
-    """Return a text bar with one shade per stage, as long as the stage's seconds.
-
-    A bar of ``longest`` seconds has 16 columns.
-    """
+    """Return a text bar with one shade per stage, as long as its seconds. A bar of ``longest`` seconds has 16 columns."""
     ends = [round(_BAR * end / longest) for end in accumulate(seconds, initial=0.0)]
     return "".join(_SHADES[at % len(_SHADES)] * (b - a) for at, (a, b) in enumerate(pairwise(ends)))

@@ -50,9 +50,7 @@ def cut_options(*names: str) -> type:
 
 
 def _typed_as(name: str) -> tuple[str, Any, Any]:
-    """Return the name, type and default of the option for a field. ``Execution`` itself checks the values of
-    enumerations.
-    """
+    """Return the name, type and default of the option for a field. ``Execution`` itself checks enumerations."""
     hint, values = _HINTS[name], get_args(_HINTS[name])
     flag = typer.Option(f"--{name.replace('_', '-')}", metavar="|".join(values) or None, help=_TOLD[name])
     return name, Annotated[str if values else hint, flag], getattr(Execution, name)

@@ -52,9 +52,8 @@ def run_script(
 def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) -> None:
     """Run ``script`` as ``python script arguments`` would, on a rank that torchrun or srun started.
 
-    The plugin is enabled only if an argument starts with ``--pipemem-``. Without one, the script runs on stock
-    Megatron. Imports resolve from the script's folder. A failure ends the process (see ``rank_guard``).
-    With ``--pipemem-check``, the script does not run, and advice is printed.
+    Without an argument that starts with ``--pipemem-``, the script runs on stock Megatron. A failure ends the process (see
+    ``rank_guard``). With ``--pipemem-check``, the script does not run, and advice is printed.
     """
     job = os.environ
     checks = [each for each in arguments if each.partition("=")[0] == CHECK]
@@ -79,10 +78,7 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
 
 
 def _check(script: Path, arguments: list[str], devices: str) -> None:
-    """Compare the launch's schedule with others and print the advice, on rank 0. ``devices`` is a number or empty.
-
-    Without it, the number comes from torchrun's environment or from the command.
-    """
+    """Print the advice for the launch on rank 0, for as many ``devices``, or those of torchrun's environment or the command."""
     from megatron_pipemem.cli.advise import advise_words
 
     if devices and not devices.isdecimal():
@@ -93,10 +89,9 @@ def _check(script: Path, arguments: list[str], devices: str) -> None:
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
-    """Return the request that the plugin's flags make, or None without such flags, and the script's own arguments.
+    """Return the request of the plugin's flags, or None without such flags, and the script's own arguments.
 
-    Nothing that is slow to import is needed. Raise an UnsupportedError if the script does not exist, or if Megatron is
-    needed and not installed.
+    Nothing that is slow to import is needed.
     """
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)

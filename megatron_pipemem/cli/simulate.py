@@ -179,10 +179,7 @@ _COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "byt
 
 
 def _compare(names: list[str], asked: Question, as_json: bool) -> None:
-    """Print a table of several schedules and of Megatron's own, one row each.
-
-    Megatron's own are left out if they cannot be built for these sizes.
-    """
+    """Print a table of several schedules, and of those of Megatron's own that can be built for these sizes."""
     names = [named(name, asked.chunks) for name in names]
     prices, rows = price_layers(names, asked), []
     for name in [*names, *(own for own in _OWN if own not in names)]:
@@ -225,10 +222,7 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
 
 
 def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]:
-    """Return makespan, period and gain of ``steps`` steps without a barrier between them, by key of ``--json``.
-
-    If a run would refuse such steps, the reason is included.
-    """
+    """Return makespan, period and gain of steps without a barrier between them, and why a run would refuse them, if so."""
     found = stream(loaded.schedule, costs, steps=steps)
     facts: dict[str, Any] = {
         "steps": steps,
@@ -245,10 +239,7 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
-    """Return the results of a simulation by key of ``--json``.
-
-    ``peak_activations`` are in activation units, even if the costs have bytes.
-    """
+    """Return the results of a simulation by key of ``--json``. ``peak_activations`` are in activation units in any case."""
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
     in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
     activations = peaks(schedule, in_units)
@@ -386,9 +377,7 @@ def show(
 
 
 def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
-    """Return the drawn schedule as data. ``timeline`` has, for each device, ``[action, start, end, memory after
-    it]``.
-    """
+    """Return the drawn schedule as data, with ``[action, start, end, memory after it]`` for each action of a device."""
     return {
         "schedule": timeline.schedule.name,
         "devices": timeline.schedule.num_devices,
@@ -489,10 +478,7 @@ def pareto(
 
 
 def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
-    """Return costs with memory as a share of 1F1B's bytes, or in activation units.
-
-    They are in units if the costs have no bytes, or if the vocabulary is cut.
-    """
+    """Return costs with memory as a share of 1F1B's bytes; in activation units without bytes, or with a cut vocabulary."""
     if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
@@ -517,10 +503,7 @@ def _name(choice: ParetoPoint) -> str:
 
 
 def _point(choice: ParetoPoint, work: float) -> picture.Point:
-    """Return a schedule as a point of the picture. Its bubble is the fraction of its makespan beyond ``work``.
-
-    ``work`` is the shortest busy time of a busiest device among the compared schedules, in the unit of the costs.
-    """
+    """Return a schedule as a point of the picture. Its bubble is the fraction of its makespan beyond ``work``."""
     return picture.Point(
         _name(choice),
         choice.schedule.placement.name,

@@ -31,10 +31,7 @@ _INDENT = 4
 
 @dataclass
 class FittingTable:
-    """A table that rich prints within the console's width. Columns in which all rows are empty are left out.
-
-    If the console is too narrow for a table, each row becomes a block of lines.
-    """
+    """A table that rich prints within the console's width, without empty columns, or as blocks of lines if it is too narrow."""
 
     columns: Sequence[str]
     # columns that are left-aligned and may wrap; all others are right-aligned and do not wrap
@@ -44,10 +41,7 @@ class FittingTable:
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "") -> None:
-        """Add a row with one cell for each column. ``style`` is a style of rich, for example ``dim``.
-
-        Raise a ValueError for another number of cells.
-        """
+        """Add a row with one cell for each column. ``style`` is a style of rich, for example ``dim``."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self._rows.append((cells, style))
@@ -101,10 +95,7 @@ def _widest(texts: Iterable[str], parts: Callable[[str], Sequence[str]]) -> int:
 
 
 def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | None:
-    """Return how many blanks separate two cells, and the width of each column of the table in characters.
-
-    The result is ``None`` if some word would not fit. ``width`` is that of the console.
-    """
+    """Return how many blanks separate two cells, and the width of each column; ``None`` if some word would not fit."""
     for gap in _PADDINGS:
         room = width - _EDGES - gap * (len(columns) - 1)
         enough = sum(column.natural for column in columns) if gap == max(_PADDINGS) else 0
@@ -114,10 +105,7 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the width of each column in characters, ``room`` at most in all.
-
-    Room beyond the least widths goes to the narrowest column, up to its natural width.
-    """
+    """Return the widths of the columns, ``room`` at most in all. What is left goes to the narrowest ones that want more."""
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:
@@ -194,10 +182,7 @@ class TerminalTimeline:
 
 
 def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:
-    """Return the console's columns per second, and whether the shortest action has less than one column.
-
-    The longest of the timelines gets at most ``room`` columns.
-    """
+    """Return the console's columns per second, ``room`` at most in all, and whether the shortest action has less than one."""
     seconds = [end - start for timeline in timelines for spans in timeline.spans for start, end in spans]
     shortest = min((length for length in seconds if length > 0), default=1.0)
     longest = max(timeline.makespan for timeline in timelines)
@@ -226,10 +211,7 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
 
 
 def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
-    """Return the line that shows a device's copies to the host (``>``) and back (``<``).
-
-    ``scale`` is the number of columns per second. ``width`` is that of the timeline, and ``margin`` that before it.
-    """
+    """Return the line that shows a device's copies to the host (``>``) and back (``<``)."""
     signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
     cells = [" "] * width
     for copy in lane:
@@ -241,10 +223,7 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
 
 
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle.
-
-    ``scale`` is the number of columns per second, and ``width`` the number of columns.
-    """
+    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle."""
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale
