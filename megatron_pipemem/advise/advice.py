@@ -21,11 +21,11 @@ from megatron_pipemem.launch.start_layout import laid_out, layers_of
 from megatron_pipemem.planner.balance import as_cut, balance
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import Replay, Timing, family_schedule, measured, priced, shortest
-from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
+from megatron_pipemem.planner.slices import proposed_slices, sliced_step, with_slices
 from megatron_pipemem.planner.space import Limits, Order, hides_messages, in_pairs, may_pair, orders, without_overlap
 from megatron_pipemem.planner.step import PlannedStep, price
 from megatron_pipemem.planner.variants import paired as with_pairs
-from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 
@@ -35,10 +35,6 @@ OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
 """Schedules that a run is compared under, those with the fewest changes to a run first."""
 OF_PAIRS = (*OURS, "dualpipe-v")
 """Schedules that a run in pairs is compared under."""
-SLICES, SHORTEST_SLICE, MICROBATCHES = (2, 4, 8), 4096, 4
-"""Numbers of sequence slices that are tried, the fewest tokens of a slice, and the number of microbatches per pipeline rank
-from which the bubble is too small for slices.
-"""
 SAME_MEMORY = 0.02
 """Fraction of a peak within which another peak counts as equal."""
 AS_FAST = 0.01
@@ -141,6 +137,7 @@ class Advice:
         proposals: the best schedule of each kind, such as ``less memory``; at most four.
         refused: by code of a refusal, its message and the names of schedules that would be proposed without it.
         excess: bytes that the run needs by its prices in addition to the device's memory.
+        unsliced: the reason why sequences cannot be cut into slices; ``None`` if they can, or if slices would not help.
         fails: the reason why Megatron cannot cut the model as the run asks; ``None`` if it can. ``today`` then has a
             layout with which the run starts.
         verdict: the answer.
@@ -153,6 +150,7 @@ class Advice:
     excess: float
     verdict: Verdict
     fails: str | None = None
+    unsliced: str | None = None
 
 
 def advise(
@@ -204,13 +202,15 @@ def advise(
     bare = without_overlap(run)
     ours = [way for name in OURS if name in names for way in _ways(bare, name, pace)]
     hiding = [way for each in paired for name in OF_PAIRS for way in _ways(each, name, pace)]
-    sliced = list(_sliced(run, names, pace)) if slices else []
+    counts, unsliced = proposed_slices(run) if slices else ((), None)
+    cut = [with_slices(run, count) for count in counts]
+    sliced = [way for each in cut for name in OURS if name in names for way in _ways(each, name, pace)]
     proposals = dict(_proposals(today, ours, sliced, hiding, memory, refused))
     overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ours, pace)
     verdict = _verdict(today, stock, proposals, overlap)
     if fails is not None and verdict in ("stay", "overlap"):
         verdict = "layout"
-    return Advice(today, stock, proposals, refused, excess, verdict, fails)
+    return Advice(today, stock, proposals, refused, excess, verdict, fails, unsliced)
 
 
 def why_not_cut(run: Run) -> str | None:
@@ -290,22 +290,6 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
                 layers = balance(way.run, pace=pace).best.layers
                 way = _way(layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
             yield way
-
-
-def _sliced(run: Run, names: Collection[str], pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Yield the predictions for a run under schedules that cut sequences into slices.
-
-    There are none unless the run has few microbatches, with one long sequence each. ``names`` are the schedules that
-    its program can take.
-    """
-    # Transformer Engine copies keys and values of several sequences for each slice, which is not priced.
-    if run.parallelism.micro_batch > 1 or run.parallelism.microbatches >= MICROBATCHES * run.parallelism.pp:
-        return
-    for slices in SLICES:
-        cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
-        if run.model.sequence >= slices * SHORTEST_SLICE and why_not_sliced(cut) is None:
-            for name in (each for each in OURS if each in names):
-                yield from _ways(cut, name, pace)
 
 
 def _way(

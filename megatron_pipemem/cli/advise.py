@@ -180,6 +180,7 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
         lines.append(("tuned stock", _compared(stock, reading, advice)))
     lines += [(kind, _compared(way, reading, advice)) for kind, way in advice.proposals.items()]
     lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
+    lines += [("no slices", advice.unsliced)] if advice.unsliced is not None else []
     lines.append(("answer", _answer(reading, advice)))
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
     prices = "by measured prices" if measured else f"computed for {device}"
@@ -255,6 +256,7 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
         "assumed": list(reading.assumed),
         "answer": advice.verdict,
         "fails": advice.fails,
+        "unsliced": advice.unsliced,
         "excess_bytes": advice.excess,
         "ways": {kind: way and _way_facts(way, reading, advice) for kind, way in ways.items()},
         "refused": {

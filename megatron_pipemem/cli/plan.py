@@ -81,8 +81,9 @@ def plan_command(
 ) -> None:
     """Choose parallelism, microbatch, schedule and recompute for a run, and rank the plans that fit.
 
-    Expert parallelism, the global batch and all flags stay as in the run. Context parallelism, slices and the cut of slices
-    stay too, unless ``--only`` lists other values: ``cp=1,2``, ``slices=1,2,4`` or ``slice_cut=tokens,flops``.
+    Expert parallelism, the global batch and all flags stay as in the run. Context parallelism and the cut of slices stay too,
+    unless ``--only`` lists other values: ``cp=1,2`` or ``slice_cut=tokens,flops``. If the run names no ``slices``, few
+    microbatches of long sequences are also planned in 2, 4 or 8 slices; ``--only slices=1,16`` names others.
 
     The first row is the run as it stands, if it names a parallelism that fills its cluster. ``gain on today`` is the part of
     its step by which a plan's is shorter.

@@ -10,7 +10,7 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
-from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
+from megatron_pipemem.planner.slices import sliced_step, why_not_sliced, with_slices
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
 from megatron_pipemem.request import Request, ScheduleOptions
@@ -127,5 +127,5 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
 
 def sliced(run: Run, slices: int) -> Run:
     """Return the run with that many slices; the run unchanged if slices cannot be priced for it."""
-    cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
+    cut = with_slices(run, slices, run.schedule.slice_cut)
     return cut if why_not_sliced(cut) is None else run

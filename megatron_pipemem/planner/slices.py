@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
+from megatron_pipemem.config.refusals import flag_values, refuse_sliced
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
@@ -26,8 +27,13 @@ from megatron_pipemem.planner import counts, prices
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import PlannedStep, price
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.options import TOKENS
+from megatron_pipemem.schedule.options import AUTO, TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
+
+SLICES, SHORTEST_SLICE, MICROBATCHES = (2, 4, 8), 4096, 4
+"""Numbers of slices that are proposed, the fewest tokens of a proposed slice, and the number of microbatches per pipeline
+rank from which the bubble is too small for slices.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,30 @@ class Attention:
 
     def __add__(self, other: Attention) -> Attention:
         return Attention(self.seconds + other.seconds, self.keys + other.keys)
+
+
+def proposed_slices(run: Run) -> tuple[tuple[int, ...], str | None]:
+    """Return the numbers of slices that may shorten the steps of a run, and the reason if the run can have none of them.
+
+    Slices may shorten steps with few microbatches, of one long sequence each. Otherwise there is neither a number nor a
+    reason.
+    """
+    cut = run.parallelism
+    # Transformer Engine copies keys and values of several sequences for each slice, which is not priced.
+    if cut.pp == 1 or cut.micro_batch > 1 or cut.microbatches >= MICROBATCHES * cut.pp:
+        return (), None
+    reasons = {
+        count: why_not_sliced(with_slices(run, count))
+        for count in SLICES
+        if run.model.sequence >= count * SHORTEST_SLICE
+    }
+    counts = tuple(count for count, reason in reasons.items() if reason is None)
+    return counts, None if counts else next(iter(reasons.values()), None)
+
+
+def with_slices(run: Run, slices: int, cut: SliceCut = TOKENS) -> Run:
+    """Return a run with that many slices, whose schedule is chosen later."""
+    return replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices, slice_cut=cut))
 
 
 def why_not_sliced(run: Run) -> str | None:
@@ -62,9 +92,10 @@ def why_not_sliced(run: Run) -> str | None:
     if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
         return f"{slices} equal slices of a sequence would not have an even number of tokens on every rank"
     try:
+        refuse_sliced(flag_values({"attention-dropout": model.dropout} | run.flags))
         run_slices(run, slices)
-    except UnsupportedError:
-        return f"a sequence cannot be cut into {slices} slices"
+    except UnsupportedError as error:
+        return f"{error}"
     return None
 
 

@@ -16,11 +16,11 @@ from megatron_pipemem.config.runs import EP_OVERLAP, OVERLAPS, Run, ScheduleChoi
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.planner.activations import layer_bytes
 from megatron_pipemem.planner.replay import family_options
-from megatron_pipemem.planner.slices import why_not_sliced
+from megatron_pipemem.planner.slices import proposed_slices, why_not_sliced, with_slices
 from megatron_pipemem.planner.step import DISTRIBUTED
 from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN, variants
 from megatron_pipemem.schedule.family import Family
-from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, STOCK, TOKENS
+from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, STOCK, TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families, synchronous_families
 
@@ -31,6 +31,7 @@ OUTCLASSED = {
     "gpipe": "1f1b is as fast and holds less",
     "looped-bfs": "interleaved is as fast and holds less",
     "dualpipe-v": "zbv is as fast and holds less",
+    "slimpipe": "interleaved runs the same slices in the same order",
     "zb-auto": "the search for a better order starts from zb-auto",
     "po-h": "the planner's offload copies only activations that do not fit into memory",
     "po-f": "the planner's offload copies only activations that do not fit into memory",
@@ -48,7 +49,7 @@ STOCKS_ALONE = (*OVERLAPS, "defer-embedding-wgrad-compute", "wgrad-deferral-limi
 _KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps")
 _MOST_CHUNKS = 8
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-_SLICES = (1, 2, 4, 8, 16, 32, 64)
+_SLICES: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 _DISPATCHER = "moe-token-dispatcher-type"
 _LEAST_SAVED = 0.02  # of a layer's bytes
 
@@ -89,9 +90,10 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
 
     The size of microbatches and the recomputation vary too. Expert parallelism, the global batch and the modules
     of selective recomputation stay as in the run. So do context parallelism, slices and their cut, unless the limits
-    name them. A run with flags that hide messages in layers is yielded with them for Megatron's schedules, and without
-    them for ours. If it may run in pairs, it is yielded for that too, with the schedule ``auto``. If its steps overlap,
-    only the run without these flags is yielded. ``rejected`` counts impossible runs by reason.
+    name them. If neither the run nor the limits name slices, those that may shorten steps are tried too. A run with
+    flags that hide messages in layers is yielded with them for Megatron's schedules, and without them for ours. If it
+    may run in pairs, it is yielded for that too, with the schedule ``auto``. If its steps overlap, only the run without
+    these flags is yielded. ``rejected`` counts impossible runs by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:
@@ -105,13 +107,8 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
         if pp > run.model.layers + 2:
             rejected["more pipeline ranks than layers, embedding and head"] += 1
             continue
-        counts = _SLICES if "slices" in limits.allowed else (run.schedule.slices or 1,)
-        ways = SLICE_CUTS if "slice_cut" in limits.allowed else (run.schedule.slice_cut,)
-        sliced = [(count, way) for count in counts for way in (ways if count > 1 else (TOKENS,))]
-        for micro_batch, recompute, (slices, way) in product(KEYS["micro_batch"](run), RECOMPUTE, sliced):
-            if not limits.admits(micro_batch=micro_batch, recompute=recompute, slices=slices):
-                continue
-            if slices > 1 and not limits.admits(slice_cut=way):
+        for micro_batch, recompute in product(KEYS["micro_batch"](run), RECOMPUTE):
+            if not limits.admits(micro_batch=micro_batch, recompute=recompute):
                 continue
             cut = replace(
                 given, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1
@@ -120,19 +117,40 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
                 ScheduleChoice(recompute=recompute),
                 **{key: getattr(run.schedule, key) for key in _KEPT_OF_SCHEDULE},
             )
-            if slices != 1:
-                choice = replace(choice, name=AUTO, slices=slices, slice_cut=way)  # the order is chosen later
             flags = {**OF_REPLICAS, **run.flags} if dp * cp > 1 else run.flags
-            candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
-            if (reason := _impossible(candidate)) is not None:
-                rejected[reason] += 1
-                continue
-            if hides_messages(candidate) and not choice.overlap_steps:
-                yield candidate
-                if candidate.pairs and pp > 1 and may_pair(candidate):
-                    paired = in_pairs(candidate)
-                    yield replace(paired, schedule=replace(choice, name=AUTO))
-            yield without_overlap(candidate)
+            whole = replace(run, parallelism=cut, schedule=choice, megatron=flags)
+            for slices, way in _slicings(whole, run.schedule, limits, rejected):
+                candidate = whole if slices == 1 else with_slices(without_overlap(whole), slices, way)
+                if (reason := _impossible(candidate)) is not None:
+                    rejected[reason] += 1
+                    continue
+                if hides_messages(candidate) and not choice.overlap_steps:
+                    yield candidate
+                    if candidate.pairs and pp > 1 and may_pair(candidate):
+                        paired = in_pairs(candidate)
+                        yield replace(paired, schedule=replace(choice, name=AUTO))
+                yield without_overlap(candidate)
+
+
+def _slicings(
+    whole: Run, asked: ScheduleChoice, limits: Limits, rejected: Counter[str]
+) -> Iterator[tuple[int, SliceCut]]:
+    """Yield the numbers of slices to try for a run without slices, and the ways to cut them.
+
+    ``asked`` is the schedule for which the user asks. If neither it nor the limits name a number, those are tried that
+    may shorten steps.
+    """
+    counts = _SLICES
+    if "slices" not in limits.allowed:
+        proposed, reason = ((), None) if asked.slices else proposed_slices(without_overlap(whole))
+        counts = (asked.slices or 1, *proposed)
+        rejected.update([reason] if reason else [])
+    ways = SLICE_CUTS if "slice_cut" in limits.allowed else (asked.slice_cut,)
+    for count, way in product(counts, ways):
+        if count == 1 and way == ways[0] and limits.admits(slices=1):
+            yield 1, TOKENS
+        elif count > 1 and limits.admits(slices=count, slice_cut=way):
+            yield count, way
 
 
 def without_overlap(run: Run) -> Run:

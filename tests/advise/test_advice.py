@@ -91,6 +91,8 @@ def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     assert way.peak <= advice.today.peak * (1 + SAME_MEMORY) and way.seconds < min(
         each.seconds for each in advice.proposals.values() if each is not way
     )
+    packed = advise(replace(run, megatron=run.megatron | {"sft": True}), slices=True)
+    assert "same memory, slices" not in packed.proposals and "sft" in packed.unsliced and advice.unsliced is None
     allowed = {key: [getattr(sizes, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
     named = {"schedule": [way.order.name], "slices": [way.slices], "slice_cut": ["tokens"]}
     limits = Limits({**allowed, **named, "recompute": [run.schedule.recompute], "variant": ["plain"]})

@@ -16,8 +16,9 @@ from megatron_pipemem.launch.command import planned_flags
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.plans import facts
 from megatron_pipemem.planner.prices import layer
-from megatron_pipemem.planner.slices import run_slices, sliced_step, why_not_sliced
+from megatron_pipemem.planner.slices import run_slices, sliced_step, why_not_sliced, with_slices
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import vocabulary_step
@@ -120,6 +121,53 @@ def test_a_plan_chooses_slices():
         assert each.peaks == pytest.approx(each.step.held(timeline.peaks))
         assert each.base.group.bound <= each.seconds * (1 + 1e-9)
     assert {each.run.schedule.slices for each in answer.plans} >= {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "proposed"),
+    [
+        ({"global_batch": 2}, True),
+        ({"global_batch": 16}, False),  # many microbatches
+        ({"global_batch": 2, "sequence": 2**12}, False),
+        ({"global_batch": 2, "slices": 1}, False),  # the run names its slices
+    ],
+)
+def test_a_plan_tries_slices_by_itself_where_they_may_pay(changes: dict, proposed: bool):
+    sequence, slices = changes.get("sequence", 2**15), changes.get("slices")
+    run = replace(RUN, model=replace(GROUPED, sequence=sequence), schedule=ScheduleChoice(slices=slices))
+    run = replace(run, parallelism=Parallelism(global_batch=changes["global_batch"]))
+    limits = {"pp": [4], "dp": [1], "tp": [2], "micro_batch": [1], "variant": ["plain"]}
+    free, whole, named = (
+        plan(run, limits=Limits(limits | more), top=5, search_seconds=0.0)
+        for more in ({}, {"slices": [1]}, {"slices": [1, 2, 4, 8]})
+    )
+    if proposed:
+        assert free.plans[0].run.schedule.slices in (2, 4, 8)
+        assert free.plans[0].seconds < 0.8 * whole.plans[0].seconds
+        assert [facts(each) for each in free.plans] == [facts(each) for each in named.plans]
+    else:
+        assert [facts(each) for each in free.plans] == [facts(each) for each in whole.plans]
+        assert (free.considered, free.rejected) == (whole.considered, whole.rejected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"megatron": {"sft": True}},
+        {"megatron": {"moe-aux-loss-coeff": 0.01}},
+        {"model": replace(GROUPED, sequence=2**15, dropout=0.1)},
+        {"parallelism": Parallelism(cp=2, global_batch=2)},
+    ],
+)
+def test_a_plan_says_why_there_can_be_no_slices(changes: dict):
+    run = replace(RUN, model=replace(GROUPED, sequence=2**15), parallelism=Parallelism(global_batch=2))
+    run = replace(run, **changes)
+    limits = {"pp": [2], "tp": [2], "micro_batch": [1], "variant": ["plain"], "schedule": ["1f1b"]}
+    answer = plan(run, memory=1e13, limits=Limits(limits), search_seconds=0.0)
+    assert answer.plans and all(each.run.schedule.slices is None for each in answer.plans)
+    (cut,) = {each.run.parallelism for each in answer.plans}
+    reason = why_not_sliced(with_slices(replace(run, parallelism=cut), 2))
+    assert answer.rejected[reason] > 0
 
 
 def test_a_searched_order_of_slices_is_no_slower_than_its_families():
