@@ -17,7 +17,7 @@ from megatron_pipemem.advise.fields import ENDS, adapter_flags, flags_of, flags_
 from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags, whole_number
 from megatron_pipemem.advise.shell import SWIFT_PROGRAMS, UNKNOWN
 from megatron_pipemem.config.hugging_face import known_model
-from megatron_pipemem.config.loading import YamlError, override, read_raw, read_yaml
+from megatron_pipemem.config.loading import YamlError, merged, override, read_raw, read_yaml
 from megatron_pipemem.errors import ConfigError
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -132,21 +132,11 @@ def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
     raw = read_raw(path)
     parents = raw.pop("defaults", [])
-    merged: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []:
         if isinstance(parent, str) and parent != "_self_":
-            merged = _merged(merged, _inherited(path.parent / parent, (*trail, path)))
-    return _merged(merged, raw)
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(base)
-    for name, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(found.get(name), Mapping) and not value.get("_override_"):
-            found[name] = _merged(found[name], value)
-        else:
-            found[name] = value
-    return found
+            found = merged(found, _inherited(path.parent / parent, (*trail, path)))
+    return merged(found, raw)
 
 
 def _reading(

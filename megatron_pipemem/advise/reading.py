@@ -18,15 +18,18 @@ from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Model, Tower
+from megatron_pipemem.config.model import Model, Tower
 from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
+from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch import cut_flags
+from megatron_pipemem.launch.command import DELTA_SIZES, EXPERT_SIZES, INDEX_SIZES, LATENT_SIZES, MAMBA_SIZES
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
 
 _PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
 _NODES = ("nnodes", "nodes", "actor-num-nodes")
+_GPUS = "give --gpus N, or --pipemem-check=N"
 _GPT2 = 50257
 _TYPING_ERROR = 0.9
 """Similarity to a known flag above which an unknown flag counts as mistyped. Others are the program's own."""
@@ -133,6 +136,11 @@ class _Flags:
 
     def number(self, name: str) -> int | None:
         return whole_number(self.get(name), name)
+
+    def sizes(self, fields: Mapping[str, str]) -> dict[str, int]:
+        """Return the fields of a model, by their flags, that the command or Megatron's defaults give."""
+        found = {field: self.number(name) for name, field in fields.items()}
+        return {field: size for field, size in found.items() if size is not None}
 
     def need(self, name: str) -> int:
         value = self.number(name)
@@ -243,39 +251,23 @@ def _parallelism(
         "actor-num-nodes"
     )
     group = tp * pp * cp
-    if devices is None and per_node is None:
-        raise ConfigError(
-            "unknown-size",
-            "the command does not give the number of devices; give --gpus N, or --pipemem-check=N",
-            key="devices",
-        )
+    unsaid = "the command does not give the number of devices"
+    refuse_if(devices is None and per_node is None, "unknown-size", "devices", f"{unsaid}; {_GPUS}")
     devices = devices or (per_node or 1) * (nodes or 1)
-    if nodes is None and devices < group and devices % group:
-        raise ConfigError(
-            "unknown-size",
-            f"the command starts {devices} processes on each node, and does not give the number of nodes; give --gpus "
-            "N, or --pipemem-check=N",
-            key="devices",
-        )
-    if devices % group:
-        raise ConfigError(
-            "does-not-divide",
-            f"tp x pp x cp = {group} does not divide {devices} devices; give --gpus N, or --pipemem-check=N",
-            key="devices",
-        )
+    starts, open_nodes = f"the command starts {devices} processes on each node", "does not give the number of nodes"
+    some = nodes is None and devices < group and devices % group
+    refuse_if(some, "unknown-size", "devices", f"{starts}, and {open_nodes}; {_GPUS}")
+    uneven = f"tp x pp x cp = {group} does not divide {devices} devices; {_GPUS}"
+    refuse_if(devices % group, "does-not-divide", "devices", uneven)
     dp = devices // group
     if nodes is None:
         assumed.append(f"{devices} devices, so {dp} data-parallel ranks")
     batch = flags.number("global-batch-size") or micro * dp
     per_node = min(per_node or cluster.devices_per_node, devices)
     etp = flags.number("expert-tensor-parallel-size")
-    if nodes is None and (devices // pp) % (ep * (etp or tp)):
-        raise ConfigError(
-            "unknown-size",
-            f"the command starts {devices} processes on each node, which pp = {pp} and ep x etp = {ep} x {etp or tp} "
-            "do not divide, and does not give the number of nodes; give --gpus N, or --pipemem-check=N",
-            key="devices",
-        )
+    experts = ep * (etp or tp)
+    apart = f"{starts}, which pp = {pp} and ep x etp = {experts} do not divide, and {open_nodes}; {_GPUS}"
+    refuse_if(nodes is None and (devices // pp) % experts, "unknown-size", "devices", apart)
     cut = Parallelism(tp, pp, dp, cp, ep, None if etp == tp else etp, None, micro, batch, flags.on("sequence-parallel"))
     return cut, -(-devices // per_node), per_node
 
@@ -324,12 +316,11 @@ def _training(flags: _Flags) -> Training:
 
 def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
     pattern_flag, pattern = cut_flags.given_pattern(flags.given)
-    if decoder := next((name for name in ("decoder-num-layers", "decoder-seq-length") if name in flags.given), None):
-        raise ConfigError(
-            "unsupported-model",
-            "belongs to an encoder-decoder model, which Megatron runs without these schedules; give a GPT or hybrid model",
-            key=f"--{decoder}",
-        )
+    other = (
+        "belongs to an encoder-decoder model, which Megatron runs without these schedules; give a GPT or hybrid model"
+    )
+    for name in ("decoder-num-layers", "decoder-seq-length"):
+        refuse_if(name in flags.given, "unsupported-model", f"--{name}", other)
     shape: dict[str, Any] = {
         "hidden": flags.need("hidden-size"),
         "heads": flags.need("num-attention-heads"),
@@ -376,20 +367,18 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
         "attention_gate": flags.on("attention-output-gate"),
     }
 
-    def sizes(*names: str) -> dict[str, Any]:
-        found = {name: flags.number(name.replace("_", "-")) for name in names}
-        return {name: size for name, size in found.items() if size is not None}
-
     if flags.on("multi-latent-attention"):
-        shape |= {name: flags.number(name.replace("_", "-")) for name in LATENT}
+        shape |= flags.sizes(LATENT_SIZES)
     variant = flags.get("experimental-attention-variant")
     if variant == "dsa":
-        shape |= sizes(*INDEX)
+        shape |= flags.sizes(INDEX_SIZES)
     if variant == "gated_delta_net":
         shape["attention_every"] = _attention_every(str(flags.get("linear-attention-freq")), shape["layers"])
     if variant == "gated_delta_net" or "G" in pattern:
-        shape |= sizes(*DELTA)
-    shape |= _experts(flags, shape["layers"], pattern_flag is not None) | _mamba(flags, pattern)
+        shape |= flags.sizes(DELTA_SIZES)
+    if "M" in pattern:
+        shape |= flags.sizes(MAMBA_SIZES)
+    shape |= _experts(flags, shape["layers"], pattern_flag is not None)
     model = Model(**shape, vocabulary=1)
     return replace(model, vocabulary=vocabulary or _vocabulary(flags, model, assumed))
 
@@ -434,14 +423,9 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
         return {}
     shape: dict[str, Any] = {
         "experts": experts,
-        "experts_per_token": flags.number("moe-router-topk"),
-        "expert_ffn": flags.number("moe-ffn-hidden-size"),
-        "shared_expert_ffn": flags.number("moe-shared-expert-intermediate-size") or 0,
-        "expert_latent": flags.number("moe-latent-size") or 0,
+        **flags.sizes(EXPERT_SIZES),
         "router_score": flags.get("moe-router-score-function"),
         "router_bias": flags.on("moe-router-enable-expert-bias"),
-        "router_groups": flags.number("moe-router-num-groups") or 0,
-        "router_groups_per_token": flags.number("moe-router-group-topk") or 0,
         "router_scale": flags.real("moe-router-topk-scaling-factor", 1.0),
     }
     flags.on("no-bias-swiglu-fusion")
@@ -484,18 +468,6 @@ def _listed(text: str, flag: str) -> list[int]:
             "bad-syntax", f"is {text!r}; write a number, or a list as in [0]*3+[1]*58", key=flag
         ) from error
     return found if isinstance(found, list) else [found]
-
-
-def _mamba(flags: _Flags, pattern: str) -> dict[str, Any]:
-    if "M" not in pattern:
-        return {}
-    names = {
-        "state-dim": "mamba_state",
-        "num-heads": "mamba_heads",
-        "head-dim": "mamba_head_dim",
-        "num-groups": "mamba_groups",
-    }
-    return {field_name: flags.number(f"mamba-{name}") for name, field_name in names.items()}
 
 
 def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:

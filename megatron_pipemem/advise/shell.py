@@ -23,14 +23,12 @@ _BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 _SIMPLE = re.compile(r"[A-Za-z_]\w*|[\d@*#?]")
 _BACKTICKS = re.compile(r"`([^`\n]*)`")
 _OUTPUT = re.compile(rf"{UNKNOWN}\$\(.*\){UNKNOWN}", re.DOTALL)
-_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _SLURM = re.compile(r"^#SBATCH\s+(-N|--nodes|--gpus-per-node|--ntasks-per-node)[=\s]\s*(\d+)\b", re.MULTILINE)
 _KEYWORDS = {"then", "do", "{", "}", "function", "time", "exec"}
 _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
 _STARTS_NOTHING = {"echo", "printf", "eval", "source", "."}
 """Commands that start no program themselves. Scripts print the training command before they run it."""
 _SHELLS = {"sh", "bash", "zsh"}
-_BREAKS = " \t\r\n;&|<>()"
 _MOST_DEPTH = 5
 SWIFT_PROGRAMS = "swift/cli/_megatron/"
 """Folder of the programs that ms-swift's command ``megatron`` starts."""
@@ -358,6 +356,18 @@ def _expansion_end(text: str, dollar: int) -> int:
     return match.end() if match else dollar + 1
 
 
+_BREAKS = " \t\r\n;&|<>()"
+_SKIPPED = re.compile(r"(?:\\\n|[ \t\r]|#[^\n]*)+")
+_BETWEEN_ITEMS = re.compile(r"(?:\\\n|\s|#[^\n]*)+")
+_HEREDOC = re.compile(r"\d*<<-?\s*(['\"]?)(\w+)\1")
+_REDIRECTION = re.compile(r"(?:\d+(?=[<>]))?(?:[<>]|&>)[<>&]*(?:[ \t]|\\\n)*")
+_END = re.compile(r"[\n;&|()]")
+_PIECE = re.compile(
+    rf"\\(?P<escaped>.?)|'(?P<single>[^']*)'|`(?P<output>[^`]*)`|(?P<plain>[^{_BREAKS}'\"`\\$]+)", re.DOTALL
+)
+_QUOTED_PIECE = re.compile(r'\\(?P<escaped>.)|(?P<plain>[^"\\$]+)', re.DOTALL)
+
+
 @dataclass
 class _Lexer:
     """Splits the text of a script into statements, without comments, redirections and here-documents."""
@@ -369,46 +379,27 @@ class _Lexer:
     def statements(self) -> Iterator[Statement]:
         words: Statement = []
         while self.place < len(self.text):
-            here = self.text[self.place]
-            if self.text.startswith("\\\n", self.place):
-                self.place += 2
-            elif here in " \t\r":
-                self.place += 1
-            elif here == "#":
-                self.place = self._line_end()
-            elif heredoc := _HEREDOC.match(self.text, self.place):
+            if self._take(_SKIPPED):
+                continue
+            if heredoc := self._take(_HEREDOC):
                 self.heredocs.append(heredoc[2])
-                self.place = heredoc.end()
-            elif here in "<>" or self.text.startswith("&>", self.place):
-                self._redirection()
-            elif here in "\n;&|()":
-                self.place += 1
-                if here == "\n":
+            elif self._take(_REDIRECTION):
+                if self.text[self.place : self.place + 1] not in ("", "\n"):
+                    self._word()
+            elif end := self._take(_END):
+                if end[0] == "\n":
                     self._skip_heredocs()
                 yield words
                 words = []
             else:
-                word = self._word()
-                redirects = (
-                    not isinstance(word, Array)
-                    and _plain(word).isdigit()
-                    and self.text[self.place : self.place + 1] in "<>"
-                )
-                if not redirects or self.place == len(self.text):
-                    words.append(word)
+                words.append(self._word())
         yield words
 
-    def _line_end(self) -> int:
-        end = self.text.find("\n", self.place)
-        return len(self.text) if end < 0 else end
-
-    def _redirection(self) -> None:
-        while self.text[self.place : self.place + 1] in ("<", ">", "&"):
-            self.place += 1
-        while self.text[self.place : self.place + 1] in (" ", "\t"):
-            self.place += 1
-        if self.text[self.place : self.place + 1] not in ("", "\n"):
-            self._word()
+    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Return the match at this place, and go to its end."""
+        found = pattern.match(self.text, self.place)
+        self.place = found.end() if found else self.place
+        return found
 
     def _skip_heredocs(self) -> None:
         for end in self.heredocs:
@@ -418,95 +409,62 @@ class _Lexer:
 
     def _word(self) -> Word | Array:
         parts: Word = []
-        plain = ""
-
-        def flush() -> None:
-            nonlocal plain
-            if plain:
-                parts.append(WordPart(plain))
-            plain = ""
-
-        while self.place < len(self.text):
-            here = self.text[self.place]
-            if here == "(" and not parts and (match := _ASSIGNMENT.fullmatch(plain)):
-                return Array(match[1], bool(match[2]), self._array())
-            if here == "\\":
-                if self.text[self.place + 1 : self.place + 2] != "\n":
-                    flush()
-                    parts.append(WordPart(self.text[self.place + 1 : self.place + 2], True, literal=True))
-                self.place += 2
-            elif here in _BREAKS:
-                if not plain and not parts:  # a lone bracket within an array
-                    self.place += 1
-                break
-            elif here == "'":
-                flush()
-                parts.append(WordPart(self._until("'"), True, literal=True))
-            elif here == '"':
-                flush()
+        start = self.place
+        while self.place < len(self.text) and self.text[self.place] not in _BREAKS:
+            plain = self._expansion()
+            found = None if plain else self._take(_PIECE)
+            if plain := plain or (found["plain"] if found else ""):
+                before = parts.pop().text if parts and not parts[-1].quoted else ""
+                parts.append(WordPart(before + plain))
+            elif found is not None:
+                output = None if found["output"] is None else f"{UNKNOWN}`{found['output']}`{UNKNOWN}"
+                text = next(each for each in (found["escaped"], found["single"], output) if each is not None)
+                if found["escaped"] != "\n":
+                    parts.append(WordPart(text, True, literal=True))
+            elif self.text[self.place] == '"':
                 parts += self._double_quoted()
-            elif here == "`":
-                flush()
-                parts.append(WordPart(f"{UNKNOWN}`{self._until('`')}`{UNKNOWN}", True, literal=True))
-            elif here == "$":
-                end = _expansion_end(self.text, self.place)
-                plain += self.text[self.place : end]
-                self.place = end
             else:
-                plain += here
-                self.place += 1
-        flush()
+                raise self._open_quote(self.place)
+        if self.text.startswith("(", self.place) and (match := _ASSIGNMENT.fullmatch(self.text, start, self.place)):
+            return Array(match[1], bool(match[2]), self._array())
+        if self.place == start:  # a lone bracket within an array
+            self.place += 1
         return parts
 
-    def _until(self, quote: str) -> str:
-        end = self.text.find(quote, self.place + 1)
-        if end < 0:
-            raise ConfigError(
-                "bad-syntax",
-                f"the command has no second {quote} after {self.text[self.place : self.place + 20]!r}; close the "
-                "quotes",
-            )
-        found, self.place = self.text[self.place + 1 : end], end + 1
-        return found
+    def _expansion(self) -> str:
+        """Return the expansion of a variable at this place, if there is one, and go to its end."""
+        start = self.place
+        if self.text.startswith("$", start):
+            self.place = _expansion_end(self.text, start)
+        return self.text[start : self.place]
+
+    def _open_quote(self, place: int) -> ConfigError:
+        quote, text = self.text[place], self.text[place : place + 20]
+        return ConfigError("bad-syntax", f"the command has no second {quote} after {text!r}; close the quotes")
 
     def _double_quoted(self) -> list[WordPart]:
-        parts, start = [], self.place
+        parts, start = [WordPart("", True)], self.place
         self.place += 1
-        plain = ""
-        while self.text[self.place : self.place + 1] != '"':
-            if self.place >= len(self.text):
-                raise ConfigError(
-                    "bad-syntax",
-                    f'the command has no second " after {self.text[start : start + 20]!r}; close the quotes',
-                )
-            here = self.text[self.place]
-            if here == "\\":
-                following = self.text[self.place + 1 : self.place + 2]
-                if following == "$":
-                    parts += [WordPart(plain, True), WordPart("$", True, literal=True)]
-                    plain = ""
-                elif following != "\n":
-                    plain += following if following in '"\\`' else here + following
-                self.place += 2
-            elif here == "$":
-                end = _expansion_end(self.text, self.place)
-                plain += self.text[self.place : end]
-                self.place = end
-            else:
-                plain += here
-                self.place += 1
+        while not self.text.startswith('"', self.place):
+            text = self._expansion()
+            if not text:
+                found = self._take(_QUOTED_PIECE)
+                if found is None:
+                    raise self._open_quote(start)
+                escaped = found["escaped"]
+                if escaped == "$":
+                    parts += [WordPart("$", True, literal=True), WordPart("", True)]
+                    continue
+                text = found[0] if escaped is None or escaped not in '"\\`\n' else escaped.strip("\n")
+            parts[-1] = parts[-1]._replace(text=parts[-1].text + text)
         self.place += 1
-        return [*parts, WordPart(plain, True)]
+        return parts
 
     def _array(self) -> list[Word]:
         self.place += 1
         words: list[Word] = []
         while self.place < len(self.text) and self.text[self.place] != ")":
-            if self.text.startswith("\\\n", self.place) or self.text[self.place].isspace():
-                self.place += 2 if self.text[self.place] == "\\" else 1
-            elif self.text[self.place] == "#":
-                self.place = self._line_end()
-            elif not isinstance(word := self._word(), Array):
+            if not self._take(_BETWEEN_ITEMS) and not isinstance(word := self._word(), Array):
                 words.append(word)
         self.place += 1
         return words

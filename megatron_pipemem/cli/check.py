@@ -13,6 +13,7 @@ from megatron_pipemem.cli.common import (
     console,
     print_facts,
     print_json,
+    print_lines,
     report_error,
     report_lines,
     report_note,
@@ -127,7 +128,7 @@ def check(
     if written is not None:
         held = "actions and messages" if written["lowered"] else "actions"
         summary = f"{target}: {written['actions']} {held} on {schedule.num_devices} devices, in letters of {written['letters']}"
-        out.print(summary, soft_wrap=True, markup=False)
+        print_lines(summary)
 
 
 def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:

@@ -48,6 +48,12 @@ def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
             name = ""
 
 
+def print_lines(*lines: object) -> None:
+    """Print lines of text, or paths, as they are and without wrapping."""
+    for line in lines:
+        console().print(str(line), soft_wrap=True, markup=False)
+
+
 def print_json(result: object) -> None:
     """Print a result as JSON. Raise a ``CostsError`` if it has infinite numbers."""
     try:

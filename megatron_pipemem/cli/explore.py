@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import console, print_json, showing
+from megatron_pipemem.cli.common import print_json, print_lines, showing
 from megatron_pipemem.cli.options import Json, ScheduleModules, check_port
 from megatron_pipemem.cli.schedules import RESEARCH
 from megatron_pipemem.errors import UnsupportedError
@@ -70,7 +70,7 @@ def explore(
         if as_json:
             print_json({"output": str(page)})
         else:
-            console().print(str(page), soft_wrap=True, markup=False)
+            print_lines(page)
         return
     if pyodide is not None:
         raise UnsupportedError("needs-option", f"--pyodide {pyodide} is for an exported page; give --export too")
@@ -78,7 +78,7 @@ def explore(
         if as_json:
             print_json({"url": server.url})
         else:
-            console().print(f"{server.url} shows the schedules until Ctrl-C", soft_wrap=True, markup=False)
+            print_lines(f"{server.url} shows the schedules until Ctrl-C")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -18,7 +18,15 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from megatron_pipemem.cli.common import INTERRUPTED, console, duration, print_json, report_error, report_note, showing
+from megatron_pipemem.cli.common import (
+    INTERRUPTED,
+    duration,
+    print_json,
+    print_lines,
+    report_error,
+    report_note,
+    showing,
+)
 from megatron_pipemem.cli.options import Json, Yes, at_least_one, check_output, check_port
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.config import layout
@@ -245,7 +253,7 @@ def init(
         return
     if reason is not None:
         report_note(f"{path}: {reason}")
-    console().print(str(path), soft_wrap=True, markup=False)
+    print_lines(path)
 
 
 def _name(given: str, path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_pipemem.advise.advice import as_it_stands
-from megatron_pipemem.cli.common import console, print_facts, print_json, showing
+from megatron_pipemem.cli.common import console, print_facts, print_json, print_lines, showing
 from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.options import (
     Devices,
@@ -130,7 +130,7 @@ def plan_command(
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
-            console().print(str(path), soft_wrap=True, markup=False)
+            print_lines(path)
     if not answer.plans:
         raise UnsupportedError("nothing-fits", f"{run_file}: no plan is possible; {_advice(answer.rejected)}")
 
@@ -154,7 +154,7 @@ def _print_answer(answer: Answer, today: Plan | None, overlap: str | None) -> No
     if answer.plans:
         out.print(_table(answer.plans, today))
         if overlap is not None:
-            out.print(overlap, soft_wrap=True, markup=False)
+            print_lines(overlap)
     reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
     common = answer.rejected.most_common()
     for reason, count in common[:_REASONS]:
@@ -162,7 +162,7 @@ def _print_answer(answer: Answer, today: Plan | None, overlap: str | None) -> No
     if len(common) > _REASONS:
         reasons.add_row(str(sum(count for _, count in common[_REASONS:])), "other reasons; --json lists all")
     out.print(reasons)
-    out.print(f"{answer.considered} combinations considered in {answer.seconds:.1f} s", soft_wrap=True)
+    print_lines(f"{answer.considered} combinations considered in {answer.seconds:.1f} s")
 
 
 def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:

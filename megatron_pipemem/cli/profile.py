@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from megatron_pipemem.cli.common import console, print_json, report_note, showing
+from megatron_pipemem.cli.common import console, print_json, print_lines, report_note, showing
 from megatron_pipemem.cli.options import Json, takes_group
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, typed
@@ -220,5 +220,4 @@ def _print(found: Profile, ratios: dict[str, float], name: object) -> None:
             f"host link, GB/s: D2H {rates.d2h:.1f}, H2D {rates.h2d:.1f}, both {rates.both:.1f} each way; while computing "
             f"{rates.d2h_computing:.1f}, {rates.h2d_computing:.1f}, {rates.both_computing:.1f}"
         )
-    for line in lines:
-        console().print(line, soft_wrap=True)
+    print_lines(*lines)

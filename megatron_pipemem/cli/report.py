@@ -9,18 +9,18 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import console, print_json, showing
+from megatron_pipemem.cli.common import console, print_json, print_lines, showing
 from megatron_pipemem.cli.options import Json, check_output
 from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.launch.grid.comparison import front, save_picture, table
+from megatron_pipemem.launch.grid.comparison import draw, front, table
 from megatron_pipemem.launch.grid.points import Settings, label
 from megatron_pipemem.launch.grid.store import Result, Store, report_of
 from megatron_pipemem.planner.changes import Case
 from megatron_pipemem.planner.explanation import LACKS_STEP, case_of_report, explain
 from megatron_pipemem.reading import check_exists
 from megatron_pipemem.report import save_comparison
-from megatron_pipemem.report.figure import IMAGES
+from megatron_pipemem.report.figure import IMAGES, write_picture
 from megatron_pipemem.report.run import change_lines, explanation_lines, idle_table, lines
 from megatron_pipemem.report.run import table as run_table
 
@@ -91,9 +91,9 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
         _print(points, results, [label(settings[index]) for index in missing])
     if drawn is not None:
         with showing(f"drawing {drawn}"):
-            save_picture(points, drawn, store.folder.name)
+            write_picture(lambda: draw(points, store.folder.name), drawn, "a comparison of runs")
         if not as_json:
-            console().print(str(drawn), soft_wrap=True, markup=False)
+            print_lines(drawn)
     return results
 
 
@@ -104,12 +104,10 @@ def _show_run(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
-    out = console()
-    for line in told:
-        out.print(line, soft_wrap=True, markup=False)
-    out.print(ranks)
+    print_lines(*told)
+    console().print(ranks)
     if page and page.is_file():
-        out.print(str(page), soft_wrap=True, markup=False)
+        print_lines(page)
 
 
 def _print(points: Sequence[Result], results: Sequence[Result | None], missing: Sequence[str]) -> None:
@@ -120,10 +118,9 @@ def _print(points: Sequence[Result], results: Sequence[Result | None], missing: 
         if result is not None and result.status != "done":
             by_reason.setdefault((result.status, result.reason), []).append(result.settings)
     for (status, reason), settings in sorted(by_reason.items(), key=lambda item: item[0][0]):
-        told = f"{status}: {'; '.join(map(label, settings))}\n    {reason or ''}"
-        console().print(told, soft_wrap=True, markup=False)
+        print_lines(f"{status}: {'; '.join(map(label, settings))}\n    {reason or ''}")
     if missing:
-        console().print(f"without a result: {'; '.join(missing)}", soft_wrap=True, markup=False)
+        print_lines(f"without a result: {'; '.join(missing)}")
 
 
 def explain_command(
@@ -156,12 +153,9 @@ def explain_command(
     if as_json:
         print_json(facts)
         return
-    out = console()
-    for line in explanation_lines(facts):
-        out.print(line, soft_wrap=True, markup=False)
-    out.print(idle_table(facts))
-    for line in change_lines(facts):
-        out.print(line, soft_wrap=True, markup=False)
+    print_lines(*explanation_lines(facts))
+    console().print(idle_table(facts))
+    print_lines(*change_lines(facts))
 
 
 def read_case(path: Path, search_seconds: float) -> Case:
@@ -212,7 +206,7 @@ def trace(
             {"output": str(path), "planned_seconds": case.own.makespan, "measured_seconds": case.step.length / 1e9}
         )
     else:
-        console().print(str(path), soft_wrap=True, markup=False)
+        print_lines(path)
 
 
 def _save_trace(case: Case, path: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_pipemem.cli.common import console, print_facts, print_json
+from megatron_pipemem.cli.common import console, print_facts, print_json, print_lines
 from megatron_pipemem.cli.loading import with_channel
 from megatron_pipemem.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
 from megatron_pipemem.errors import UnsupportedError
@@ -75,10 +75,9 @@ def schedules(
         figures.add_row(name, each.placement, each.peak, each.bubble)
         needs = [*_needs(each), *(f"{flag}: {text}" for flag, text in _options(each))]
         origins.add_row(each.name, _backward(each), each.source, "\n".join(needs))
-    out = console()
-    out.print(figures, origins)
+    console().print(figures, origins)
     more = "" if every else f"; --all lists {len(RESEARCH)} more, for research"
-    out.print(f"pipemem schedules NAME explains one{more}", soft_wrap=True)
+    print_lines(f"pipemem schedules NAME explains one{more}")
 
 
 def _table(*columns: str) -> FittingTable:

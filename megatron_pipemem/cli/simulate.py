@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_pipemem.choose.pareto import ParetoPoint, bound_line, choices, trades, useful_caps
-from megatron_pipemem.cli.common import console, print_facts, print_json, report_note, showing
+from megatron_pipemem.cli.common import console, print_facts, print_json, print_lines, report_note, showing
 from megatron_pipemem.cli.loading import (
     Loaded,
     check_attention,
@@ -45,7 +45,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
 from megatron_pipemem.report import SUFFIXES, save_comparison
 from megatron_pipemem.report import pareto as picture
-from megatron_pipemem.report.figure import IMAGES
+from megatron_pipemem.report.figure import IMAGES, write_picture
 from megatron_pipemem.report.terminal import FittingTable, TerminalTimeline, placements_table
 from megatron_pipemem.report.timeline import UNITS, DrawnRun, bytes_text
 from megatron_pipemem.schedule.action import Kind
@@ -373,7 +373,7 @@ def show(
         with showing(f"drawing {output}"):
             save_comparison(timelines, output)
         if not as_json:
-            console().print(str(output), soft_wrap=True, markup=False)
+            print_lines(output)
 
 
 def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
@@ -459,22 +459,21 @@ def pareto(
             }
         )
     else:
-        out = console()
-        out.print(picture.table([point for point in points if show_all or not point.dominated], in_bytes))
-        for trade in cheap:
-            out.print(str(trade), soft_wrap=True, markup=False)
+        console().print(picture.table([point for point in points if show_all or not point.dominated], in_bytes))
+        print_lines(*cheap)
         if layers is None:
             allowed = f"up to {most} chunks per device are allowed, because the number of layers is unknown"
-            out.print(f"{allowed}; --layers N allows up to N/p chunks", soft_wrap=True, markup=False)
+            print_lines(f"{allowed}; --layers N allows up to N/p chunks")
         hidden = len(found) - len(front)
         if hidden and not show_all:
-            out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
+            print_lines(f"{hidden} dominated schedules are not listed; --all lists them")
     if output is not None:
         title = f"p = {devices}, m = {microbatches}, costs {asked.costs}"
         with showing(f"working out the bound, and drawing {output}"):
-            picture.save_pareto(points, output, bound_line(found, prices, priced), title, in_bytes)
+            bound = bound_line(found, prices, priced)
+            write_picture(lambda: picture.draw(points, bound, title, in_bytes), output, "bubble against peak")
         if not as_json:
-            console().print(str(output), soft_wrap=True, markup=False)
+            print_lines(output)
 
 
 def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:

@@ -287,16 +287,16 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
             changes[key] = _resolve(value, inner, file, f"{prefix}{key}.", trail)
             if isinstance(value, str) or BASE in value:  # it replaces the value of the base
                 base.pop(key, None)
-    return _merged(base, changes)
+    return merged(base, changes)
 
 
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``changes``. Mappings inside them are merged in the same way."""
-    merged = dict(base)
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``changes``. Mappings inside them are merged too, unless they have NeMo-RL's ``_override_``."""
+    found = dict(base)
     for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
+        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping) and not value.get("_override_")
+        found[key] = merged(found[key], value) if both else value
+    return found
 
 
 def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:

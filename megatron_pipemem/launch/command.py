@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -147,6 +147,28 @@ def words(flags: Flags) -> list[str]:
     return result
 
 
+def _alike(fields: Sequence[str]) -> dict[str, str]:
+    return {field.replace("_", "-"): field for field in fields}
+
+
+LATENT_SIZES, INDEX_SIZES, DELTA_SIZES = map(_alike, (LATENT, INDEX, DELTA))
+EXPERT_SIZES = {
+    "moe-router-topk": "experts_per_token",
+    "moe-ffn-hidden-size": "expert_ffn",
+    "moe-shared-expert-intermediate-size": "shared_expert_ffn",
+    "moe-latent-size": "expert_latent",
+    "moe-router-num-groups": "router_groups",
+    "moe-router-group-topk": "router_groups_per_token",
+}
+MAMBA_SIZES = {
+    "mamba-state-dim": "mamba_state",
+    "mamba-num-heads": "mamba_heads",
+    "mamba-head-dim": "mamba_head_dim",
+    "mamba-num-groups": "mamba_groups",
+}
+"""The sizes of blocks that not all models have: fields of ``Model`` by flag."""
+
+
 def model_flags(model: Model) -> Flags:
     """Return the training script's flags for the sizes of a model. There is none for geglu, which is refused."""
     no_flag = "the training script has no flag for geglu; use swiglu to launch this run"
@@ -177,37 +199,28 @@ def model_flags(model: Model) -> Flags:
         **({"attention-output-gate": True} if model.attention_gate else {}),
     }
 
-    def sizes(names: tuple[str, ...]) -> Flags:
-        return {name.replace("_", "-"): getattr(model, name) for name in names}
+    def sizes(fields: Mapping[str, str]) -> Flags:
+        return {name: getattr(model, field) or None for name, field in fields.items()}
 
     blocks = "".join(model.all_kinds)
     if model.kv_lora_rank is not None:
-        flags |= {"multi-latent-attention": True, **sizes(LATENT)}
+        flags |= {"multi-latent-attention": True, **sizes(LATENT_SIZES)}
     if model.dsa_indexer_topk:
-        flags |= {"experimental-attention-variant": "dsa", **sizes(INDEX)}
+        flags |= {"experimental-attention-variant": "dsa", **sizes(INDEX_SIZES)}
     if Sublayer.DELTA_NET in blocks:
-        flags |= sizes(DELTA)
+        flags |= sizes(DELTA_SIZES)
     if model.attention_every > 1:
         flags |= {"experimental-attention-variant": "gated_delta_net", "linear-attention-freq": model.attention_every}
     if Sublayer.MAMBA in blocks:
-        flags |= {
-            "mamba-state-dim": model.mamba_state,
-            "mamba-num-heads": model.mamba_heads,
-            "mamba-head-dim": model.mamba_head_dim,
-            "mamba-num-groups": model.mamba_groups,
-        }
+        flags |= sizes(MAMBA_SIZES)
     if model.experts:
         flags |= {
             "num-experts": model.experts,
-            "moe-router-topk": model.experts_per_token,
+            **sizes(EXPERT_SIZES),
             "moe-ffn-hidden-size": model.expert_width,
-            "moe-shared-expert-intermediate-size": model.shared_expert_ffn or None,
-            **({"moe-latent-size": model.expert_latent} if model.expert_latent else {}),
             "moe-layer-freq": _expert_layers(model),
             "moe-router-score-function": model.router_score,
             "moe-router-enable-expert-bias": model.router_bias,
-            "moe-router-num-groups": model.router_groups or None,
-            "moe-router-group-topk": model.router_groups_per_token or None,
             "moe-router-topk-scaling-factor": model.router_scale if model.router_scale != 1 else None,
             "no-bias-swiglu-fusion": not model.fuses_experts,
         }

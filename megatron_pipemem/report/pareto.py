@@ -9,11 +9,10 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of
 from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.report.timeline import UNITS
 
@@ -59,17 +58,6 @@ def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
             style="dim" if point.dominated else "",
         )
     return rows
-
-
-def save_pareto(
-    points: Sequence[Point],
-    path: str | Path,
-    bound: Sequence[tuple[float, float]] = (),
-    title: str = "",
-    in_bytes: bool = False,
-) -> Path:
-    """Write the picture of ``draw`` to a PNG or SVG file, by the suffix of ``path``, and return the path."""
-    return write_picture(lambda: draw(points, bound, title, in_bytes), path, "bubble against peak")
 
 
 def _unit(in_bytes: bool) -> str:

@@ -11,8 +11,9 @@ from refusals import refused
 from rich.console import Console
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.grid.comparison import draw, front, save_picture, table
+from megatron_pipemem.launch.grid.comparison import draw, front, table
 from megatron_pipemem.launch.grid.store import Result
+from megatron_pipemem.report.figure import write_picture
 
 
 def run(index, settings, speed, peak, predicted=None, planned=None, measured=None) -> Result:
@@ -69,6 +70,10 @@ def test_the_table_is_sorted_and_tells_where_the_prediction_missed():
         and rows[1].split()[-3:] == ["0.40", "10.0%", "9.0%"]
     )
     assert rows[2].split()[:2] == ["2", "50"]
+
+
+def save_picture(points, path, title=""):
+    return write_picture(lambda: draw(points, title), path, "a comparison of runs")
 
 
 def test_pictures(tmp_path):

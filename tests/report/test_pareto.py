@@ -8,7 +8,8 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import OutputError, UnsupportedError
-from megatron_pipemem.report.pareto import Point, draw, save_pareto
+from megatron_pipemem.report.figure import write_picture
+from megatron_pipemem.report.pareto import Point, draw
 
 POINTS = [
     Point("1f1b", "linear", 1.0, 0.22, dominated=True),
@@ -18,6 +19,10 @@ POINTS = [
     Point("cap 0.7", "v", 0.7, 0.06, is_search=True),
     Point("gems", "bidirectional", 0.2, 0.83),
 ]
+
+
+def save_pareto(points, path, *others, **named):
+    return write_picture(lambda: draw(points, *others, **named), path, "bubble against peak")
 
 
 def texts(path) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.grid.points import label
 from megatron_pipemem.launch.grid.store import Result
-from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of
 from megatron_pipemem.report.run import busiest
 from megatron_pipemem.report.terminal import FittingTable
 
@@ -55,11 +54,6 @@ def table(points: Sequence[Result]) -> FittingTable:
             style="" if point.index in chosen else "dim",
         )
     return rows
-
-
-def save_picture(points: Sequence[Result], path: str | Path, title: str = "") -> Path:
-    """Write the picture that ``draw`` makes, as PNG or SVG by the suffix of ``path``."""
-    return write_picture(lambda: draw(points, title), path, "a comparison of runs")
 
 
 def draw(points: Sequence[Result], title: str = "") -> Figure:
