@@ -8,8 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from megatron_pipemem.advise.consumers import BRIDGE
-from megatron_pipemem.advise.fields import IMAGES, TOWER, adapter_flags, flags_of, flags_of_model
+from megatron_pipemem.advise.consumers import BRIDGE, IMAGES, TOWER, adapter_flags, flags_of, flags_of_model
 from megatron_pipemem.advise.reading import Context, Reading, read_flags
 from megatron_pipemem.config.hugging_face import known_model
 from megatron_pipemem.config.loading import typed

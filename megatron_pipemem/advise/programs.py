@@ -12,8 +12,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_pipemem.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL, Consumer
-from megatron_pipemem.advise.fields import ENDS, adapter_flags, flags_of, flags_of_model
+from megatron_pipemem.advise.consumers import (
+    ENDS,
+    NEMO_RL,
+    SLIME,
+    SWIFT,
+    VERL,
+    Consumer,
+    adapter_flags,
+    flags_of,
+    flags_of_model,
+)
 from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags, whole_number
 from megatron_pipemem.advise.shell import SWIFT_PROGRAMS, UNKNOWN
 from megatron_pipemem.config.hugging_face import known_model

@@ -12,8 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron_pipemem.advise.consumers import MEGATRON, Consumer
-from megatron_pipemem.advise.fields import IMAGES, TOWER
+from megatron_pipemem.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
@@ -64,12 +63,6 @@ class Context:
     devices: int | None = None
     vocabulary: int | None = None
     images: int | None = None
-
-
-def read_command(words: Sequence[str], context: Context) -> Reading:
-    """Return the run that the words of a command start: launcher, program and flags."""
-    launcher, program, rest = parts(words)
-    return read_flags(named(rest, context.known), launcher, program, context)
 
 
 def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.advise.reading import Context, Reading, read_command
+from megatron_pipemem.advise.programs import read_program
+from megatron_pipemem.advise.reading import Context, Reading
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.hugging_face import known_model
@@ -32,7 +33,7 @@ def back(run: Run) -> Run:
     """The run that is read from the command of this one."""
     nodes = min_nodes(run)
     start = command(run, Nodes(count=nodes, rank=0, address="node0" if nodes > 1 else None))
-    return read_command(start.words, Context(known_flags(), run.cluster)).run
+    return read_program(start.words, Context(known_flags(), run.cluster)).run
 
 
 def told(run: Run) -> dict[str, str]:
@@ -70,7 +71,7 @@ START = "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py"
 
 def read(flags: str = "", start: str = START, **settings) -> Reading:
     words = shlex.split(f"{start} {SMALL} {flags}")
-    return read_command(words, Context(known_flags(), load("h100-80g", Cluster), **settings))
+    return read_program(words, Context(known_flags(), load("h100-80g", Cluster), **settings))
 
 
 def test_sizes_follow_from_the_launcher():
