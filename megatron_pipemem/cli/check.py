@@ -37,10 +37,10 @@ from megatron_pipemem.report.timeline import UNITS
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters, write_header, write_table
 from megatron_pipemem.schedule.dependencies import Wait
-from megatron_pipemem.schedule.lint import Fault, find_fault, find_obstacle
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.memory_cap import parse_caps
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.schedule_file import Fault, find_fault, find_obstacle
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate_program
 

@@ -22,7 +22,6 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
-from megatron_pipemem.planner.tower import tower_price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -192,7 +191,7 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
         source="formulas",
         device=speed(cluster),
         layers={kind: _priced(prices.layer(model, execution, cluster, kind)) for kind in dict.fromkeys(model.kinds)},
-        first=_priced(prices.embedding(model, execution, cluster) + tower_price(model, execution, cluster))
+        first=_priced(prices.embedding(model, execution, cluster) + prices.tower_price(model, execution, cluster))
         + behind
         + batch,
         middle=before + behind,

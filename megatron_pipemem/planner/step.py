@@ -36,7 +36,6 @@ from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.planner.counts import model_flops
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
-from megatron_pipemem.planner.tower import tower_price
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
@@ -157,7 +156,7 @@ class _Cut:
         because its pattern puts it on the last stage.
         """
         first, last = (Price(), Price()) if self.shared_ends else self.vocabulary()
-        first += tower_price(self.model, self.execution, self.cluster)
+        first += prices.tower_price(self.model, self.execution, self.cluster)
         return first, last + self.ahead() if self.model.pattern is not None else last
 
     def share(self, devices: int) -> list[Price]:

@@ -1,14 +1,21 @@
-"""Read the schedule of a run from a file, prove it, and check that its size fits the run."""
+"""Files with schedules: read the schedule of a run and check its size, or find the first fault of a table.
+
+Tables may be those of other programs. A fault comes with its cell in the file and its remedy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.csv_format import read_schedule_file
-from megatron_pipemem.schedule.schedule import NEVER_FLUSHED, Schedule
-from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.csv_format import Cell, Table, in_letters, read_schedule_file
+from megatron_pipemem.schedule.dependencies import Wait
+from megatron_pipemem.schedule.lowering import add_gradient_reductions
+from megatron_pipemem.schedule.schedule import NEVER_FLUSHED, Program, Schedule
+from megatron_pipemem.schedule.validator import check_microbatch_order, validate, validate_program
 
 
 def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:
@@ -46,3 +53,105 @@ def check_microbatches_of_file(schedule: Schedule, num_microbatches: int) -> Non
             f"--global-batch-size = micro-batch size x data-parallel size x {own} without ramp-up, or give a file for "
             f"{num_microbatches} microbatches",
         )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a table."""
+
+    error: ScheduleError  # the fault and its remedy, in this package's notation
+    message: str  # the same in the notation of the table
+    cell: Cell | None  # the place of the fault; ``None`` if an action is missing
+
+    @property
+    def cycle(self) -> tuple[Wait, ...]:
+        """Return the waits of a deadlock: every device waits for the next one, and the last for the first."""
+        return self.error.cycle
+
+
+def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
+    """Return the first fault of a table; ``None`` if its actions compute every microbatch without a deadlock.
+
+    A peak above ``memory_cap`` is a fault, too. If the table has messages, each send must have its receive, and every
+    directed pair of devices must send and receive in the same order. A table without gradient reductions, such as
+    torch's, gets those of this package.
+    """
+    try:
+        _check_numbering(schedule)
+        validate(schedule, memory_cap=memory_cap, microbatch_order=False)
+        if table.has_messages:
+            # The table's own runner posts its messages. Here they would be placed anew.
+            validate_program(_program(table, schedule), microbatch_order=False, host_waits=False)
+    except ScheduleError as error:
+        if not error.cycle:
+            return _fault(table, error)
+        first = error.cycle[0]
+        return Fault(
+            error, in_letters(_describe(error.cycle), table.letters), table.cell_of(first.device, first.action)
+        )
+    return None
+
+
+def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
+    """Return the fault of a valid table whose microbatch order this package cannot run; ``None`` if it can."""
+    try:
+        check_microbatch_order(schedule)
+    except ScheduleError as error:
+        return _fault(table, error)
+    return None
+
+
+def _fault(table: Table, error: ScheduleError) -> Fault:
+    return Fault(error, in_letters(str(error), table.letters), _cell(table, error))
+
+
+def _describe(cycle: tuple[Wait, ...]) -> str:
+    """Return the message of a deadlock: the devices that wait, and one action to move earlier against the deadlock."""
+    stands = {wait.device: wait.action for wait in cycle}
+    wait = next(wait for wait in cycle if wait.needed != stands[wait.owner])
+    members = ", ".join(f"device {member.device} at {member.action}" for member in cycle)
+    return (
+        f"deadlock: a circle of {len(cycle)} devices that wait for one another ({members}); "
+        f"move {wait.needed} before {stands[wait.owner]} on device {wait.owner}"
+    )
+
+
+def _program(table: Table, schedule: Schedule) -> Program:
+    if any(action.kind is Kind.REDUCE_GRAD for row in table.actions for action in row):
+        return Program(schedule, table.actions)
+    return Program(schedule, tuple(map(add_gradient_reductions, table.actions)))
+
+
+def _check_numbering(schedule: Schedule) -> None:
+    """Raise a ScheduleError if a stage numbers its actions of one kind without a gap, but from 1 or more, not from 0.
+
+    The validator would report such a stage as incomplete.
+    """
+    wanted = range(schedule.num_units)
+    for device, order in enumerate(schedule.orders):
+        found: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
+        for position, action in enumerate(order):
+            found.setdefault((action.kind, action.stage), []).append((position, action))
+        for (kind, stage), places in found.items():
+            numbers = sorted(action.microbatch for _, action in places)
+            shift = numbers[0]
+            if shift and len(numbers) == len(wanted) and numbers == list(range(shift, shift + len(wanted))):
+                position, action = min(places, key=lambda place: place[1].microbatch)
+                raise ScheduleError(
+                    "shifted-microbatches",
+                    f"stage {stage} numbers its {len(wanted)} actions of kind {kind} from {shift} to {numbers[-1]}, "
+                    f"but the step has microbatches 0 to {len(wanted) - 1}; subtract {shift} from each number, so "
+                    f"that {action} becomes {action._replace(microbatch=0)}",
+                    at=(device, position, action),
+                )
+
+
+def _cell(table: Table, error: ScheduleError) -> Cell | None:
+    """Return the cell of the action that an error names, the second one if the device has the action twice.
+
+    The result is ``None`` if the error names no device, or if the device's line lacks the action.
+    """
+    if error.device is None or error.device >= len(table.rows):
+        return None
+    found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]
+    return found[min(1, len(found) - 1)] if found else None

@@ -16,11 +16,11 @@ from megatron_pipemem.planner.balance import balance
 from megatron_pipemem.planner.counts import model_flops
 from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.prices import tower_price
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.slices import why_not_sliced
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import price
-from megatron_pipemem.planner.tower import tower_price
 from megatron_pipemem.schedule.placement import Placement
 from tests.watching.refusals import refused
 

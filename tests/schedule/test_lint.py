@@ -14,10 +14,10 @@ from refusals import refused
 from megatron_pipemem.errors import ScheduleError, ScheduleFormatError
 from megatron_pipemem.schedule.action import MESSAGES, SENDS, Kind
 from megatron_pipemem.schedule.csv_format import Table, read_table, write_table
-from megatron_pipemem.schedule.lint import Fault, find_fault, find_obstacle
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.schedule_file import Fault, find_fault, find_obstacle
 from megatron_pipemem.schedule.validator import validate, validate_program
 
 
