@@ -91,7 +91,7 @@ def predict(program: Program) -> Model:
     found = Dependencies(program.actions, program.placement, needs)
     refused: set[Place] = set()
     hanging: set[Place] = set()
-    for post, _, later in refused_waits(program, found, messages):
+    for post, _, later in refused_waits(program, found):
         device = found.graph.lane_of[post]
         first = found.lanes[device].start
         places = {(device, node - first) for node in range(post + 1, later + 1)}

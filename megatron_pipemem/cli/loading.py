@@ -26,7 +26,6 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.display import LARGEST
-from megatron_pipemem.schedule.lint import find_obstacle
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.options import (
     AUTO,
@@ -34,7 +33,6 @@ from megatron_pipemem.schedule.options import (
     SLICE_CUTS,
     STOCK,
     TOKENS,
-    check_recompute,
     parse_options,
     slice_counts,
 )
@@ -42,6 +40,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import even_layers
 from megatron_pipemem.schedule.registry import family, megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.schedule_file import find_obstacle
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.size import is_fitted
 from megatron_pipemem.schedule.validator import validate
@@ -231,7 +230,6 @@ def load_schedule(
     if cap is None or not cap.in_bytes:
         costs = replace(costs, memory=None)
     recompute = settings.pop("recompute", "none")
-    check_recompute(recompute)
     if host_memory is not None and offload == OFF and recompute == "none":
         raise UnsupportedError(
             "needs-option",

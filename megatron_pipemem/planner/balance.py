@@ -145,22 +145,13 @@ class _Scale:
         if request.searches:
             request = replace(request, file=_found(run, request, self._count))
         self._request = request
-        self._order = self._order_of(self._count)
+        self._replay = cache(lambda count: Replay(schedule_of(_with_microbatches(run, count), request)))
+        self._order = self._replay(self._count).schedule
         self._cut = run if self._order.slices == 1 else sliced(run, self._order.slices)
         self._is_plain = not self._barriers and self._order.slices == 1 and not request.is_asynchronous
-        self._replays = {self._count: Replay(self._order)}
         self.placement = self._order.placement
         self.stages = self.placement.model_stages
         self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
-
-    def _order_of(self, microbatches: int) -> Schedule:
-        return schedule_of(_with_microbatches(self.run, microbatches), self._request)
-
-    def _replay(self, microbatches: int) -> Replay:
-        """Return the replay of a step with that many microbatches, which all layouts share."""
-        if microbatches not in self._replays:
-            self._replays[microbatches] = Replay(self._order_of(microbatches))
-        return self._replays[microbatches]
 
     def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
         """Return the layout with these layers per stage, and predict its times and bytes."""

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError, UnsupportedError
+from megatron_pipemem.schedule.display import shortened
 
 SELECTIVE_SECONDS = 0.05
 """Seconds of RS as a share of F, if nothing better is known. Norms and GELU move about 24 bytes per element of the
@@ -340,17 +341,17 @@ class Action(NamedTuple):
             kinds = ", ".join(kind.value for kind in Kind)
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})",
+                f"{shortened(text)} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})",
             )
         if max(len(stage), len(microbatch or "")) > MOST_DIGITS:
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; write smaller numbers",
+                f"{shortened(text)}: stage and microbatch have {MOST_DIGITS} digits at most; write smaller numbers",
             )
         if (microbatch is None) != (kind in WHOLE_STAGE):
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)}: {' and '.join(WHOLE_STAGE)} take no microbatch, and every other kind needs one; add "
+                f"{shortened(text)}: {' and '.join(WHOLE_STAGE)} take no microbatch, and every other kind needs one; add "
                 "or remove the number",
             )
         return cls(kind, int(stage)) if microbatch is None else cls(kind, int(stage), int(microbatch))
@@ -382,14 +383,8 @@ def last_slice(unit: int, slices: int) -> int:
     return unit - unit % slices + slices - 1
 
 
-def shown(text: str) -> str:
-    """Return a text from a file in quotes, for an error message. After 40 characters it is cut and ends with "..."."""
-    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
-
-
 EVERYWHERE = -1
 """The stage of a collective that all devices have posted."""
 MOST_DIGITS = 9
 """The most digits that a number in the text of a schedule may have."""
-_MOST_SHOWN = 40
 _PATTERN = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)?")

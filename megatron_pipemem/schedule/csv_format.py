@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
 from megatron_pipemem.reading import read_text
-from megatron_pipemem.schedule.action import MESSAGES, MOST_DIGITS, ORDERED, VOCABULARY, Action, Kind, shown
+from megatron_pipemem.schedule.action import MESSAGES, MOST_DIGITS, ORDERED, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement
 
 _FROM_ZERO = ("devices", "idle", "update_delay")
@@ -112,7 +113,7 @@ def _parse(line: str, number: int) -> dict[str, Any]:
         ):
             raise ScheduleFormatError(
                 "bad-header",
-                f"{shown(word)} has an unknown name or a wrong value; write name=number, as in replicas=2, with "
+                f"{shortened(word)} has an unknown name or a wrong value; write name=number, as in replicas=2, with "
                 f"{MOST_DIGITS} digits at most (names: {', '.join(Header._fields)})",
                 line=number,
             )
@@ -391,7 +392,7 @@ def _action(text: str, letters: str, line: int, column: int) -> Action:
         if _NEGATIVE.fullmatch(text):
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)} is not an action, because microbatches count from 0; leave the cell empty if -1 means that "
+                f"{shortened(text)} is not an action, because microbatches count from 0; leave the cell empty if -1 means that "
                 "nothing runs there, or add 1 to every number if the whole table is off by one",
             )
         return Action.parse(text, _READ.get(letters, {}))

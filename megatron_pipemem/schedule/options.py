@@ -117,14 +117,6 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
         raise UnsupportedError("bad-number", f"seed of a search must be a whole number, not {seed!r}")
 
 
-def check_recompute(mode: object) -> None:
-    """Raise an UnsupportedError if the mode is not one of ``RECOMPUTE``."""
-    if mode not in RECOMPUTE:
-        raise UnsupportedError(
-            "bad-choice", f"recompute {mode!r} is not one of {', '.join(RECOMPUTE)}; give one of these"
-        )
-
-
 def slice_counts(given: object) -> tuple[int, ...]:
     """Read the numbers of sequence slices that a search may choose: from a number, a list, or ``1,2,4``.
 

@@ -129,7 +129,7 @@ def validate_program(
     if barriers:
         check_queues(program, found)
     if host_waits:
-        check_host_waits(program, found, messages.values())
+        check_host_waits(program, found)
     if single_queue:
         run_single_queues(program)
 

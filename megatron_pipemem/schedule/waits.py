@@ -16,17 +16,17 @@ too. No hardware queue is stricter, so a program that ends in this model ends on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
+from itertools import chain, permutations
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COLLECTIVES, COMPUTE, RECEIVES, Action, Kind
+from megatron_pipemem.schedule.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Graph, Times, Waits, deadlock, find_cycle, numbered
-from megatron_pipemem.schedule.messages import Message, Router
+from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.schedule import Program
 
 
@@ -52,17 +52,17 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
     return needed
 
 
-def check_host_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> None:
+def check_host_waits(program: Program, found: Dependencies) -> None:
     """Prove that a program has no deadlock even if a host waits for its whole device before any one of its actions.
 
-    ``found`` and ``messages`` are the dependencies and all messages of the program. Every send must have its receive,
-    and the program must be free of deadlock without such waits. A ScheduleError is raised if the proof fails.
+    ``found`` has the dependencies of the program. Every send must have its receive, and the program must be free of
+    deadlock without such waits. A ScheduleError is raised if the proof fails.
     """
-    for end, other, later in refused_waits(program, found, messages):
+    for end, other, later in refused_waits(program, found):
         raise _fault(found, end, other, later)
 
 
-def refused_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
+def refused_waits(program: Program, found: Dependencies) -> Iterator[tuple[int, int, int]]:
     """Yield ``(post, other, later)``, three nodes, for every post after which a host must not wait for its device.
 
     ``other`` completes together with ``post``: it is the receive of a send or the reverse, a collective, or another
@@ -70,33 +70,40 @@ def refused_waits(program: Program, found: Dependencies, messages: Iterable[Mess
     not wait between ``post`` and ``later``.
     """
     needed, lane_of = last_needed(found), found.graph.lane_of
-    for end, other in _pairs(program, found, messages):
+    for end, other in _pairs(program, found):
         later = needed[other][lane_of[end]]
         if later > end:
             yield end, other, later
 
 
-def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int]]:
-    """Yield every post with each node that completes together with it.
+def _pairs(program: Program, found: Dependencies) -> Iterator[tuple[int, int]]:
+    """Yield every post with each node that completes together with it: another device's post, or the collective."""
+    for first, posts in _meetings(program):
+        if first.kind not in COLLECTIVES:
+            yield from permutations(posts, 2)
+    for collective in chain.from_iterable(found.lanes[found.num_devices :]):
+        # The node of a collective needs everything that its posts need.
+        yield from ((post, collective) for post, _ in found.graph.waits[collective])
 
-    That is the receive of a send and the reverse, the node of a collective, which needs all that its posts need, or
-    another device's post of the same sum over replicas.
+
+def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
+    """Return the posts of every message, collective and sum over replicas: the first action, and a node per device.
+
+    Nodes are numbered as the actions of the program. A device with several replicas of a stage takes part in the sum
+    with its last post.
     """
-    nodes = {action: node for node, action in enumerate(found.actions)}
-    for message in messages:
-        yield from permutations((nodes[message.send], nodes[message.receive]), 2)
-    for collectives in found.lanes[found.num_devices :]:
-        for collective in collectives:
-            # The node of a collective needs everything that its posts need.
-            yield from ((post, collective) for post, _ in found.graph.waits[collective])
-    sums: dict[int, dict[int, int]] = {}
-    placement = program.placement
+    placement, router = program.placement, Router(program.placement)
+    nodes = {action: node for node, action in enumerate(chain.from_iterable(program.actions))}
+    messages = filter(None, map(router.emitted, nodes))
+    found = [(message.send, [nodes[message.send], nodes[message.receive]]) for message in messages]
+    together: dict[Action, dict[int, int]] = {}
     for action, node in nodes.items():
-        if action.kind is Kind.REDUCE_REPLICAS:
-            # A device with several replicas of a stage takes part with its last post.
-            sums.setdefault(action.stage % placement.model_stages, {})[placement.devices[action.stage]] = node
-    for posts in sums.values():
-        yield from permutations(posts.values(), 2)
+        if action.kind in COLLECTIVES:
+            together.setdefault(action._replace(stage=0), {})[action.stage] = node
+        elif action.kind is Kind.REDUCE_REPLICAS:
+            first = action._replace(stage=action.stage % placement.model_stages)
+            together.setdefault(first, {})[placement.devices[action.stage]] = node
+    return found + [(first, [*posts.values()]) for first, posts in together.items()]
 
 
 def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleError:
@@ -151,7 +158,8 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     """
     prices = ActionPrices(program.schedule, costs or Costs())
     lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
-    meetings = _meetings(program, prices)
+    meetings = _meetings(program)
+    devices = program.placement.devices
     # Meetings follow the actions, each in a lane of its own. A meeting waits until all its devices have done the actions
     # before it in their queues, and the devices wait for the meeting.
     waits: list[Waits] = [()] * len(actions)
@@ -161,9 +169,15 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
             seconds[node + 1] = prices.second_of_pair(action, actions[node + 1])
     meeting_of: dict[int, int] = {}
     firsts = {nodes.start for nodes in lanes}
-    for meeting, (posts, takes) in enumerate(meetings, start=len(actions)):
+    for meeting, (first, posts) in enumerate(meetings, start=len(actions)):
         waits.append([(post - 1, 0) for post in posts if post not in firsts])
-        seconds.append(takes)
+        if first.kind is Kind.REDUCE_REPLICAS:
+            seconds.append(prices.sums[first.stage] if len(posts) > 1 else 0.0)
+        elif first.kind in COLLECTIVES:
+            seconds.append(prices.of(*first))
+        else:
+            source, destination = (devices[actions[post].stage] for post in posts)
+            seconds.append(prices.of_message((source, destination), first.microbatch))
         for post in posts:
             waits[post], seconds[post], meeting_of[post] = ((meeting, 0),), 0.0, meeting
     graph = Graph([*lanes, *([meeting] for meeting in range(len(actions), len(waits)))], waits, range(len(waits)))
@@ -175,7 +189,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
 
             The post is of the same message, collective or sum over replicas as the post at which ``device`` waits.
             """
-            posts, _ = meetings[meeting_of[lanes[device][reached[device]]] - len(actions)]
+            _, posts = meetings[meeting_of[lanes[device][reached[device]]] - len(actions)]
             places = ((owner := graph.lane_of[post], post - lanes[owner].start) for post in posts)
             return next((owner, position) for owner, position in places if position != reached[owner])
 
@@ -189,45 +203,19 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     return QueueRun(program, tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes))
 
 
-def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], float]]:
-    """Return ``(posts, seconds)`` of every message, collective and sum over replicas.
-
-    ``posts`` has one node for each device that takes part.
-    """
-    router, placement = Router(program.placement), program.placement
-    nodes = {action: node for node, action in enumerate(action for order in program.actions for action in order)}
-    together: dict[tuple[Kind, int] | Action, tuple[list[int], float]] = {}
-    for message in filter(None, map(router.emitted, nodes)):
-        posts = [nodes[message.send], nodes[message.receive]]
-        together[message.send] = posts, prices.of_message(message.edge, message.send.microbatch)
-    sums: dict[int, dict[int, int]] = {}
-    for action, node in nodes.items():
-        if action.kind in COLLECTIVES:
-            key = (action.kind, action.microbatch)
-            together.setdefault(key, ([], prices.of(*action)))[0].append(node)
-        elif action.kind is Kind.REDUCE_REPLICAS:
-            # A device with several replicas of a stage takes part with its last post.
-            stage = action.stage % placement.model_stages
-            sums.setdefault(stage, {})[placement.devices[action.stage]] = node
-    for stage, last in sums.items():
-        together[Kind.REDUCE_REPLICAS, stage] = [*last.values()], prices.sums[stage] if len(last) > 1 else 0.0
-    return [*together.values()]
-
-
 def check_queues(program: Program, found: Dependencies) -> None:
     """Prove that messages and collectives complete even if every device serves all its posts strictly in order.
 
     A message moves when it is the next post of both its devices, and a collective when it is the next post of all
     devices. A post waits for its data.
     """
-    router, nodes = Router(program.placement), {action: node for node, action in enumerate(found.actions)}
     *devices, channel = found.lanes
     waits = [list(each) for each in found.graph.waits]
     moves = {post: collective for collective in channel for post, _ in waits[collective]}
-    for message in filter(None, map(router.emitted, found.actions)):
-        ends = [nodes[message.send], nodes[message.receive]]
-        moves |= dict.fromkeys(ends, len(waits))
-        waits.append([(end, 0) for end in ends])
+    for first, posts in _meetings(program):
+        if first.kind in SENDS:
+            moves |= dict.fromkeys(posts, len(waits))
+            waits.append([(post, 0) for post in posts])
     for nodes_of_device in devices:
         before = None
         for node in nodes_of_device:

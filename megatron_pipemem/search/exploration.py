@@ -400,20 +400,17 @@ class Exploration:
         return Candidate(schedule, makespan, timeline.peaks, bound, name)
 
 
-_SAMPLES = 4
+_SAMPLES, _ERROR = 4, 0.2
 
 
-def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
-    """Return the index of the timetable whose orders are fastest on average if times have random errors.
-
-    ``error`` is the largest relative error.
-    """
+def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int) -> int:
+    """Return the index of the timetable whose orders are fastest on average if times have random errors up to 20 %."""
     if len(tables) == 1:
         return 0
     rng = Random(seed)
     problems = []
     for _ in range(_SAMPLES):
-        ticks = tuple(max(1, round(ticks * (1 + rng.uniform(-error, error)))) for ticks in problem.ticks)
+        ticks = tuple(max(1, round(ticks * (1 + rng.uniform(-_ERROR, _ERROR)))) for ticks in problem.ticks)
         problems.append(replace(problem, ticks=ticks))
     return min(
         range(len(tables)),
