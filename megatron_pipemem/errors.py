@@ -210,14 +210,7 @@ class ScheduleError(PipememError, ValueError):
 
 
 class ScheduleFormatError(PipememError, ValueError):
-    """A text cannot be read as a schedule.
-
-    Args:
-        code: see ``PipememError``.
-        message: one sentence with the error and the remedy.
-        line: number of the line, from 1.
-        column: number of the cell within the line, from 1.
-    """
+    """A text cannot be read as a schedule, in this line and cell, both counted from 1."""
 
     def __init__(self, code: str, message: str, *, line: int | None = None, column: int | None = None):
         self.line = line
@@ -243,10 +236,7 @@ class UnsupportedError(PipememError, ValueError):
 class MemoryCapError(UnsupportedError):
     """No tried plan of offload and recomputation, or no tried order of microbatches, keeps the memory cap.
 
-    Args:
-        code: see ``PipememError``.
-        message: what is wrong and what to change.
-        obstacles: for activations that would have to leave the device and cannot, the reasons.
+    ``obstacles`` has the reasons why activations that would have to leave the device cannot.
     """
 
     def __init__(self, code: str, message: str, obstacles: tuple[str, ...] = ()):
@@ -271,14 +261,7 @@ class OutputError(PipememError, OSError):
 
 
 class ConfigError(PipememError, ValueError):
-    """A configuration cannot be read, or has a wrong value.
-
-    Args:
-        code: see ``PipememError``.
-        message: what is wrong and what to change.
-        key: dotted path of the wrong key, if any.
-        file: the file with the configuration, if any.
-    """
+    """A configuration cannot be read, or has a wrong value, at the dotted path ``key``, in this file."""
 
     def __init__(self, code: str, message: str, *, key: str | None = None, file: object | None = None):
         self.message = message

@@ -128,29 +128,18 @@ PAIRED = "pairs"
 
 @dataclass(frozen=True)
 class Advice:
-    """The run as it is, and the schedules that are proposed for it.
+    """The run as it is, and the schedules that are proposed for it."""
 
-    Args:
-        today: the run as it is.
-        stock: the fastest of Megatron's own schedules with any chunks and the best layout; ``None`` if none fits into
-            the memory, or the run can have none.
-        proposals: the best schedule of each kind, such as ``less memory``; at most four.
-        refused: by code of a refusal, its message and the names of schedules that would be proposed without it.
-        excess: bytes that the run needs by its prices in addition to the device's memory.
-        unsliced: the reason why sequences cannot be cut into slices; ``None`` if they can, or if slices would not help.
-        fails: the reason why Megatron cannot cut the model as the run asks; ``None`` if it can. ``today`` then has a
-            layout with which the run starts.
-        verdict: the answer.
-    """
-
-    today: Way
-    stock: Way | None
-    proposals: dict[str, Way]
+    today: Way  # the run as it is
+    stock: Way | None  # the fastest of Megatron's own schedules with the best layout; None if none fits, or can be had
+    proposals: dict[str, Way]  # the best schedule of each kind, such as ``less memory``; at most four
+    # by code of a refusal, its message and the names of schedules that would be proposed without it
     refused: dict[str, tuple[str, list[str]]]
-    excess: float
+    excess: float  # bytes that the run needs by its prices in addition to the device's memory
     verdict: Verdict
+    # why Megatron cannot cut the model as the run asks; ``today`` then has a layout with which the run starts
     fails: str | None = None
-    unsliced: str | None = None
+    unsliced: str | None = None  # why sequences cannot be cut into slices, if slices might help
 
 
 def advise(
@@ -162,18 +151,10 @@ def advise(
 ) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
-    A run that does not fit its devices by these prices is compared as if they had the memory that it needs.
-
-    Args:
-        run: as it stands.
-        pace: measured prices; ``None`` for those of the formulas.
-        names: the schedules that the run's program can take.
-        slices: whether all sequences of the program have the same length, so that schedules may cut them into slices.
-        pairs: whether the forward step of the program can return a schedule plan, so that passes may run in pairs.
-
-    Raises:
-        UnsupportedError: the run has no pipeline (``no-pipeline``).
-        PipememError: the run cannot have its present schedule, or cannot be priced with it.
+    A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``pace`` has
+    measured prices. ``names`` are the schedules that the run's program can take. With ``slices``, all of its sequences have the
+    same length, so that schedules may cut them. With ``pairs``, its forward step can return a schedule plan, so that passes may
+    run in pairs. A run without a pipeline, or without a price for its present schedule, is refused.
     """
     if run.parallelism.pp == 1:
         raise UnsupportedError(

@@ -101,24 +101,16 @@ def _layout(value: str | Sequence[str] | Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A program that trains with Megatron, and how its settings are spelled.
+    """A program that trains with Megatron, and how its settings are spelled."""
 
-    Args:
-        hook: the words that make the program import a module of the user's, whose import enables the schedule; with
-            them no flag of this package is needed.
-        where: the place of the call that enables a schedule, if no flag does.
-        setting: spells a field of Megatron's configuration with its value; ``None`` if the program takes Megatron's flags.
-        families: schedules that the program can run.
-        slices: whether its sequences can be cut into slices, which those of other lengths and packed ones cannot.
-        pairs: whether its forward step can return a schedule plan, which passes in pairs need.
-    """
-
+    # words that make the program import a module of the user's, whose import enables the schedule without a flag of ours
     hook: tuple[str, ...] = ()
-    where: str | None = None
+    where: str | None = None  # the place of the call that enables a schedule, if no flag does
+    # spells a field of Megatron's configuration with its value; None if the program takes Megatron's flags
     setting: Callable[[str, Any], list[str]] | None = None
-    families: tuple[str, ...] = (*STOCKS, *OURS)
-    slices: bool = False
-    pairs: bool = False
+    families: tuple[str, ...] = (*STOCKS, *OURS)  # schedules that the program can run
+    slices: bool = False  # whether its sequences can be cut: they are not packed, and equally long
+    pairs: bool = False  # whether its forward step can return a schedule plan, which passes in pairs need
 
 
 def changes(consumer: Consumer, today: Run, way: Way) -> tuple[list[str], list[str]]:

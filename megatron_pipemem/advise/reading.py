@@ -48,21 +48,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Context:
-    """Facts that a command or recipe may leave open.
+    """Facts that a command or recipe may leave open. Numbers are ``None`` if they are not known otherwise."""
 
-    Args:
-        known: flags of Megatron's parser, as ``mcore.known_flags`` describes them.
-        cluster: the cluster for which the run is priced. Its number of nodes follows from the command.
-        devices: number of devices of the whole run; ``None`` if the command gives it.
-        vocabulary: number of tokens in the vocabulary; ``None`` if the command gives it.
-        images: number of images in a sequence, for a model with a vision tower; ``None`` if it is not known.
-    """
-
-    known: Mapping[str, Mapping[str, Any]]
-    cluster: Cluster
-    devices: int | None = None
-    vocabulary: int | None = None
-    images: int | None = None
+    known: Mapping[str, Mapping[str, Any]]  # flags of Megatron's parser, as ``mcore.known_flags`` describes them
+    cluster: Cluster  # whose devices are priced; the number of nodes follows from the command
+    devices: int | None = None  # of the whole run
+    vocabulary: int | None = None  # tokens in the vocabulary
+    images: int | None = None  # in a sequence, for a model with a vision tower
 
 
 def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:

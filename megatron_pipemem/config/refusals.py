@@ -7,26 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.stream import check_batch, updates_per_batch
-
-
-class Refusals(NamedTuple):
-    """The attributes of Megatron's configuration that one feature refuses."""
-
-    feature: str
-    """The end of the sentence "... is not supported"."""
-    sentences: Mapping[str, str]
-    """The reason and the remedy, by attribute."""
-    only: Mapping[str, Callable[[Any], bool]] = MappingProxyType({})
-    """A function by attribute that says whether this feature refuses a value, if others refuse more values."""
-
 
 _FLAGS = {
     "fp8": "fp8-format",
@@ -72,20 +59,24 @@ def _flag(attribute: str) -> str:
     return _FLAGS.get(attribute, attribute.replace("_", "-"))
 
 
-def _refusals(
-    feature: str,
-    reasons: Mapping[str, str],
-    otherwise: str = "",
-    only: Mapping[str, Callable[[Any], bool]] = MappingProxyType({}),
-) -> Refusals:
-    """Return the refusals of a feature, by the reason for each attribute.
+class Refusals:
+    """The attributes of Megatron's configuration that one feature refuses, with the reason and the remedy for each.
 
-    A remedy may follow the reason after a semicolon. Without one, the remedy is to drop the attribute's flag.
-    ``otherwise`` is a second remedy for all attributes.
+    ``feature`` ends the sentence "... is not supported". A remedy may follow a reason after a semicolon. Without one, it is
+    to drop the attribute's flag. ``otherwise`` is a second remedy for all attributes. ``only`` has functions that return
+    whether this feature refuses a value, for attributes of which others refuse more values.
     """
-    remedies = {name: "" if "; " in text else f"; drop --{_flag(name)}" for name, text in reasons.items()}
-    sentences = {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()}
-    return Refusals(feature, sentences, only)
+
+    def __init__(
+        self,
+        feature: str,
+        reasons: Mapping[str, str],
+        otherwise: str = "",
+        only: Mapping[str, Callable[[Any], bool]] | None = None,
+    ):
+        remedies = {name: "" if "; " in text else f"; drop --{_flag(name)}" for name, text in reasons.items()}
+        self.feature, self.only = feature, only or {}
+        self.sentences = {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()}
 
 
 _SHARDED = (
@@ -100,7 +91,7 @@ FSDP = (
     "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
     "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
 )
-SCHEDULES = _refusals(
+SCHEDULES = Refusals(
     "",
     {
         "use_megatron_fsdp": FSDP,
@@ -128,7 +119,7 @@ SCHEDULES = _refusals(
     },
     only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS, GRAPH_OF_STEP)},
 )
-GRAPHS = _refusals(
+GRAPHS = Refusals(
     " by a schedule with other actions than forwards and whole backwards",
     {
         "cuda_graph_impl": "Transformer Engine captures forwards and whole backwards only; take a schedule like 1f1b or "
@@ -137,7 +128,7 @@ GRAPHS = _refusals(
     },
     only={"cuda_graph_impl": lambda impl: impl == GRAPHS_OF_LAYERS},
 )
-WHOLE_STEP = _refusals(
+WHOLE_STEP = Refusals(
     " by a step in which the host acts between passes",
     {
         "cuda_graph_impl": "a step is captured whole only with one stage per rank; take 1f1b, gpipe or zb-h1 without offload, "
@@ -146,7 +137,7 @@ WHOLE_STEP = _refusals(
     },
     only={"cuda_graph_impl": lambda impl: impl == GRAPH_OF_STEP},
 )
-REORDERED = _refusals(
+REORDERED = Refusals(
     " by a schedule that runs forwards in another order than Megatron's own",
     {
         "moe_enable_routing_replay": "routers are recorded and replayed in the order of Megatron's forwards; take a schedule "
@@ -154,7 +145,7 @@ REORDERED = _refusals(
     },
 )
 _STREAMS = "the shards of a weight draw from random streams of their own"
-LAYERWISE = _refusals(
+LAYERWISE = Refusals(
     " with layerwise random numbers",
     {
         "cuda_graph_impl": f"a captured graph draws from the generators of its capture{_NO_GRAPHS}",
@@ -167,7 +158,7 @@ LAYERWISE = _refusals(
         "expert_gtp_weight_remat_size": _STREAMS,
     },
 )
-UNPAIRED = _refusals(
+UNPAIRED = Refusals(
     " by a run that was enabled without it",
     {
         "overlap_moe_expert_parallel_comm": "pass it on the command line, or call enable(..., pairs=True) before the model is "
@@ -175,7 +166,7 @@ UNPAIRED = _refusals(
     },
 )
 _IN_PIECES = "a layer whose pieces alternate with those of another microbatch"
-PAIRS = _refusals(
+PAIRS = Refusals(
     " with --overlap-moe-expert-parallel-comm",
     {
         "recompute_granularity": f"{_IN_PIECES} cannot run again as a whole; pass --recompute-granularity selective, or none",
@@ -186,7 +177,7 @@ PAIRS = _refusals(
     },
     ", or drop --overlap-moe-expert-parallel-comm",
 )
-VOCABULARY = _refusals(
+VOCABULARY = Refusals(
     " with vocabulary parallelism",
     {
         "mtp_standalone": "a stage of multi-token prediction gets its embeddings on the rank that has the input of the head; "
@@ -201,7 +192,7 @@ VOCABULARY = _refusals(
 )
 _COUNTS = "counts the tokens of every expert of a layer in a step, and with two replicas of the layer each counts half; drop it"
 _TWO_QUANTISED = "ranks cannot exchange quantised weights, so the replicas would begin with different values"
-REPLICAS = _refusals(
+REPLICAS = Refusals(
     " with two replicas of the model",
     {
         "moe_router_enable_expert_bias": f"--moe-router-enable-expert-bias {_COUNTS}",
@@ -215,7 +206,7 @@ REPLICAS = _refusals(
     ", or take a schedule with one replica of the model",
 )
 _QUANTISED = "quantised weights are cached once per step and have no versions"
-ASYNCHRONOUS = _refusals(
+ASYNCHRONOUS = Refusals(
     " by asynchronous schedules",
     {
         "use_distributed_optimizer": "its parameters are views of one buffer, so they cannot point at another version of the "
@@ -231,7 +222,7 @@ ASYNCHRONOUS = _refusals(
     },
 )
 _ONE_COUNT = "the plan of consecutive steps is for one number of microbatches"
-OVERLAPPED = _refusals(
+OVERLAPPED = Refusals(
     " without a barrier between steps",
     {
         "rerun_mode": "all ranks agree on the results of a step before any rank updates its weights; pass --rerun-mode "
@@ -251,7 +242,7 @@ OVERLAPPED = _refusals(
     },
 )
 _OFFLOADED = "the offloaded optimizer updates copies on the host at its own pace"
-DELAYED = _refusals(
+DELAYED = Refusals(
     " by an asynchronous schedule without a barrier between steps",
     {
         "grad_norm_skip_threshold": "the training loop changes the learning rate before the gradients' norm is known; leave "
@@ -263,7 +254,7 @@ DELAYED = _refusals(
 _COUNTED_TWICE = "counts the tokens or scores of every forward, and the first forwards of a step may run again"
 _WRITTEN_EARLY = "it would write the results of a step that may have to be rolled back"
 _SCALED = "weights have scales that the step changes and that cannot be restored"
-ROLLED_BACK = _refusals(
+ROLLED_BACK = Refusals(
     " without a barrier between steps if gradients are clipped",
     {
         "optimizer": "only the changes of adam and sgd can be rolled back; pass --optimizer adam, or --clip-grad 0",
@@ -290,7 +281,7 @@ ROLLED_BACK = _refusals(
 _BIAS = "balance experts by --moe-router-load-balancing-type none and --moe-router-enable-expert-bias"
 _WHOLE = (*_UNCOUNTED, "sinkhorn")
 _PACKED = "a packed document may lie in two slices"
-SLICED = _refusals(
+SLICED = Refusals(
     " in sequence slices",
     {
         "context_parallel_size": "every rank has a part of the sequence already; pass --context-parallel-size 1",
@@ -309,7 +300,7 @@ SLICED = _refusals(
     ", or take a schedule without sequence slices",
     only={"moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _WHOLE)},
 )
-PER_MICROBATCH = _refusals(
+PER_MICROBATCH = Refusals(
     " by a schedule that updates after every microbatch",
     {
         "overlap_grad_reduce": "every microbatch waits for its own reduction before its update, so they cannot overlap",
@@ -319,7 +310,7 @@ PER_MICROBATCH = _refusals(
         "log_num_zeros_in_grad": "gradients are gone when the step ends",
     },
 )
-SPLIT_BACKWARD = _refusals(
+SPLIT_BACKWARD = Refusals(
     " by a schedule that splits the backward",
     {
         "use_transformer_engine_op_fuser": "its fused operations compute their own weight gradients, and W would not run",
@@ -331,7 +322,7 @@ SPLIT_BACKWARD = _refusals(
     },
 )
 _FUSED = "the fused kernels are Transformer Engine's, for a GPU"
-CPU = _refusals(
+CPU = Refusals(
     " on CPU ranks",
     {
         "moe_token_dispatcher_type": "DeepEP, HybridEP and NCCL EP are kernels of a GPU; pass --moe-token-dispatcher-type "
@@ -359,12 +350,12 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
 
     ``value_of`` returns the value of an attribute of Megatron's configuration; ``None`` if there is no such attribute.
     """
-    for feature, sentences, only in wanted:
-        for attribute, sentence in sentences.items():
+    for each in wanted:
+        for attribute, sentence in each.sentences.items():
             value = value_of(attribute)
-            if only.get(attribute, _REFUSED.get(attribute, bool))(value):
+            if each.only.get(attribute, _REFUSED.get(attribute, bool))(value):
                 raise UnsupportedError(
-                    "unsupported-setting", f"{attribute} = {value!r} is not supported{feature}: {sentence}"
+                    "unsupported-setting", f"{attribute} = {value!r} is not supported{each.feature}: {sentence}"
                 )
 
 
