@@ -208,7 +208,7 @@ def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) 
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Refuse a schedule with vocabulary passes of another algorithm than ``vocab_parallel``, the value of the flag.
+    """Refuse a schedule with vocabulary passes of another algorithm than the flag ``vocab_parallel`` asks for.
 
     A schedule with 0 barriers has no vocabulary passes yet, so those of any algorithm can be added.
     """

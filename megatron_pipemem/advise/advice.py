@@ -225,11 +225,7 @@ def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown
 
 
 def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
-    """Predict a run with its present schedule and its present layers per stage.
-
-    ``auto`` stands for the order that a short search finds. Raise an UnsupportedError if Megatron's own schedule does not
-    go with the run's ranks, chunks, layers or flags.
-    """
+    """Predict a run with its present schedule and layers per stage; ``auto`` stands for the order of a short search."""
     chunks = run.parallelism.chunks
     name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
     order = Order(name, chunks)
@@ -315,8 +311,7 @@ def _proposals(
 ) -> Iterator[tuple[str, Way]]:
     """Yield kind and schedule for the best of every kind that is faster than the run and earlier kinds, or smaller.
 
-    ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``memory`` is the memory of a
-    device in bytes. ``refused`` is extended by the refusals of better schedules (``_first``).
+    ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``refused`` grows (``_first``).
     """
     same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
     together = [way for way in hiding if way.peak <= max(memory, today.peak * (1 + SAME_MEMORY))]

@@ -195,10 +195,7 @@ def _held(way: Way) -> str:
 
 
 def _compared(way: Way, reading: Reading, advice: Advice) -> str:
-    """Return the line about a schedule: how its step compares with the run's, its memory, and the words to add.
-
-    If tuned stock Megatron is faster than the run as it stands, the step is compared with that too.
-    """
+    """Return the line about a schedule: how its step compares with the run's and tuned stock's, its memory, and the words."""
     today, stock = advice.today, advice.stock
     against = f"a step is {_difference(way.gain(today))}"
     if stock is not None and stock is not way and stock.gain(today) >= AS_FAST:

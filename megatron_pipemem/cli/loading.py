@@ -157,10 +157,7 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs with the LM head: cut over all devices with 1 or 2 barriers, or on the last stage if 0.
-
-    If the seconds of the head are not given, the costs stay as they are.
-    """
+    """Return the costs with the LM head, if its price is given: cut with 1 or 2 barriers, or on the last stage if 0."""
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
@@ -294,8 +291,7 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
 def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]:
     """Return the table in a schedule file, and its schedule, which is not validated yet.
 
-    A number of microbatches in ``size`` replaces the number that follows from the file. Devices and chunks
-    in ``size`` must equal those of the file.
+    Microbatches in ``size`` replace those of the file. Devices and chunks must equal those of the file.
     """
     table, schedule = _read(Path(name), dialect, size.microbatches, size.yes)
     _check_counts(name, schedule, size.devices, None, _settings(size))

@@ -166,11 +166,7 @@ def _print_answer(answer: Answer, today: Plan | None, overlap: str | None) -> No
 
 
 def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
-    """Return the plan of a run as it stands, or ``None``.
-
-    It is ``None`` if the run does not fill its cluster, is refused for another reason than memory, or has offload,
-    slices, vocabulary parallelism or steps without a barrier.
-    """
+    """Return the plan of a run as it stands; ``None`` if it does not fill its cluster, is refused, or has further features."""
     choice = run.schedule
     has_further = choice.overlap_steps or (choice.slices or 1) > 1 or {choice.offload, choice.vocab_parallel} != {OFF}
     if has_further or run.parallelism.ranks != run.cluster.num_devices:
@@ -223,10 +219,7 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
-    """Return the fastest plans with and without overlap of messages within layers; ``None`` where there is no such plan.
-
-    ``again`` plans the run without the overlap, if all plans of ``answer`` keep it.
-    """
+    """Return the fastest plans with and without overlap within layers, if any; ``again`` plans the run without it."""
     if not any(run.flags.get(flag) for flag in OVERLAPS):
         return None, None
     kept = next((each for each in answer.plans if each.hides_messages), None)
@@ -347,10 +340,7 @@ def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
 
 
 def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
-    """Return the run that a run file or a model describes, together with the options.
-
-    A model needs a number of pipeline ranks, and has 8 microbatches per rank by default.
-    """
+    """Return the run that a run file or a model describes, with the options; a model has 8 microbatches per rank."""
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
     for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):

@@ -89,10 +89,7 @@ def _check(script: Path, arguments: list[str], devices: str) -> None:
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
-    """Return the request of the plugin's flags, or None without such flags, and the script's own arguments.
-
-    Nothing that is slow to import is needed.
-    """
+    """Return the request of the plugin's flags, if any, and the script's own arguments, without slow imports."""
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)
         hint = f"did you mean {near[0]}?" if near else "give the script first, and its flags after it"

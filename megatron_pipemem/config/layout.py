@@ -71,10 +71,7 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def even(model: Model, stages: int) -> tuple[int, ...]:
-    """Return the number of pieces of each stage, as even as possible, with prediction ahead on the last stage.
-
-    The first stage has the layers to which a vision tower adds.
-    """
+    """Return the pieces of each stage, as even as possible above the tower's least, with prediction ahead on the last."""
     counts = spread(model.layers, stages)
     if counts[0] < model.least_first:
         counts = (model.least_first, *spread(model.layers - model.least_first, stages - 1))
@@ -160,10 +157,7 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
 
 
 def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the layers of every stage by the flags for the first and last rank, or for embedding and loss.
-
-    The result is ``None`` if Megatron cannot cut the model by these flags, or another placement has several chunks.
-    """
+    """Return the layers of every stage by flags for the first and last rank, or embedding and loss; ``None`` if impossible."""
     p, given = run.parallelism.pp, run.flags
     chunks = stages // p
     if run.schedule.name != STOCK and chunks > 1:

@@ -129,10 +129,7 @@ SHIPPED = Path(__file__).parent
 
 
 def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a configuration from a file, given by path or name, with changes like ``model.layers=16``.
-
-    They are applied before the files that this file refers to are read.
-    """
+    """Read a configuration from a file, by path or name. Changes like ``model.layers=16`` come before its base is read."""
     path = locate(str(source), kind)
     raw = read_raw(path)
     for text in overrides:

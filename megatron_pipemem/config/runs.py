@@ -122,10 +122,7 @@ class ScheduleChoice(ScheduleOptions, Limited):
 
     @property
     def recomputes_by_action(self) -> bool:
-        """Whether selective recompute is an action of the schedule, RS.
-
-        Otherwise Megatron itself recomputes, if ``recompute`` is not ``none``. ``full`` is always Megatron's.
-        """
+        """Whether selective recompute is an action of the schedule, RS. Otherwise Megatron itself recomputes."""
         return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
 
     def __post_init__(self) -> None:

@@ -45,10 +45,7 @@ def without_cut(arguments: Sequence[str]) -> list[str]:
 
 
 def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
-    """Return the cut of a model that the flags ask for; ``None`` if they ask for none, or if Megatron will refuse it.
-
-    Flags that give layers per stage count only if the number of ``layers`` is known.
-    """
+    """Return the cut of a model that the flags ask for; ``None`` if they ask for none, or if Megatron will refuse it."""
     name, pattern = given_pattern(flags)
     if name is not None:
         if not layout.is_cut(pattern):

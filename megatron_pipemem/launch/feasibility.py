@@ -27,10 +27,7 @@ DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def refusal(run: Run, any_size: bool = False) -> PipememError | None:
-    """Return the error that says why a run cannot work; ``None`` if no check fails.
-
-    Without ``any_size``, a schedule that takes long to check is an error too.
-    """
+    """Return the error that says why a run cannot work, or takes long to check unless ``any_size``; ``None`` if it can."""
     try:
         run = laid_out(run)
         for check in _CHECKS if any_size else (_affordable, *_CHECKS):

@@ -44,10 +44,7 @@ def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
 
 
 def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
-    """Return the sbatch command for a batch file of ``scripts/slurm`` with arguments, without running it.
-
-    ``more`` are options of sbatch, which the user's ``options`` override.
-    """
+    """Return the sbatch command for a batch file with arguments. The user's ``options`` override the options ``more``."""
     for option in (*options.sbatch, *options.srun):
         if not option.startswith("-"):  # it would become an argument
             raise UnsupportedError(

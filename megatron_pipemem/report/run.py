@@ -40,8 +40,7 @@ def typical[T](steps: Sequence[T]) -> Sequence[T]:
 def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
     """Return the idle share of a rank's training steps, from 0 to 1: the median over all steps but the first.
 
-    Each step is a pair of seconds: the time of the rank's actions, and the time from the first start to the last end on all
-    ranks of its pipeline. Steps of 0 seconds do not count. Without others, the result is ``None``.
+    Each step is a pair of seconds: of the rank's actions, and of its whole pipeline. Steps of 0 seconds do not count.
     """
     rates = [1 - work / makespan for work, makespan in steps if makespan]
     return median(typical(rates)) if rates else None

@@ -138,8 +138,7 @@ class TerminalTimeline:
 
     A letter gives the kind of an action: upper case for the first chunk, lower case for later ones. The number of its
     microbatch follows if there is room, then dashes until the action ends. Blanks are idle time. If the timeline is too
-    long for the width, a column covers several actions. It has the letter of the action that takes the largest part of
-    it, or is blank if more of it is idle time.
+    long for the width, a column shows the action or idle time that takes the largest part of it.
     """
 
     timeline: Timeline
