@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -39,12 +40,11 @@ def pytest_report_header() -> list[str]:
 START_PROCESSES = {
     "launched": ("slurm/", "cpu/", "scripts/test_launch_grid.py", "scripts/test_quickstart"),
     "own ranks": (
-        "benchmarks/",
         *("end_to_end/test_consumers", "end_to_end/test_cuda_graphs", "end_to_end/test_lazy_features"),
         *("end_to_end/test_plain_loop", "end_to_end/test_transformer_engine"),
         *("runtime/test_executor", "runtime/test_offload", "runtime/test_vocabulary_ranks"),
     ),
-    "the session's ranks": ("end_to_end/",),
+    "the session's ranks": ("end_to_end/", "benchmarks/"),
 }
 
 
@@ -63,8 +63,22 @@ NICENESS = 10
 LONG = ("tests/scripts/test_types.py", "tests/scripts/test_launch.py", "tests/scripts/test_readme.py")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let each worker of a whole run collect another folder first.
+
+    pytest rewrites the assertions of a test file once, and keeps the result for other processes. Workers in the same
+    order would all rewrite the same files at the same time.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker and config.args == ["tests"]:
+        tests = Path(__file__).parent
+        places = sorted({file.relative_to(tests).parts[0] for file in tests.rglob("test_*.py")} - {*MISSING})
+        first = len(places) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args = [str(tests / place) for place in (*places[first:], *places[:first])]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.nodeid.split("/")[1]))
 
 
 @pytest.hookimpl(wrapper=True)

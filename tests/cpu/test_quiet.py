@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from lanes import nightly
 from launching import REPOSITORY
 
 from megatron_pipemem.launch.command import CPU_FLAGS, words
@@ -26,7 +27,9 @@ logging.getLogger("megatron.core.tensor_parallel.random").warning("another messa
 """
 
 
-@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize(
+    "verbose", [False, pytest.param(True, marks=nightly("this shows only that Megatron has something to say"))]
+)
 def test_nothing_is_said_of_missing_packages_unless_asked(environment: dict[str, str], verbose: bool) -> None:
     command = [sys.executable, "-W", "default", "-c", PROGRAM.format(verbose=verbose)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import rest_nightly
 
 UNTIED = "--untie-embeddings-and-output-weights"
 LATE = ("--train-iters", "3")  # the second step of 2BW has still the first weights
@@ -76,7 +77,9 @@ def test_without_a_barrier_it_trains_the_same(train, emulate, tmp_path):
     assert bits(resumed.losses) == bits(drained.losses[3:])
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    "name", rest_nightly(FLAGS, ["pipedream"], "test_without_a_barrier_it_trains_the_same, which resumes pipedream-2bw")
+)
 def test_a_resumed_run_is_the_uninterrupted_one(train, tmp_path, name):
     whole = train(name, *FLAGS[name], *DROPOUT, *CHECKPOINTS, "--save", str(tmp_path))
     load = (*DROPOUT, "--load", str(tmp_path), "--ckpt-step", "2", "--override-opt_param-scheduler")

@@ -105,6 +105,7 @@ def test_plans_anew_with_measured_costs(train, assert_same_training, tmp_path, f
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+@nightly("test_offload.py and test_pairs.py, which measure zb-h1 and interleaved")
 def test_measured_costs_price_any_schedule(train, assert_same_training):
     run = train("1f1b", *PROFILE)
     assert_same_training(run, train("stock", "--train-iters", "7"))
@@ -127,8 +128,8 @@ def file(tmp_path):
     ("schedule", "flags"),
     rest_nightly(
         [("zb-h1", ()), ("v-min", ()), ("interleaved", EVALUATION)],
-        [("v-min", ())],
-        "a file of another placement; evaluation in test_variants.py",
+        [],
+        "a file with offload in test_offload.py; evaluation in test_variants.py",
     ),
 )
 def test_runs_a_file(train, assert_same_training, file, schedule, flags):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from lanes import rest_nightly
 from quickstart import ROUNDING
@@ -68,9 +70,8 @@ FULL_LANE = (
 )
 def test_checkpoints_are_interchangeable(train, resume, assert_same_training, before, after, embeddings):
     resumed = resume(before, after, embeddings)
-    assert_same_training(resumed, resume("stock", "stock", embeddings))
-    uninterrupted = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "4")
-    assert resumed.losses == uninterrupted.losses[2:]
+    whole = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "4")
+    assert_same_training(resumed, replace(whole, losses=whole.losses[2:], grad_norms=whole.grad_norms[2:]))
 
 
 DISTRIBUTED = (

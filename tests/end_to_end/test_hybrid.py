@@ -42,10 +42,12 @@ EXACT = {
 }
 
 
-NIGHTLY = {"linear", "zbv", "auto", "po-f"}
+NIGHTLY = {"linear", "zbv", "auto", "po-f", "wave"}
 
 
-@pytest.mark.parametrize("name", rest_nightly(EXACT, EXACT.keys() - NIGHTLY, "another schedule of the same placement"))
+@pytest.mark.parametrize(
+    "name", rest_nightly(EXACT, EXACT.keys() - NIGHTLY, "another schedule of the same placement, or cut as interleaved")
+)
 def test_trains_as_stock(train, assert_same_training, name):
     schedule, cut, flags = EXACT[name]
     run = train(schedule, *of(CUTS[cut], *flags))

@@ -108,6 +108,7 @@ def test_experts_begin_alike_whoever_has_them(train, assert_close_training):
     assert_close_training(shared, alone)
 
 
+@nightly("the bits of the tests above; this one shows only that they would differ")
 def test_streams_of_ranks_differ_without_it(train):
     stock, ours = (train(name, *FLAGS[2:], initialise=False) for name in ("stock", "v-half"))
     assert stock.losses[0] != ours.losses[0]

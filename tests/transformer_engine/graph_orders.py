@@ -1,9 +1,9 @@
 """Program of a process that has Transformer Engine on its path: its graphs, captured and replayed in our orders.
 
-The first argument says whether Transformer Engine is ``mended`` or as it ``is``. Graphs of layers with split backwards
-need three changes of its ``make_graphed_callables``: a counter of W per chunk, next to ``bwd_idx``; static inputs that W
-gives back, and not the backward before it; output gradients that backwards do not share, because W reads them.
-Every other argument is ``family,p,m``. Prints, as JSON, what became of every device of every case.
+Every argument is ``family,p,m``, or ``mended``, which changes Transformer Engine for the cases after it. Graphs of layers
+with split backwards need three changes of its ``make_graphed_callables``: a counter of W per chunk, next to ``bwd_idx``;
+static inputs that W gives back, and not the backward before it; output gradients that backwards do not share, because W
+reads them. Prints, as JSON, what became of every device of every case.
 """
 
 from __future__ import annotations
@@ -148,11 +148,12 @@ def train(name: str, p: int, m: int, device: int) -> dict[str, int]:
     }
 
 
-def main(state: str, *cases: str) -> None:
-    if state == "mended":
-        mend()
+def main(*cases: str) -> None:
     found = {}
     for case in cases:
+        if case == "mended":
+            mend()
+            continue
         family, devices, microbatches = case.split(",")
         for device in range(int(devices)):
             found[f"{case},{device}"] = train(family, int(devices), int(microbatches), device)
