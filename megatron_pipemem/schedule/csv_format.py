@@ -367,10 +367,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str, str]:
-    """Return the key of ``LETTERS`` in which a file is written, and the reason as text.
-
-    The reason is ``stated`` if ``dialect`` is such a key, and otherwise the sign by which it was detected.
-    """
+    """Return the key of ``LETTERS`` in which a file is written, and the reason: ``stated``, or the sign that showed it."""
     if dialect not in ("auto", "torch"):
         return dialect, "stated"
     cells = [cell for row in lines for _, _, cell in row]

@@ -68,10 +68,7 @@ class Horizons:
         self._lanes, self._needed = found.lanes, last_needed(found)
 
     def place(self, device: int, position: int, other: int) -> int:
-        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``.
-
-        The needs of the action at ``position`` itself do not count.
-        """
+        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``."""
         if position == 0:
             return 0
         return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
@@ -200,11 +197,7 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Change ``places`` so that every sum over replicas comes right after the stage's last gradient.
-
-    It comes later if a deeper stage's sum does. ``places`` has, per stage of the device, the number of actions of its
-    order before the sum.
-    """
+    """Change ``places``: sums over replicas come after the last gradient of the stage, and after sums of deeper stages."""
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED
@@ -214,18 +207,12 @@ def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
 
 
 def _keep_order(places: dict[int, int]) -> None:
-    """Change ``places`` so that no sum over replicas comes before that of a deeper stage. Sums only move later.
-
-    Deeper stages come first in ``places``.
-    """
+    """Move sums over replicas later, so that none comes before that of a deeper stage, which is first in ``places``."""
     places |= zip(places, accumulate(places.values(), max), strict=True)
 
 
 def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Horizons) -> bool:
-    """Move sums over replicas after the actions that another replica's sum depends on; return whether any has moved.
-
-    ``places`` has, per device and stage, the number of actions of the order before the sum. It is changed.
-    """
+    """Move sums in ``places`` after the actions that another replica's sum depends on; return whether any has moved."""
     moved = False
     for device, own in enumerate(places):
         for stage, place in own.items():
@@ -366,10 +353,7 @@ class _Run:
         self._events: list[tuple[float, int]] = [(0.0, device) for device in range(len(self._orders))]
 
     def lists(self) -> tuple[Order, ...]:
-        """Run all devices to their ends, and return their orders with messages.
-
-        Raise a ScheduleError if a device waits for a message or collective that never comes.
-        """
+        """Run all devices to their ends, and return their orders; refuse waits for messages that never come."""
         while self._events:
             now = self._events[0][0]
             while self._events and self._events[0][0] == now:
@@ -448,10 +432,7 @@ class _Run:
         return ran
 
     def _should_wait(self, device: int, now: float, end: float) -> bool:
-        """Return whether a device should first wait for the destination of a message, and not compute until ``end``.
-
-        It should if computing delays the destination by more than the wait takes.
-        """
+        """Return whether computing until ``end`` delays a message's destination by more than a wait for it takes."""
         for message in self._heads(device):
             other = message.edge[1]
             wait = self._busy_until[other] - now

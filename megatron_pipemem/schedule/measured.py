@@ -135,10 +135,7 @@ def costs_from(
 
 
 def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
-    """Return the measured costs of the vocabulary passes; those of ``before`` if no such pass has run.
-
-    The collectives of the passes are not measured.
-    """
+    """Return the measured costs of vocabulary passes, without collectives; those of ``before`` if no such pass has run."""
     if (Kind.S, 0) not in medians:
         return before.vocabulary
     score, gradient, embed, embed_gradient = (
@@ -291,10 +288,7 @@ class MeasuredStep:
 
     @cached_property
     def usual(self) -> dict[tuple[Kind, int], int]:
-        """Return the median nanoseconds per kind, stage and slice; for vocabulary passes per kind, device and slice.
-
-        They are those of actions in no pair.
-        """
+        """Return the median nanoseconds of actions in no pair, per kind, stage (of vocabulary passes: device) and slice."""
         durations: dict[tuple[Kind, int], list[int]] = {}
         for node in self.alone:
             durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
@@ -482,20 +476,14 @@ def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int
 
 
 def _late_alone(step: MeasuredStep, usual: list[int], late: int) -> list[int]:
-    """Return the idle nanoseconds of every device if only the actions of device ``late`` take their measured times.
-
-    All other actions take their times in ``usual``, which has nanoseconds per node. All delays are the measured ones.
-    """
+    """Return the idle nanoseconds of every device if only the actions of device ``late`` do not take ``usual`` times."""
     nodes = zip(step.lanes, step.seconds, usual, strict=True)
     seconds = [real if device == late else one for device, real, one in nodes]
     return _idle(step, seconds, step.delays)
 
 
 def _shared(amount: int, weights: list[int]) -> dict[int, int]:
-    """Return the part of ``amount`` for every device in the ratio of ``weights``. Devices without a part are left out.
-
-    The device with the largest weight takes the rounding error. If all weights are 0, the parts are equal.
-    """
+    """Return the part of ``amount`` per device by ``weights``, or equal parts; the largest weight takes rounding errors."""
     total = sum(weights)
     if not amount:
         return {}
@@ -507,11 +495,7 @@ def _shared(amount: int, weights: list[int]) -> dict[int, int]:
 
 
 def _period(step: MeasuredStep) -> int:
-    """Return the nanoseconds from step to step without a barrier, at most the length of the step.
-
-    With replicas of the model, whose gradients are summed at the end of a step, and for asynchronous schedules the
-    result is the length of the step.
-    """
+    """Return the nanoseconds from step to step without a barrier; those of a step with replicas or asynchronous updates."""
     if step.schedule.placement.replicas > 1 or step.schedule.updates is not None:
         return step.length
     begins: list[int] = [0] * step.schedule.num_devices

@@ -39,18 +39,12 @@ class ScheduleSize:
 
 
 def is_fitted(name: str) -> bool:
-    """Return whether computing an order is assumed to take time that grows with the cube of the number of devices.
-
-    That holds for ``auto``, and for families that do not place stages round robin.
-    """
+    """Return whether computing an order takes cubic time in the devices: for ``auto``, and if stages are not round robin."""
     return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:
-    """Estimate the actions, seconds and bytes of a schedule, within a factor of about three.
-
-    ``chunks`` counts stages per device. ``fitted`` is the result of ``is_fitted`` for the schedule.
-    """
+    """Estimate a schedule's actions, seconds and bytes within a factor of about three; ``fitted`` is by ``is_fitted``."""
     actions = 3 * devices * microbatches * chunks
     seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
     return ScheduleSize(actions, seconds, actions * _ACTION_BYTES)

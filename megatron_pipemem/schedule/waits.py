@@ -107,10 +107,7 @@ def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
 
 
 def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleError:
-    """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device.
-
-    All three are nodes. ``other`` completes together with ``end``, and depends on ``later``.
-    """
+    """Return the error for the post ``end``: its partner ``other`` depends on ``later``, an action of the same device."""
     device = found.graph.lane_of[end]
     first = found.lanes[device].start
     action, after, partner = (found.actions[node] for node in (end, later, other))
@@ -149,13 +146,7 @@ class QueueRun:
 
 
 def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
-    """Simulate a program in the strict model of one hardware queue per device, and return the times of its actions.
-
-    Every send must have its receive (``check_edges``).
-
-    Raises:
-        ScheduleError: the program has a deadlock in this model.
-    """
+    """Simulate a program in the strict model of one hardware queue per device, or raise a ScheduleError for a deadlock."""
     prices = ActionPrices(program.schedule, costs or Costs())
     lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
     meetings = _meetings(program)

@@ -351,11 +351,7 @@ class _Search:
         return result
 
     def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
-        """Return ``begin``, improved by random swaps and moves of microbatches that keep or shorten the makespan.
-
-        Every tried order gets a greedy schedule, with one of ``limits`` in turn. ``begin`` itself is not changed.
-        ``None`` stays ``None``.
-        """
+        """Return ``begin`` (``None`` for ``None``), improved by random moves that do not lengthen the makespan."""
         if begin is None:
             return None
         best, value, order = None, begin.value, begin.order
@@ -376,10 +372,7 @@ class _Search:
         return Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: Variation) -> bool:
-        """Run rounds until they stop helping or time is up. Keep the fastest order within the caps.
-
-        Return whether ``value`` has become smaller.
-        """
+        """Run rounds until they or time end, keep the fastest order within the caps, and return whether ``value`` fell."""
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
@@ -405,10 +398,7 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
 
 
 def _limits(base: Schedule) -> Iterator[Ahead]:
-    """Yield limits for ``ahead`` of ``Dispatcher.run``: ``None``, and for a base with one stage per device its own.
-
-    These are, for each device, the most forwards of the base that wait for their backward.
-    """
+    """Yield limits of forwards ahead: ``None``, and for one stage per device the most that wait for backwards in the base."""
     yield None
     if base.placement.num_chunks == 1:
         ahead = []
