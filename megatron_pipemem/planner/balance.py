@@ -268,10 +268,7 @@ class _Scale:
 
 
 def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
-    """Return the layout with the shortest step among those that fit into ``room`` bytes.
-
-    If none fits, take the layouts with about the shortest step, and of these the one with the lowest peak.
-    """
+    """Return the shortest layout within ``room`` bytes; if none fits, the lowest peak of those that are about the shortest."""
     if fitting := [each for each in layouts if max(each.held) <= room]:
         return min(fitting, key=lambda each: each.seconds)
     most = min(each.seconds for each in layouts) * (1 + AS_GOOD)
@@ -283,10 +280,7 @@ def _with_microbatches(run: Run, count: int) -> Run:
 
 
 def _request(run: Run) -> Request:
-    """Return the request of a run for which layouts are compared: without offload and recomputation.
-
-    Raise an UnsupportedError if there is no pipeline.
-    """
+    """Return a run's request without offload and recomputation, whose layouts are compared; refuse a single rank."""
     if run.parallelism.pp == 1:
         raise UnsupportedError(
             "no-pipeline",

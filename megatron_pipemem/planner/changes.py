@@ -185,10 +185,7 @@ class Case:
         return f"{self.own.peak:.0f}B" if self.in_bytes else f"{self.own.peak:.4g}"
 
     def flags(self, *flags: str) -> str:
-        """Return these flags as one text.
-
-        For a run with Megatron's own schedule, add ``--pipemem-schedule`` with our schedule of the same order.
-        """
+        """Return these flags as one text, with our schedule of the same order for a run with Megatron's own."""
         stock = megatrons_own(self.schedule.placement.num_chunks)
         ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
         return " ".join(filter(None, (ours, *flags)))
@@ -208,10 +205,7 @@ class Case:
         return partition(Loads(passes.layers, *ends), placement)
 
     def layout_flag(self, counts: tuple[int, ...]) -> str:
-        """Return Megatron's flag for these layers per stage.
-
-        The text is empty if the numbers are equal, or if the run's layers are unknown.
-        """
+        """Return Megatron's flag for these layers per stage; empty if they are equal, or the run's are unknown."""
         if self.layers is None or len(set(counts)) == 1:
             return ""
         slices = (*counts[:-1], counts[-1] + bool(self.mtp_layers))
@@ -263,11 +257,7 @@ def _all(case: Case) -> Iterator[Change]:
 
 
 def _layouts(case: Case) -> Iterator[Change]:
-    """Yield the run's schedule with other layers per stage, balanced by the measured times of layers.
-
-    Yield nothing if the layers are unknown or balanced already, or if the run recomputes, offloads or cuts the
-    vocabulary.
-    """
+    """Yield the run with balanced layers per stage; nothing if it recomputes, offloads or cuts the vocabulary."""
     placement = case.schedule.placement
     if case.layers is None or _is_extended(case.schedule):
         return
@@ -377,10 +367,7 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
 
 
 def _without(case: Case) -> Iterator[Change]:
-    """Yield up to three changes: no recomputation, no offload, and no barrier between steps.
-
-    The first two are for runs that recompute or offload, and the third for runs whose configuration allows it.
-    """
+    """Yield the run without recomputation, without offload, and without a barrier between steps, where it may drop them."""
     schedule, costs = case.schedule, case.own.costs
     for kind, dropped, words, flags in (
         ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
@@ -444,10 +431,7 @@ def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
 
 
 def _may_place(case: Case, placement: Placement, name: str) -> bool:
-    """Return whether the run's configuration and its number of layers allow a placement for the schedule ``name``.
-
-    Placements with replicas of the model are not allowed.
-    """
+    """Return whether the run's configuration and layers allow a placement of one replica for the schedule ``name``."""
     if placement.replicas > 1 or (case.layers is not None and placement.num_stages > sum(case.layers) + 2):
         return False
     if placement.num_chunks > 1 and name != megatrons_own(placement.num_chunks) and "reordered" in case.refused:

@@ -198,10 +198,7 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
 
 
 def core_flops(model: Model, execution: Execution, block: str) -> float:
-    """Return the FLOPs of a block's F outside its matrices: of attention scores and values, or of a scan.
-
-    They are those of one rank and one microbatch; 0 for blocks with neither.
-    """
+    """Return the FLOPs of F outside a block's matrices, of attention or a scan, on one rank for one microbatch."""
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Sublayer.ATTENTION:
         return 4 * n * s * model.query_width / tp
@@ -226,10 +223,7 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> Passes:
-    """Return the FLOPs of F, I and W of one layer on one rank for one microbatch; I includes recomputation.
-
-    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
-    """
+    """Return the FLOPs of F, I (with recomputation) and W of a layer, by default the first, on a rank for a microbatch."""
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
         for each in matrices(model, execution, block):
@@ -257,19 +251,13 @@ def early_share(model: Model, execution: Execution, kind: str) -> float:
 
 @lru_cache(maxsize=1024)
 def attention_share(model: Model) -> float:
-    """Return the fraction of F's FLOPs, over all layers, in attention scores and values.
-
-    Scores that the causal mask removes are counted.
-    """
+    """Return the fraction of F's FLOPs in attention scores and values, with those that the causal mask removes."""
     passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
     return 1 - sum(each.weight for each in passes) / sum(each.forward for each in passes)
 
 
 def head_flops(model: Model, execution: Execution) -> Passes:
-    """Return the FLOPs of the output layer on one rank for one microbatch.
-
-    With multi-token prediction, the output layer runs once for each predicted token.
-    """
+    """Return the FLOPs of the output layer on one rank for one microbatch, once for each predicted token."""
     product = 2 * execution.tokens(model) * model.hidden * execution.vocabulary_rows(model)
     return Passes(product, product, product) * model.heads_of_output
 
@@ -300,10 +288,7 @@ def model_flops(model: Model) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, execution: Execution, kind: str | None = None) -> int:
-    """Return the number of parameters of one layer on one rank, experts included.
-
-    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
-    """
+    """Return the number of parameters of one layer, by default the first, on one rank, experts included."""
     return sum(
         _other_parameters(model, execution, Sublayer(block))
         + sum(each.parameters(execution.tp) for each in matrices(model, execution, block))
@@ -312,10 +297,7 @@ def layer_parameters(model: Model, execution: Execution, kind: str | None = None
 
 
 def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
-    """Return the number of a layer's expert parameters on one rank.
-
-    They count apart because fewer ranks share their optimizer state.
-    """
+    """Return a layer's expert parameters on a rank, which count apart: fewer ranks share their optimizer state."""
     copies = model.experts // execution.ep
     of_experts = (
         each
@@ -332,10 +314,7 @@ def embedding_parameters(model: Model, execution: Execution) -> int:
 
 
 def head_parameters(model: Model, execution: Execution) -> int:
-    """Return the number of parameters of final norm and output layer on one rank.
-
-    A tied head counts in full, because the last stage has a copy of the embedding.
-    """
+    """Return the parameters of final norm and output layer on a rank. A tied head counts, as a copy of the embedding."""
     return model.hidden * (execution.vocabulary_rows(model) + (2 if model.norm == "layernorm" else 1))
 
 
@@ -357,10 +336,7 @@ _DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
 
 
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
-    """Return the weight (FLOPs per token / 6) of one block, by its ``symbol`` in a hybrid pattern.
-
-    ``of`` returns the sizes of the model, and ``sequence`` is the number of tokens of a sequence. Invalid sizes give 0.
-    """
+    """Return the weight (FLOPs per token / 6) of a block by its ``symbol`` in a hybrid pattern; 0 for invalid sizes."""
     try:
         model = _model(symbol, of, sequence)
     except ConfigError:

@@ -76,10 +76,7 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
-    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage.
-
-    ``plan`` is the entry of the plan in the report.
-    """
+    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage."""
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,
@@ -128,10 +125,7 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
 
 
 def _ratio(measured: float, predicted: float, messages: float) -> float:
-    """Return measured over predicted seconds of computing alone, at least 0.1; 1 if none are predicted.
-
-    ``messages`` is the share of messages in the predicted seconds.
-    """
+    """Return measured over predicted seconds without the share of messages, at least 0.1; 1 if none are predicted."""
     return max(0.1, (measured / predicted - messages) / (1 - messages)) if predicted else 1.0
 
 
@@ -169,10 +163,7 @@ def explain(case: Case) -> dict[str, Any]:
 
 
 def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
-    """Return for every device the nanoseconds of work in a step, and of idle time by cause.
-
-    Together these are the length of the step.
-    """
+    """Return every device's nanoseconds of work in a step, and of idle time by cause, which add up to the step."""
     work: Sequence[int] = step.work_of(step.seconds)
     return [
         {

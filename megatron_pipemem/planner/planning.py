@@ -339,10 +339,7 @@ class _Planner:
         return replace(found, order=None)  # its name and the number of slices are enough
 
     def _measured(self, group: Group, order: Order) -> OrderPrice:
-        """Return the time and peaks of an order without a variant, from a cache.
-
-        Offload and both algorithms of vocabulary parallelism start from the same order.
-        """
+        """Return time and peaks of an order without a variant, from a cache, because variants share orders."""
         cut, costs = group.run.parallelism, group.step.costs
         if costs.have_exchanges:
             costs = costs.of_computing(group.step.placement)
@@ -353,10 +350,7 @@ class _Planner:
         return self._times[key]
 
     def _consider(self, group: Group, variant: Variant, order: Order) -> None:
-        """Queue the variant of an order, with the time of the order alone as a lower bound.
-
-        Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
-        """
+        """Queue the variant of an order by the order's time; reject it if it frees memory needlessly, or none where it must."""
         seconds, peaks, _ = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name} is not needed, because the schedule fits into memory without it"] += 1
@@ -366,10 +360,7 @@ class _Planner:
             self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
 
     def _affords(self, entry: Group | Base) -> bool:
-        """Return whether to try an entry now, or later because its offload takes long to plan.
-
-        Planning takes longest with many chunks. Trying an order now lowers the effort that is left.
-        """
+        """Return whether to try an entry now; one whose offload takes long to plan is tried last."""
         group = entry.group if isinstance(entry, Base) else entry
         if group.variant is None or not group.variant.frees_memory:
             return True
@@ -382,10 +373,7 @@ class _Planner:
         return True
 
     def _vary(self, base: Base, microbatches: int) -> None:
-        """Simulate the variant of an order with ``microbatches`` microbatches, and queue its plan or count its rejection.
-
-        Each further microbatch of the run adds the busiest device's work to the time.
-        """
+        """Simulate the variant of an order with fewer microbatches; the busiest device's work stands for the rest."""
         rest = base.group.run.parallelism.microbatches - microbatches
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
@@ -410,10 +398,7 @@ class _Planner:
         self._wait(found)
 
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
-        """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
-
-        A long step is predicted from shorter ones, and its plan has no list of actions.
-        """
+        """Return a plan for an order that ``build`` makes, a long one by shorter steps; ``None`` above the memory."""
         run, step = base.group.run, base.group.step
         if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
             return self._found(base, build(microbatches))
@@ -430,10 +415,7 @@ class _Planner:
         return self._plan(base, schedule, Replay(schedule).timing(costs, overlaps).price)
 
     def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
-        """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory.
-
-        ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
-        """
+        """Return a plan with this price, and ``schedule`` if a name is not enough; ``None`` above the memory."""
         if not self._fits(base.group, price.peaks):
             return None
         hidden = price.hidden and price.hidden[base.group.step.busiest]
@@ -464,12 +446,7 @@ def _units(run: Run) -> int:
 
 
 def _busiest(step: PlannedStep, slices: int = 1) -> float:
-    """Return the seconds that the busiest device computes per microbatch, including vocabulary passes.
-
-    For orders with pairs, the exchanges of experts' tokens are left out.
-
-    ``slices`` is the number of slices of a microbatch for which the step is priced.
-    """
+    """Return the busiest device's seconds per microbatch, with vocabulary passes, and without exchanges in pairs."""
     costs = step.costs.of_computing(step.placement) if step.costs.have_exchanges else step.costs
     prices, vocabulary = costs.seconds(step.placement, slices), costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)

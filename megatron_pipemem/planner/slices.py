@@ -201,11 +201,7 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 
 
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of one kind of pass, per stage and slice.
-
-    They are those of a sequence as long as the slice, plus those of attention to earlier slices. ``square`` has the
-    seconds of attention of the whole sequence on each stage.
-    """
+    """Return a pass's seconds per stage and slice: those of a short sequence, and of attention to earlier slices."""
     parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
     return tuple(
         part[stage] + of_whole * each.earlier
@@ -215,10 +211,7 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
 
 
 def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
-    """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices.
-
-    ``shared`` has the attention of every stage.
-    """
+    """Return each device's seconds of recomputation per microbatch, including attention to earlier slices."""
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # Pass I has twice the products of attention in F, and recomputation has them once.
     rest = sum(each.earlier for each in slices) / 3 * runs_again
@@ -229,10 +222,7 @@ def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Seq
 
 
 def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
-    """Return the seconds of the messages of all slices of a microbatch together, by link.
-
-    The costs give each slice an equal share.
-    """
+    """Return the seconds of all slices' messages of a microbatch by link; the costs give each slice an equal share."""
     found: dict[tuple[int, int], float] = {}
     for each in slices:
         assert isinstance(each.step.costs.p2p, Mapping), "the planner prices every link"
