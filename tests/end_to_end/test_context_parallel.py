@@ -9,7 +9,8 @@ from test_unequal import BY_CONTENT
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
 from test_vocabulary import LATER
 
-PP2 = ("--pipeline-model-parallel-size", "2")
+# Four microbatches fill a pipeline of two twice.
+PP2 = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "4")
 CP2 = (*PP2, "--context-parallel-size", "2")
 ROTARY = ("--position-embedding-type", "rope", UNTIED)
 GROUPED = (*ROTARY, "--group-query-attention", "--num-query-groups", "2")
@@ -86,6 +87,7 @@ def test_unequal_microbatches(train, assert_close_training):
     assert run.predicted_peaks == run.counted_peaks
 
 
+@nightly("test_checkpoints.py, where data-parallel ranks share what these share")
 def test_checkpoints_do_not_know_the_placement(train, assert_same_training, tmp_path):
     save = ("--save", str(tmp_path), "--save-interval", "2")
     train("v-half", *CP2, *GROUPED, *save)

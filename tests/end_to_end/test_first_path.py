@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from commands import pipemem, run_as_rank
 from ranks import CaseFailed
+
+from megatron_pipemem.cpu.ranks import start_ranks
 
 MODEL = """
 layers: 8
@@ -24,22 +25,26 @@ def costs(tmp_path_factory):
     """The file of a real measurement."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "model.yaml").write_text(MODEL)
-    pipemem("profile", "--model", folder / "model.yaml", "--cluster", "cpu", "--precision", "fp32", "--repeats", 1,
-            "--output", folder / "costs.json")  # fmt: skip
+    asked = ("profile", "--model", folder / "model.yaml", "--cluster", "cpu", "--precision", "fp32", "--repeats", 1)
+    asked = (*asked, "--output", folder / "costs.json")
+    (process,) = start_ranks(run_as_rank, [asked], [folder / "log"])
+    process.join()
+    assert process.exitcode == 0, (folder / "log").read_text()
     return folder / "costs.json"
 
 
-def pipemem(*arguments: object) -> str:
-    command = [sys.executable, "-m", "megatron_pipemem", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def told(*arguments: object) -> dict:
+    done = pipemem(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
 
 
 def test_profile_then_pareto_then_run(train, assert_same_training, costs):
-    found = json.loads(pipemem("pareto", "-p", 4, "-m", 6, "--costs", costs, "--caps", "1", "--seconds", 1, "--json"))
+    found = told("pareto", "-p", 4, "-m", 6, "--costs", costs, "--caps", "1", "--seconds", 1)
     assert {each["placement"] for each in found["choices"]} & {"v", "wave"}
     run = train("v-half", "--pipemem-costs", str(costs))
     assert_same_training(run, train("stock"))
-    simulated = json.loads(pipemem("simulate", "v-half", "-p", 4, "-m", 6, "--costs", costs, "--json"))
+    simulated = told("simulate", "v-half", "-p", 4, "-m", 6, "--costs", costs)
     (plan,) = run.plans
     assert plan["planned_makespan"] == pytest.approx(simulated["makespan"])
 

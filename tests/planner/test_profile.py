@@ -258,8 +258,8 @@ FINE = replace(
     LATENT, experts=8, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, dense_layers=1, router_score="sigmoid",
     router_bias=True, router_groups=4, router_groups_per_token=2, mtp_layers=1,
 )  # fmt: skip
-BIASED = replace(EXPERTS, qk_norm=False, bias="all")  # as GPT-OSS
-ODD = replace(EXPERTS, experts=12, experts_per_token=5)  # of which 128 tokens do not get equally many
+# As GPT-OSS; and of so many experts, 128 tokens do not get equally many.
+ODD = replace(EXPERTS, qk_norm=False, bias="all", experts=12, experts_per_token=5)
 HYBRID = replace(
     LLAMA, layers=3, pattern="*-E", experts=8, experts_per_token=2, expert_ffn=320, mtp_layers=2, mtp_pattern="*-"
 )
@@ -279,8 +279,7 @@ CROSSED = {
         for name, model in {"gpt": GPT, "llama": LLAMA, "latent": LATENT, "normed": replace(GPT, qk_norm=True)}.items()
     },
     "experts ep2": (EXPERTS, Execution(ep=2)),
-    "biased experts": (BIASED, Execution(ep=2)),
-    "odd experts": (ODD, Execution(ep=2)),
+    "odd experts with biases": (ODD, Execution(ep=2)),
     "whole experts": (EXPERTS, Execution(tp=2, sequence_parallel=True, ep=4, etp=1)),
     "whole and shared experts": (FINE, Execution(tp=2, sequence_parallel=True, ep=2, etp=1)),
     **{f"hybrid {name}": (HYBRID, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
@@ -293,7 +292,10 @@ CROSSED = {
 }
 
 
-NIGHTLY = {"gpt cp2-scores", "experts ep2", "whole experts", "hybrid plain", "fine plain", "fine moe"}
+NIGHTLY = {
+    *("gpt cp2-scores", "llama cp2-scores", "experts ep2", "whole experts", "hybrid plain"),
+    *("fine plain", "fine tp2-sp", "fine moe"),
+}
 
 
 @pytest.mark.parametrize(

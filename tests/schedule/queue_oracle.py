@@ -14,8 +14,6 @@ from collections.abc import Hashable
 
 from megatron_pipemem.schedule.schedule import Program
 
-Post = tuple[str, int, int]  # kind, stage, microbatch
-
 
 def stuck(program: Program, strict: bool = False) -> list[str]:
     """The heads of the queues that are not empty in the end; empty when the program ends."""

@@ -1,4 +1,4 @@
-"""Calls of ``pipemem`` within the process of the tests."""
+"""Calls of ``pipemem`` without a new interpreter."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ from megatron_pipemem.cli.app import app
 def pipemem(*arguments: object, env: Mapping[str, str] | None = None) -> Result:
     """Return exit code, stdout and stderr, as of ``pipemem("simulate", "1f1b", "-p", 4)``."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem", env=env)
+
+
+def run_as_rank(*arguments: object) -> None:
+    """Run a command in the process of a rank, and leave it with the command's exit code."""
+    app([str(argument) for argument in arguments], prog_name="pipemem")
