@@ -25,7 +25,7 @@ from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 
-_OLDEST = "2.8"
+OLDEST_SPLITTING = "2.8"
 """The oldest version of Transformer Engine whose modules tell which weight gradients they defer."""
 
 
@@ -81,11 +81,12 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
     # transformer_engine is the default of configurations, even if it is not installed (its version is then 0).
     if getattr(config, "transformer_impl", None) != "transformer_engine" or not get_te_version().release[0]:
         return
-    if splits and not is_te_min_version(_OLDEST):
+    if splits and not is_te_min_version(OLDEST_SPLITTING):
         raise UnsupportedError(
             "other-version",
-            f"Transformer Engine {get_te_version()} does not say which weight gradients it keeps for later; install {_OLDEST} "
-            "or newer, or pass --transformer-impl local, or take a schedule that does not split the backward, like 1f1b",
+            f"Transformer Engine {get_te_version()} does not say which weight gradients it keeps for later; install "
+            f"{OLDEST_SPLITTING} or newer, or pass --transformer-impl local, or take a schedule that does not split the "
+            "backward, like 1f1b",
         )
     refuse_transformer_engine(_of(config), splits, recomputes)
 

@@ -15,7 +15,12 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.selective import Recorder
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
-from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
+from megatron_pipemem.runtime.weight_gradients import (
+    ImmediateWeightGradients,
+    LateWeightGradients,
+    WeightGradientQueue,
+    collecting,
+)
 from megatron_pipemem.schedule.action import RECEIVES, RECOMPUTE, SENDS, Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Program
@@ -333,6 +338,7 @@ class Executor:
         handed_gradients: gradients of outputs that a stage of this device has made, by the stage and microbatch that
             take them.
         queues: the weight gradients of each W that has not run, by stage and microbatch.
+        late_weights: whether backwards that are not split queue their weight gradients too (``LateWeightGradients``).
         host_bytes: a function that returns the bytes of activations on the host.
         at_end: functions to call after the last action and ``Transport.finish``.
     """
@@ -364,6 +370,7 @@ class Executor:
         self.handed_inputs: dict[Key, torch.Tensor] = {}
         self.handed_gradients: dict[Key, torch.Tensor] = {}
         self.queues: dict[Key, WeightGradientQueue] = {}
+        self.late_weights = False
         self._recorders: dict[Key, Recorder] = {}
         # The results that have not been sent yet, and whether the ledger counts them only because of that.
         self._outbox: dict[Action, tuple[torch.Tensor, bool]] = {}
@@ -518,8 +525,10 @@ class Executor:
         self._pass_on(forward, self._run_stage(forward, together, input))
 
         def finish() -> None:
-            with self.measured(backward.action), collecting(self.queues.get(key)):
+            with self.measured(backward.action), collecting(self.queues[key]):
                 other.defer_weight_gradients()
+                if not backward.split:
+                    self.queues.pop(key).run()
             self._hold_queued(backward)
             self._pass_back(backward, gradients.pop())
 
@@ -559,6 +568,8 @@ class Executor:
         elif each.offloaded or selective:
             # Megatron's linear layers save their weight with autograd, and need it unchanged in the backward.
             queue = ImmediateWeightGradients()
+        elif self.late_weights and self._has_backward:
+            queue = self.queues[key] = LateWeightGradients()
         if queue is None and self.ledger is None:
             with self.measured(each.action):
                 output = forward(key[1], input)
@@ -578,8 +589,11 @@ class Executor:
         output_gradient = self._gradient_of(each)
         backward = self._stages[key[0]].backward
         input, output = self._inputs.pop(key), self._outputs.pop(key)
-        with self.measured(each.action), collecting(self.queues[key]) if each.split else _NOTHING:
+        queue = self.queues.get(key)
+        with self.measured(each.action), collecting(queue) if queue is not None else _NOTHING:
             gradient = backward(key[1], input, output, output_gradient)
+            if not each.split and queue is not None:
+                self.queues.pop(key).run()
         self._hold_queued(each)
         self._pass_back(each, gradient)
 

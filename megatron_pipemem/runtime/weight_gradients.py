@@ -119,6 +119,35 @@ class ImmediateWeightGradients(WeightGradientQueue):
             work.run()
 
 
+class LateWeightGradients(WeightGradientQueue):
+    """The queue of a backward that is not split, but whose weight gradients may run a little later within it.
+
+    Example: while the next layer's gradient travels between ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unreported: dict[int, torch.Tensor] = {}
+
+    def run_part(self) -> None:
+        """Compute the gradients that are queued so far. DDP hears of them in ``run``, because a weight may come again."""
+        pending, self._pending = self._pending, []
+        with torch.no_grad():
+            for work in pending:
+                work.begin()
+                work.run()
+                if work.weight is not None:
+                    self._unreported[id(work.weight)] = work.weight
+
+    def run(self) -> None:
+        for work in self._pending:
+            self._unreported.pop(id(work.weight), None)
+        super().run()
+        for weight in self._unreported.values():
+            _report(weight)
+        self._unreported.clear()
+
+
 def _report(weight: torch.Tensor) -> None:
     """Call DDP's function for a weight whose ``grad`` is complete, as autograd's hook would, if it has one."""
     ready = getattr(weight, GRADIENT_READY, None)
@@ -165,7 +194,7 @@ def is_early(weight: torch.Tensor) -> bool:
 
 def defers() -> bool:
     """Return whether the weight gradients of the running forward or backward wait for a W."""
-    return _collecting is not None and not isinstance(_collecting, ImmediateWeightGradients)
+    return _collecting is not None and not isinstance(_collecting, (ImmediateWeightGradients, LateWeightGradients))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from megatron.core.tensor_parallel import layers
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear
 from megatron_pipemem.runtime.weight_gradients import (
+    GRADIENT_READY,
     ImmediateWeightGradients,
+    LateWeightGradients,
     WeightGradientQueue,
     collecting,
 )
@@ -128,6 +130,22 @@ def test_a_backward_that_is_not_split_communicates_beside_its_gemms(events):
     split = sequence_parallel_layers(queue := WeightGradientQueue())
     queue.run()
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(weights, split, strict=True))
+
+
+def test_late_weight_gradients_run_in_parts_and_are_told_once():
+    weight, told = torch.nn.Parameter(torch.ones(2, 2)), []
+    setattr(weight, GRADIENT_READY, lambda: told.append(weight.grad.clone()))
+    queue = LateWeightGradients()
+    x = torch.ones(1, 1, 2, requires_grad=True)
+    with collecting(queue):
+        for _ in range(2):
+            partial(split_linear, STOCK)(x, weight, None, False, False, False, tp_group=OneRank()).sum().backward()
+            queue.run_part()
+    assert not told and torch.equal(weight.grad, torch.full((2, 2), 2.0))
+    queue.run()
+    queue.run()
+    (at,) = told
+    assert torch.equal(at, weight.grad)
 
 
 def test_every_weight_of_a_ddp_model_is_marked_once():

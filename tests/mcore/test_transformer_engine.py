@@ -145,12 +145,19 @@ def test_modules_without_a_backward_leave_nothing_to_w():
     assert len([*queue.tensors()]) == 1
 
 
+def test_what_a_backward_has_left_is_queued_once():
+    module, queue = Stored(torch.ones(2)), WeightGradientQueue()
+    for _ in range(2):
+        transformer_engine.defer((module,), queue)
+    assert len([*queue.tensors()]) == 1
+
+
 def test_weights_without_a_forward_of_their_own_are_hooked_by_ddp():
     absorbed = absorbed_mla.AbsorbedMLASelfAttention.__new__(absorbed_mla.AbsorbedMLASelfAttention)
     torch.nn.Module.__init__(absorbed)
     absorbed.linear_kv_up_proj, absorbed.linear_proj = waiting(), waiting()
     model, config = torch.nn.Sequential(absorbed), SimpleNamespace()
-    *_, (_, build_ddp) = transformer_engine.replacements(True, False)
+    *_, (_, build_ddp) = transformer_engine.replacements(True, False, False)
     build_ddp(lambda *_: None, None, None, config, model)
     assert delayed_modules(model) == (absorbed.linear_proj,) and config.delay_wgrad_compute
 
@@ -162,7 +169,7 @@ def config_of(**settings) -> SimpleNamespace:
 def refusal(config: SimpleNamespace, splits: bool = True, recomputes: bool = False) -> str | None:
     """Return the code of what the building of a model refuses. It begins only if nothing is refused."""
     built = []
-    ((_, build_model), *_) = transformer_engine.replacements(splits, recomputes)
+    ((_, build_model), *_) = transformer_engine.replacements(splits, False, recomputes)
     try:
         build_model(lambda self, config: built.append(config), None, config)
     except UnsupportedError as error:
@@ -172,13 +179,22 @@ def refusal(config: SimpleNamespace, splits: bool = True, recomputes: bool = Fal
     return None
 
 
+@pytest.mark.parametrize("graphs", ["none", "transformer_engine"])
+def test_weight_gradients_run_late_unless_a_graph_holds_the_backward(graphs):
+    ((_, build_model), *_) = transformer_engine.replacements(False, True, False)
+    config = config_of(cuda_graph_impl=graphs, delay_wgrad_compute=False)
+    build_model(lambda self, config: None, None, config)
+    assert config.delay_wgrad_compute == (graphs == "none")
+
+
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """``installed(version)``: Transformer Engine, which is not here."""
 
     def install(version: str) -> None:
         monkeypatch.setattr(refusals, "get_te_version", lambda: Version(version))
-        monkeypatch.setattr(refusals, "is_te_min_version", lambda oldest: Version(version) >= Version(oldest))
+        for module in (refusals, transformer_engine):
+            monkeypatch.setattr(module, "is_te_min_version", lambda oldest: Version(version) >= Version(oldest))
 
     install("2.20.2")
     return install

@@ -10,21 +10,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comm_stream, set_streams
+from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comm_stream, get_comp_stream, set_streams
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.config.refusals import PAIRS
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.pairs.runtime import Pairs
 from megatron_pipemem.mcore.model.stages import ChunkStage
+from megatron_pipemem.mcore.model.transformer_engine import defer
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import COMBINED_STEP, LANGUAGE_MODULE
 from megatron_pipemem.runtime.executor import BackwardArguments, PairRunner, StepFeature
+from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, current_queue
 
 _PLAN_ARGUMENT = "return_schedule_plan"
 
@@ -176,11 +179,24 @@ class PlanStage(ChunkStage):
     def _with_own_weight_gradients(self, *arguments: Any, **named: Any) -> tuple[Any, Callable]:
         """Call the forward step, and return its plan and loss function.
 
-        The plan is changed so that its backward leaves weight gradients to ``defer_weight_gradients``.
+        The plan is changed so that its pieces leave weight gradients to our queues. If the backward is not split, they
+        run where Megatron's own late weight gradients do: while tokens travel, or the result of the backward.
         """
         plan, loss = self.step.forward_step_func(*arguments, **named)
-        for layer in range(plan.num_layers()):
-            for piece in vars(plan.get_layer(layer)).values():
+        queue = current_queue()
+        for layer in map(plan.get_layer, range(plan.num_layers())):
+            for piece in vars(layer).values():
                 if isinstance(piece, ScheduleNode):
                     piece.delay_wgrad_compute = False
+                    if isinstance(queue, LateWeightGradients):
+                        piece.backward_dw = partial(self._run_late, queue)
         return plan, loss
+
+    def _run_late(self, queue: LateWeightGradients) -> None:
+        computing = get_comp_stream()
+        defer(self.delayed, queue)
+        for tensor in queue.tensors():
+            # The stream of exchanges made some of them, and does not wait for this use.
+            tensor.record_stream(computing)
+        with torch.cuda.stream(computing):
+            queue.run_part()

@@ -33,6 +33,7 @@ class Pairs:
             for forward, backward in pairwise(executor.instructions)
             if forward.action in self.pairs
         }
+        executor.late_weights = True
         run_forward, run_send = executor.handlers[Kind.F], executor.handlers[Kind.SEND_F]
 
         def forward(each: Instruction) -> None:

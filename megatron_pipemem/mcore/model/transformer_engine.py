@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_pipemem.mcore.patching import Replacements
-from megatron_pipemem.mcore.refusals import check_model
+from megatron_pipemem.mcore.refusals import OLDEST_SPLITTING, check_model
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE
 from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised
 from megatron_pipemem.runtime.weight_gradients import (
@@ -52,27 +52,29 @@ STAYS_DELAYED = (
 """Logged when the plugin is disabled for such a model."""
 
 
-def replacements(splits: bool, recomputes: bool) -> Replacements:
-    """Return the replacements that check models when they are built, and set ``delay_wgrad_compute`` if ``splits``.
+def replacements(splits: bool, late: bool, recomputes: bool) -> Replacements:
+    """Return the replacements that check models when they are built, and set ``delay_wgrad_compute`` where needed.
 
-    ``splits`` is whether a schedule of the run splits backwards, ``recomputes`` whether one recomputes activations.
+    ``splits`` is whether a schedule of the run splits backwards. ``late`` is whether weight gradients run late within
+    whole backwards if the model can do that. ``recomputes`` is whether a schedule recomputes activations.
     """
 
     def build_model(original: Callable, model, config, *args, **kwargs) -> None:
         check_model(config, splits, recomputes)
-        if splits and getattr(config, "transformer_impl", None) == "transformer_engine":
+        # A graph of a layer holds the whole backward.
+        delays = splits or (late and is_te_min_version(OLDEST_SPLITTING) and config.cuda_graph_impl == "none")
+        if delays and getattr(config, "transformer_impl", None) == "transformer_engine":
             config.delay_wgrad_compute = True
         original(model, config, *args, **kwargs)
 
     def build_ddp(original: Callable, ddp, config, ddp_config, module, *args, **kwargs) -> None:
-        if splits:
-            _hook_absorbed_weights(module)
+        _hook_absorbed_weights(module)
         if delayed_modules(module):
             ddp_config.delay_wgrad_compute = True
         original(ddp, config, ddp_config, module, *args, **kwargs)
 
     checked = [(LANGUAGE_MODULE, build_model)]
-    return [*checked, (DDP, build_ddp)] if splits else checked
+    return [*checked, (DDP, build_ddp)] if splits or late else checked
 
 
 def _hook_absorbed_weights(module: torch.nn.Module) -> None:
@@ -145,13 +147,14 @@ def notice_frozen_input(module: torch.nn.Module, inputs: tuple) -> None:
 
 
 def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
-    """Queue the weight gradients that the latest backward has left in these modules.
+    """Queue the weight gradients that the latest backward has left in these modules, unless they are queued already.
 
     Those of marked weights (``is_early``), and of modules whose input was frozen, are computed at once.
     """
     at_once = ImmediateWeightGradients()
     for module in modules:
-        if not cast(Any, module).wgrad_store.context.queue:  # its output got no gradient, like an index without a loss
+        left = cast(Any, module).wgrad_store.context.queue
+        if not left or isinstance(left[-1][0], _Queued):  # its output got no gradient, like an index without a loss
             continue
         early = getattr(module, _FROZEN_INPUT, False)
         early = early or any(is_early(weight) for _, weight in _hooked_by_module(module))
@@ -225,8 +228,12 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
         parameter.grad = None
     queue = module.wgrad_store.context.queue
     # A saved input comes with the graph that computed it, which would keep the stage's input, and its gradient, until W.
-    queue[-1][0] = kept = _without_graph(list(queue[-1][0]))
+    queue[-1][0] = kept = _Queued(_without_graph(list(queue[-1][0])))
     return gradients, kept
+
+
+class _Queued(list):
+    """The tensors that Transformer Engine keeps for a weight gradient that is in one of our queues."""
 
 
 def _own(kept: Any) -> Any:

@@ -65,13 +65,14 @@ class SplitBackward(Extension):
         self.has_run_delayed = False
 
     def replacements(self) -> Replacements:
-        replaced = transformer_engine.replacements(self._request.may_split, self._request.may_recompute)
+        splits, late = self._request.may_split, self._request.pairs
+        replaced = transformer_engine.replacements(splits, late, self._request.may_recompute)
         # Also for offload, because Megatron's linear layers save tensors past the hooks that offload them (``saved_as_is``).
-        if self._request.may_split or self._request.may_offload:
+        if splits or late or self._request.may_offload:
             replaced.append((LINEAR, split_linear))
         elif self._counted:
             replaced.append((LINEAR, countable_linear))
-        if self._request.may_split:
+        if splits:
             replaced.append((LOOKUP, split_embedding))
             replaced += sharded_replacements(self._weight_inputs)
         return replaced
