@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -25,10 +25,9 @@ from megatron_pipemem.cli.options import (
     check_size,
     takes_group,
 )
-from megatron_pipemem.cli.profile import DEFAULT_CLUSTER, ClusterName, SequenceLength, check_runs_own, cut_options
+from megatron_pipemem.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load, override, parse_override, read_raw, typed
-from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
@@ -253,17 +252,12 @@ _MICROBATCHES = 8  # default per pipeline rank
 _BAR = 16  # columns of the slowest rank
 _SHADES = "\u2588\u2593\u2592\u2591"
 """The shades of a rank's chunks, used in turn."""
-_OF_CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "precision")
-if TYPE_CHECKING:
-    _Cut = Execution  # the class below has some of its fields
-else:
-    _Cut = cut_options(*_OF_CUT)
 
 
 @takes_group
 def layout_command(
     context: typer.Context,
-    cut: _Cut,
+    cut: CutOptions,
     of: Annotated[
         str,
         typer.Argument(metavar="RUN.yaml|MODEL", help="A run, or a model by name or YAML file.", show_default=False),
@@ -330,10 +324,10 @@ def _is_run(of: str) -> bool:
     return of.endswith((".yaml", ".yml")) and bool({"model", "cluster", "parallelism"} & set(read_raw(of)))
 
 
-def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
+def _of_cut(context: typer.Context, of: str, cut: CutOptions) -> dict[str, Any]:
     """Return the options of the parallelism as keys of a run file, such as ``parallelism.tp``; none for a run file."""
     if _is_run(of):
-        check_runs_own(context, _OF_CUT)
+        check_runs_own(context, cut)
         return {}
     elsewhere = {"recompute": "schedule.recompute", "precision": "precision"}
     return {elsewhere.get(name, f"parallelism.{name}"): value for name, value in asdict(cut).items()}

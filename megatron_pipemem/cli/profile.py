@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import asdict, make_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -30,37 +29,39 @@ DEFAULT_CLUSTER = "a100-80g"
 ClusterName = Annotated[str | None, typer.Option(help="A cluster by name or YAML file.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens per sequence, if not the model's.")]
 
-_TOLD = {
-    "tp": "Tensor-parallel ranks.",
-    "sequence_parallel": "Cut norms over the tensor-parallel ranks too.",
-    "cp": "Context-parallel ranks.",
-    "ep": "Expert-parallel ranks.",
-    "micro_batch": "Sequences per microbatch.",
-    "recompute": "Parts of a layer that run again before its backward.",
-    "attention": "Kind of attention of the layers.",
-    "precision": "Element type of weights and activations.",
-}
-"""Fields of ``Execution`` that have an option, with its help."""
-_HINTS = get_type_hints(Execution)
+
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """The options for the fields of ``Execution``, which checks their values."""
+
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Cut norms over the tensor-parallel ranks too.")
+    ] = False
+    cp: Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")] = 1
+    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")] = 1
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per microbatch.")] = 1
+    recompute: Annotated[
+        str,
+        typer.Option(metavar="none|selective|full", help="Parts of a layer that run again before its backward."),
+    ] = "none"
+    precision: Annotated[
+        str, typer.Option(metavar="bf16|fp16|fp32", help="Element type of weights and activations.")
+    ] = "bf16"
 
 
-def cut_options(*names: str) -> type:
-    """Return a dataclass with an option for each of these fields of ``Execution``."""
-    return make_dataclass("Cut", [_typed_as(name) for name in names], frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class _ProfiledCut(CutOptions):
+    """The options of ``pipemem profile`` for the fields of ``Execution``."""
+
+    attention: Annotated[str, typer.Option(metavar="flash|unfused", help="Kind of attention of the layers.")] = "flash"
 
 
-def _typed_as(name: str) -> tuple[str, Any, Any]:
-    """Return the name, type and default of the option for a field. ``Execution`` itself checks enumerations."""
-    hint, values = _HINTS[name], get_args(_HINTS[name])
-    flag = typer.Option(f"--{name.replace('_', '-')}", metavar="|".join(values) or None, help=_TOLD[name])
-    return name, Annotated[str if values else hint, flag], getattr(Execution, name)
-
-
-def check_runs_own(context: typer.Context, names: Collection[str]) -> None:
-    """Raise an UnsupportedError if one of these options is given, because the run file has its value."""
+def check_runs_own(context: typer.Context, cut: CutOptions) -> None:
+    """Raise an UnsupportedError if an option of ``cut`` is given, because the run file has its value."""
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name)
-        if parameter.name in names and given is not None and given.name == "COMMANDLINE":
+        if hasattr(cut, parameter.name) and given is not None and given.name == "COMMANDLINE":
             raise UnsupportedError(
                 "conflicting-options",
                 f"{parameter.opts[0]} is set by the run; change the run, or give a model in place of the run",
@@ -68,17 +69,12 @@ def check_runs_own(context: typer.Context, names: Collection[str]) -> None:
 
 
 MIB = 1 << 20
-_CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "attention", "precision")
-if TYPE_CHECKING:
-    Cut = Execution  # the class below has some of its fields
-else:
-    Cut = cut_options(*_CUT)
 
 
 @takes_group
 def profile(
     context: typer.Context,
-    cut: Cut,
+    cut: _ProfiledCut,
     run: Annotated[Path | None, typer.Argument(help="A run file with model, cluster and parallelism.")] = None,
     model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
     cluster: ClusterName = None,
@@ -110,7 +106,7 @@ def profile(
     if output is not None:
         check_writable(output)
     if run is not None:
-        check_runs_own(context, _CUT)
+        check_runs_own(context, cut)
         asked = load(run, Run)
         shape, execution = asked.model, asked.execution
         machine = load(cluster, Cluster) if cluster else asked.cluster
