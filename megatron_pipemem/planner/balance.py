@@ -123,11 +123,7 @@ def balance(
 def as_cut(
     run: Run, layers_of: Callable[[Placement], tuple[int, ...] | None], pace: MeasuredSlowdown | None = None
 ) -> Layout:
-    """Return a run's layout with an uncut vocabulary, and its predicted times and bytes.
-
-    Its pieces per stage are those that ``layers_of`` returns for the run's placement; if it returns ``None``, those of
-    the planner's partition. ``pace`` has the ratios of measured to predicted seconds.
-    """
+    """Return a run's layout with an uncut vocabulary, cut by ``layers_of``, or else by the planner's partition."""
     scale = _Scale(run, _request(run).decided(0), run.cluster.memory_bytes, pace)
     return scale.layout("given", layers_of(scale.placement) or scale.partitioned)
 

@@ -388,11 +388,7 @@ def _without(case: Case) -> Iterator[Change]:
 
 
 def _vocabularies(case: Case) -> Iterator[Change]:
-    """Yield the run's schedule with embedding and head cut over all devices, once for each algorithm.
-
-    Yield nothing if the configuration refuses it, if the head takes no time, or if the run recomputes, offloads or cuts
-    the vocabulary already.
-    """
+    """Yield the run with a cut vocabulary, once per algorithm; nothing if it is refused or extended, or the head is free."""
     whole, placement = case.passes, case.schedule.placement
     if "vocabulary" in case.refused or _is_extended(case.schedule) or whole.head <= 0:
         return

@@ -274,10 +274,7 @@ def projection_matrices(model: Model) -> list[Matrix]:
 
 
 def model_flops(model: Model) -> float:
-    """Return the FLOPs of forward and backward of one whole sequence, without recomputation, as MFU counts them.
-
-    They include the head, and a vision tower with all images of the sequence.
-    """
+    """Return the FLOPs of forward and backward of a sequence, with head and tower, without recomputation, as in MFU."""
     layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
     if (tower := model.tower) is not None:
         projected = sum(each.products(1) for each in projection_matrices(model)) * (1 + tower.deepstack)

@@ -130,10 +130,7 @@ def _ratio(measured: float, predicted: float, messages: float) -> float:
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """Return the JSON object of ``pipemem explain``.
-
-    It has the time of a step by cause, and the first ``SHOWN`` of ``best_changes``.
-    """
+    """Return the JSON object of ``pipemem explain``: a step's time by cause, and the first ``SHOWN`` of the best changes."""
     step, schedule = case.step, case.schedule
     changes = best_changes(case)[:SHOWN]
     usual, n = case.step.of_stages(), schedule.slices

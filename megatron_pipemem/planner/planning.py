@@ -96,10 +96,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
 
 
 def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderPrice]:
-    """Return a step of a run with an asynchronous schedule, with the bytes of all parameter versions, and its price.
-
-    ``step`` is the step with one version. The price is that of a step in the middle of the run.
-    """
+    """Return a step, given with one version, with the bytes of all versions, and its price in the middle of a run."""
     name, p, m = run.schedule.name, run.parallelism.pp, run.parallelism.microbatches
     batch = min(m, 2 * p)
 
@@ -211,10 +208,7 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
-
-        There are at most three searches, and each ends after ``seconds`` seconds. One that finds no order is skipped.
-        """
+        """Yield plans of at most three searches for orders, ``seconds`` each, whose bounds leave a gain over ``plans``."""
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:

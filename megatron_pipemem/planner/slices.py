@@ -129,10 +129,7 @@ def sliced_step(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Predict a step whose microbatches are cut into the run's slices. The arguments are those of ``price``.
-
-    The costs have one value per stage and slice. The values of a stage's slices are consecutive.
-    """
+    """Predict a step with the run's slices, as ``price`` does, with one value per stage and slice, stage by stage."""
     whole, model = price(run, placement, layers, pace, shared_ends), run.model
     tokens = run_slices(run, run.schedule.slices or 1)
     short = {

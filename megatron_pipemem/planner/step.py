@@ -99,10 +99,7 @@ class PlannedStep:
         return replace(self, costs=replace(self.costs, forward_exchange=forward, backward_exchange=inputs))
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
-        """Return all bytes of each device, given ``kept``, the bytes of activations of each.
-
-        Limits are compared with this sum.
-        """
+        """Return all bytes of each device, for limits, given ``kept``, the bytes of activations of each."""
         return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
 
     def room(self, memory: float) -> tuple[float, ...]:

@@ -112,11 +112,7 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
 
 
 def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits: bool, slices: int = 1) -> list[Chain]:
-    """Return one chain for all microbatches if they are alike, else one per microbatch; with slices, one per slice.
-
-    Chains are in the order of microbatches and, within a microbatch, of slices. ``splits`` says whether backwards may
-    run as I and W.
-    """
+    """Return one chain for all microbatches if they are alike, else one each, in order; with slices, one per slice."""
     prices, held, devices = costs.seconds(placement, slices), _held(placement, costs, splits, slices), placement.devices
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [

@@ -195,10 +195,7 @@ class Table:
                 )
 
     def placement(self) -> Placement:
-        """Return the placement in the header, or else the one that follows from the stages on every device's line.
-
-        Raise a ScheduleFormatError if there are no actions, or if a stage is on two devices or on none.
-        """
+        """Return the placement in the header, or else by the stages on every line; refuse a stage on two devices or none."""
         if not any(self.orders):
             raise ScheduleFormatError(
                 "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
@@ -273,10 +270,7 @@ def read_schedule_file(path: str | Path) -> str:
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:
-    """Return the contents of a schedule file, given its text. ``dialect`` is one of ``DIALECTS``.
-
-    Raise a ScheduleFormatError for a wrong header, or for a cell that is not an action. Orders are not checked.
-    """
+    """Return the contents of a schedule file, given its text and a name of ``DIALECTS``. Orders are not checked."""
     if dialect not in DIALECTS:
         raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)

@@ -244,10 +244,7 @@ def _with_sums(actions: Order, places: dict[int, int]) -> Order:
 def add_messages_in_sequence(
     schedule: Schedule, actions: Iterable[tuple[int, Action]] | None = None
 ) -> tuple[Order, ...]:
-    """Return every device's actions with each send and its receive at the same place of one sequence of all actions.
-
-    ``actions`` is that sequence, by default the result of ``sequence``, which raises a ScheduleError if there is none.
-    """
+    """Return every device's actions with each send and its receive at one place of ``actions``, or of ``sequence``."""
     router = Router(schedule.placement)
     lowered: list[list[Action]] = [[] for _ in schedule.orders]
     for device, action in sequence(schedule) if actions is None else actions:

@@ -322,10 +322,7 @@ class MeasuredStep:
 
     @cached_property
     def links(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a message per (source, destination): the median delay of actions that waited for it.
-
-        A negative median counts as 0. Links for whose messages no action waited are left out.
-        """
+        """Return the seconds of a message per link: the median delay of actions that waited for it, at least 0."""
         found: dict[tuple[int, int], list[int]] = {}
         graph = self._graph[0]
         for node in self._by_node:
@@ -364,10 +361,7 @@ class MeasuredStep:
         return {(a, b): measured.get((a, b), mean) for a in devices for b in devices if a != b}
 
     def costs(self, memory: Mapping[Kind, tuple[float, ...]] | None = None) -> Costs:
-        """Return costs with the median seconds of every stage, with which the step's own schedule can be simulated.
-
-        ``memory`` becomes ``Costs.memory``: per kind, the change of memory of every stage and slice.
-        """
+        """Return costs with the median seconds of every stage, and this memory, to simulate the step's own schedule."""
         usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.usual.items()}
         together = {pair: nanoseconds / NANOSECONDS for pair, nanoseconds in self.usual_pairs.items()}
         # A stage that ran no pass of a kind has no time of it.

@@ -51,10 +51,7 @@ def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True)
 
 
 def check_affordable(devices: int, microbatches: int, chunks: int, subject: str, fitted: bool = True) -> None:
-    """Raise an UnsupportedError for a schedule that takes too much time or memory to compute.
-
-    ``subject`` begins the message, for example "--devices 900 makes". The other parameters are those of ``estimated``.
-    """
+    """Refuse a schedule that takes too much time or memory. ``subject`` begins the message: ``--devices 900 makes``."""
     size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
         raise UnsupportedError(

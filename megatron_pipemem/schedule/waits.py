@@ -53,11 +53,7 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
 
 
 def check_host_waits(program: Program, found: Dependencies) -> None:
-    """Prove that a program has no deadlock even if a host waits for its whole device before any one of its actions.
-
-    ``found`` has the dependencies of the program. Every send must have its receive, and the program must be free of
-    deadlock without such waits. A ScheduleError is raised if the proof fails.
-    """
+    """Prove that a program without a deadlock has none if a host waits for its whole device before any one action."""
     for end, other, later in refused_waits(program, found):
         raise _fault(found, end, other, later)
 

@@ -254,11 +254,7 @@ class Exploration:
 
     @cached_property
     def is_periodic(self) -> bool:
-        """Return whether periodic orders can be searched.
-
-        They need at most two chunks per device, no slices, messages between all neighbouring devices, and microbatches
-        whose W leaves no memory behind.
-        """
+        """Return whether periodic orders can be searched: whole microbatches, few chunks on neighbours, steady memory."""
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
         few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE

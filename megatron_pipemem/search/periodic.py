@@ -89,10 +89,7 @@ class Cycles:
         return shared[key]
 
     def _waits(self, device: int) -> np.ndarray:
-        """Return the waits between a device and the next one, in ticks: ``[rotation, link, next order, own order]``.
-
-        The rotations are those that make the wait of one of the links 0.
-        """
+        """Return waits to the next device, ``[rotation, link, next order, own order]``, for rotations that make one 0."""
         offsets, signs = self._offsets(device)
         return np.stack(
             [

@@ -72,10 +72,7 @@ def _one_by_one(problem: Problem) -> Orders:
 def family_starts(
     families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """Yield name and timetable of each family's schedule, if it has this placement; ``None`` if it exceeds the caps.
-
-    A family with a ``group_size`` is tried with smaller groups then. Families that raise an error are skipped.
-    """
+    """Yield name and timetable of families with this placement, if need be in smaller groups; ``None`` above the caps."""
     given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)

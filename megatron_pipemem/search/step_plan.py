@@ -307,11 +307,7 @@ class _Search:
             self._best = found
 
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
-        """Improve the best greedy schedule and the base in turn, by varying the order of their microbatches.
-
-        ``starts`` are the orders to begin with. The best result is kept, and nothing is returned. For every improved
-        order of microbatches new greedy schedules are made.
-        """
+        """Improve the best greedy schedule and the base in turn, by varying the orders of microbatches, from ``starts``."""
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
         made = self._dispatched(dispatcher, product(limits, starts))
         in_made = in_base = None
