@@ -139,7 +139,7 @@ function card(facts, answer, index, asked) {
     list.append(pair);
   }
   const buttons = element("div", "", { className: "buttons" });
-  const run = answer.runs[answer.facts.slice(0, index).filter(each => !each.error).length];
+  const run = runs[answer.facts.slice(0, index).filter(each => !each.error).length];
   const button = (text, title, action) => buttons.append(element("button", text, { type: "button", title, onclick: action }));
   button("Copy command", "the command that prints these numbers", () => copy(facts.command));
   button("Schedule CSV", "the order of every device, as pipemem check, simulate and run read it",
@@ -153,7 +153,10 @@ function card(facts, answer, index, asked) {
 
 function times(run) {
   const lines = run.rows.flatMap((row, device) =>
-    row.name.map((name, i) => [device, name, row.chunk[i], row.mb[i], row.start[i], row.end[i], row.held[i]].join()));
+    row.mb.map((microbatch, i) => {
+      const numbers = [row.start[i], row.end[i], row.held[i]].map(each => +each.toPrecision(9));
+      return [device, nameOf(run, row, i), run.passes[row.pass[i]][1], microbatch, ...numbers].join();
+    }));
   return new Blob([["device,action,chunk,microbatch,start,end,held_after", ...lines, ""].join("\n")], { type: "text/csv" });
 }
 

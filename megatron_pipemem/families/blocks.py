@@ -16,7 +16,7 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, count
 from typing import NamedTuple
 
@@ -52,7 +52,8 @@ def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...
     # On a stage that mixes I and B, both have one numbering, and a W has the number of its I.
     mixed = [stage for kind, stage in numbers if kind is Kind.I and Pass(Kind.B, stage) in numbers]
     numbers |= {Pass(Kind.B, stage): numbers[Pass(Kind.I, stage)] for stage in mixed}
-    numbered = [(each.kind, each.stage, next(numbers[each])) for each in passes]
+    places = map(next, map(numbers.__getitem__, passes))
+    numbered = [(kind, stage, place) for (kind, stage), place in zip(passes, places, strict=True)]
     for stage in mixed:
         split = [place for kind, each, place in numbered if kind is Kind.I and each == stage]
         numbered = [
@@ -61,7 +62,7 @@ def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...
     within = (each for each in numbered if each[2] < num_units)
     if slices > 1:
         within = ((kind, stage, place if kind is Kind.F else mirrored(place, slices)) for kind, stage, place in within)
-    return tuple(map(Action._make, within))
+    return tuple(map(partial(tuple.__new__, Action), within))  # as Action._make does, in half the time
 
 
 SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
@@ -240,10 +241,12 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
     """Return the schedule of a timetable without its idle slots. A device's W get the stages of its I, in order."""
 
     by_device: list[list[Pass]] = [[] for _ in placement.stages]
+    by_stage = [by_device[device] for device in placement.devices]
     for _, each in timetable:
-        by_device[placement.devices[each.stage]].append(each)
+        by_stage[each.stage].append(each)
+    weights_of = [Pass(Kind.W, stage) for stage in range(placement.num_stages)]
     for passes in by_device:
-        weights = iter([Pass(Kind.W, stage) for kind, stage in passes if kind is Kind.I])
+        weights = iter([weights_of[stage] for kind, stage in passes if kind is Kind.I])
         passes[:] = [next(weights) if each.kind is Kind.W else each for each in passes]
     return in_microbatch_order(name, placement, num_microbatches, by_device, slices)
 

@@ -49,14 +49,36 @@ function make(run) {
   facts.textContent = run.facts;
   key.append(facts);
   section.append(heading, canvas, key);
-  const where = new Map(), flat = [];
-  run.rows.forEach((row, device) => row.start.forEach((_, i) => {
-    where.set(row.name[i], [device, i]);
-    flat.push([device, i]);
-  }));
-  const height = TOP + run.rows.length * PITCH + AXIS;
+  let boxes = 0;
+  const firsts = [], rows = run.rows.map(row => {
+    firsts.push(boxes);
+    boxes += row.mb.length;
+    return { ...row, ...unpacked(row.numbers, row.mb.length) };
+  });
+  const height = TOP + rows.length * PITCH + AXIS;
   canvas.style.height = height + "px";
-  return { ...run, section, canvas, where, flat, height, width: 0, base: document.createElement("canvas"), drawn: "", dense: false };
+  return { ...run, rows, firsts, section, canvas, height, width: 0, base: document.createElement("canvas"), drawn: "", copied: false, dense: false };
+}
+
+// Start, end and memory of every box, from the base64 text of 64-bit floats.
+function unpacked(text, count) {
+  const letters = atob(text), bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  const [start, end, held] = [0, 1, 2].map(column => new Float64Array(bytes.buffer, 8 * column * count, count));
+  return { start, end, held };
+}
+
+const nameOf = (run, row, i) => run.passes[row.pass[i]][0] + row.mb[i];
+
+// Device and index of the action with this name; null if there is none.
+function find(run, name) {
+  const [, letters, microbatch] = name.match(/^(.*\D)(\d+)$/) || [];
+  const pass = run.passes.findIndex(([each]) => each === letters);
+  for (const [device, row] of run.rows.entries()) {
+    const i = row.pass.findIndex((each, i) => each === pass && row.mb[i] === +microbatch);
+    if (i >= 0) return [device, i];
+  }
+  return null;
 }
 
 // Index of the first action of a row that ends after `time`.
@@ -95,8 +117,10 @@ function heldAt(run, device, time) {
 function awaited(run, row, i) {
   const flat = row.from[i];
   if (flat < 0) return null;
-  const [device, j] = run.flat[flat], other = run.rows[device];
-  return { device, j, name: other.name[j], end: other.end[j] };
+  let device = run.rows.length - 1;
+  while (run.firsts[device] > flat) device--;
+  const j = flat - run.firsts[device], other = run.rows[device];
+  return { device, j, name: nameOf(run, other, j), end: other.end[j] };
 }
 
 // -------------------------------------------------------------------------------------------------------------- drawing
@@ -106,17 +130,21 @@ const scale = run => ((run.width ||= run.canvas.clientWidth) - LEFT - RIGHT) / (
 const toX = (run, time) => LEFT + (time - view.start) * scale(run);
 const toTime = (run, x) => view.start + (x - LEFT) / scale(run);
 
-// The rows change only with the view; the line, the frame and the words at the right are drawn over a copy of them.
+// The rows change only with the view; the line, the frame and the words at the right are drawn over them. The copy of the
+// rows for that is made when a view is drawn again, because it takes longer than the rows themselves.
 function draw(run) {
   const ratio = window.devicePixelRatio || 1, width = run.width = run.canvas.clientWidth, right = width - RIGHT;
   const drawn = [view.start, view.end, width, ratio].join();
+  const pen = sized(run.canvas, width, run.height, ratio);
   if (run.drawn !== drawn) {
-    const pen = sized(run.base, width, run.height, ratio);
     run.dense = drawRows(pen, run, right);
     run.drawn = drawn;
+    run.copied = false;
+  } else {
+    if (!run.copied) drawRows(sized(run.base, width, run.height, ratio), run, right);
+    run.copied = true;
+    pen.drawImage(run.base, 0, 0, width, run.height);
   }
-  const pen = sized(run.canvas, width, run.height, ratio);
-  pen.drawImage(run.base, 0, 0, width, run.height);
   pen.save();
   clip(pen, right, run.height);
   drawArrow(pen, run);
@@ -142,6 +170,7 @@ function clip(pen, right, height) {
 // All devices; whether some row has more actions than pixels.
 function drawRows(pen, run, right) {
   let dense = false;
+  pen.save();
   clip(pen, right, run.height);
   run.rows.forEach((row, device) => {
     const top = TOP + device * PITCH;
@@ -158,28 +187,34 @@ function drawRows(pen, run, right) {
     drawCopies(pen, run, row, top + ROW - 3);
     drawHeld(pen, run, device, top + ROW + 2, right);
   });
+  pen.restore();
   return dense;
 }
 
 function drawBoxes(pen, run, row, top, from, to) {
   const unit = scale(run);
+  pen.font = `11px ${FONT}`;
+  pen.textAlign = "center";
   for (let i = from; i < to; i++) {
     const x = toX(run, row.start[i]), wide = (row.end[i] - row.start[i]) * unit;
-    const [shade, ink] = run.shades[row.shade[i]];
+    const [name, , colours] = run.passes[row.pass[i]], [shade, ink] = run.shades[colours];
     pen.fillStyle = shade;
     pen.fillRect(x, top, wide > 3 ? wide - .7 : wide, ROW);
     if (wide > 11) {
-      const full = row.name[i], short = String(row.mb[i]);
-      pen.font = `11px ${FONT}`;
-      const text = pen.measureText(full).width < wide - 6 ? full : pen.measureText(short).width < wide - 2 ? short : "";
+      const short = String(row.mb[i]), full = name + short;
+      const text = widthOf(pen, full) < wide - 6 ? full : widthOf(pen, short) < wide - 2 ? short : "";
       pen.fillStyle = ink;
-      pen.textAlign = "center";
       if (text) pen.fillText(text, x + wide / 2, top + ROW / 2 + .5);
     }
-    const before = i ? row.end[i - 1] : 0;
-    wait(pen, run, awaited(run, row, i), before, row.start[i], top);
   }
-  if (to < row.start.length) wait(pen, run, awaited(run, row, to), to ? row.end[to - 1] : 0, row.start[to], top);
+  for (let i = from; i < to + 1 && i < row.start.length; i++) wait(pen, run, row, i, top);
+}
+
+// Widths of the texts in boxes. To measure one takes longer than to draw it.
+const widths = new Map();
+function widthOf(pen, text) {
+  if (!widths.has(text)) widths.set(text, pen.measureText(text).width);
+  return widths.get(text);
 }
 
 // A line under a forward and a backward that run together.
@@ -200,10 +235,11 @@ function drawCopies(pen, run, row, top) {
   }
 }
 
-// In idle time, what it is spent waiting for, in as many words as fit.
-function wait(pen, run, needed, start, stop, top) {
-  const low = Math.max(start, view.start), high = Math.min(stop, view.end), room = (high - low) * scale(run) - 6;
-  if (!needed || room < 16) return;
+// In the idle time before action `i`, what it is spent waiting for, in as many words as fit.
+function wait(pen, run, row, i, top) {
+  const low = Math.max(i ? row.end[i - 1] : 0, view.start), high = Math.min(row.start[i], view.end);
+  const room = (high - low) * scale(run) - 6, needed = room < 16 ? null : awaited(run, row, i);
+  if (!needed) return;
   pen.font = `italic 11px ${FONT}`;
   const forms = [`waits for ${needed.name} of device ${needed.device}`, `waits for ${needed.name}`, needed.name];
   const text = forms.find(form => pen.measureText(form).width < room);
@@ -221,7 +257,7 @@ function drawShares(pen, run, row, top, from, to, right) {
   for (let i = from; i < to; i++) {
     const low = Math.max(0, (row.start[i] - view.start) * unit), high = Math.min(columns, (row.end[i] - view.start) * unit);
     for (let column = Math.floor(low); column < high; column++)
-      shares[column * shades + row.shade[i]] += Math.min(high, column + 1) - Math.max(low, column);
+      shares[column * shades + run.passes[row.pass[i]][2]] += Math.min(high, column + 1) - Math.max(low, column);
   }
   const reach = Math.ceil(6 * columns / Math.max(1, to - from));
   const around = new Float64Array(columns * shades);
@@ -317,7 +353,7 @@ function drawMargins(pen, run, right) {
     pen.fillStyle = "#202124";
     pen.textAlign = "right";
     pen.fillText(`device ${device}`, LEFT - 6, middle);
-    const there = at(run, device, cursor), name = there.busy ? row.name[there.i] : cursor < run.makespan ? "idle" : "done";
+    const there = at(run, device, cursor), name = there.busy ? nameOf(run, row, there.i) : cursor < run.makespan ? "idle" : "done";
     pen.textAlign = "left";
     pen.font = `${there.busy ? "bold " : ""}12px ${FONT}`;
     pen.fillText(name, right + 8, middle);
@@ -402,7 +438,7 @@ function setCursor(time) {
 }
 
 function show(name, run = runs[0]) {
-  const found = run.where.get(name.trim().toUpperCase());
+  const found = find(run, name.trim().toUpperCase());
   if (!found) return false;
   const [device, i] = found, row = run.rows[device];
   const span = Math.max((row.end[i] - row.start[i]) * 12, end * 1e-4);
@@ -435,10 +471,10 @@ function lines(place) {
       : i < row.start.length ? "waits for no other device" : "nothing more to run",
     `holds ${memory(heldBefore(row, i), run)}`,
   ];
-  const gap = row.start[i] - before;
+  const gap = row.start[i] - before, [name, chunk] = run.passes[row.pass[i]];
   const text = [
-    `${row.name[i]}: ${data.kinds[row.name[i].replace(/\d/g, "")]}`,
-    `${which(run, row.mb[i])}, stage ${parseInt(row.name[i])}, device ${device}, chunk ${row.chunk[i]}`, span,
+    `${nameOf(run, row, i)}: ${data.kinds[name.replace(/\d/g, "")]}`,
+    `${which(run, row.mb[i])}, stage ${parseInt(name)}, device ${device}, chunk ${chunk}`, span,
   ];
   if (needed && gap > end * 1e-9) text.push(`waited ${number(gap)} for ${needed.name} of device ${needed.device}`);
   else if (needed) text.push(`needs ${needed.name} of device ${needed.device}, there since ${number(needed.end)}: no wait`);
@@ -517,7 +553,7 @@ load(JSON.parse(document.getElementById("data").textContent));
 window.pipemem = {
   view, show,
   locate(name, index = 0) {
-    const run = runs[index], [device, i] = run.where.get(name), row = run.rows[device];
+    const run = runs[index], [device, i] = find(run, name), row = run.rows[device];
     const box = run.canvas.getBoundingClientRect();
     return {
       x: box.left + toX(run, (row.start[i] + row.end[i]) / 2), y: box.top + TOP + device * PITCH + ROW / 2,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.action import COMPUTE, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.action import COMPUTE, KIND_AND_STAGE, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
@@ -46,7 +46,6 @@ class Columns(NamedTuple):
     """The boxes of one device, with a list for each of their properties (see ``Box``)."""
 
     actions: Sequence[Action]
-    chunks: Sequence[int]
     starts: Sequence[float]
     ends: Sequence[float]
     held: Sequence[float]
@@ -147,23 +146,29 @@ class DrawnRun:
     def columns(self) -> tuple[Columns, ...]:
         """The actions of each device that have a box, in order. Vocabulary actions without duration have none."""
         schedule, origin = self.timeline.schedule, self.origin
-        chunk = {stage: index for stages in schedule.placement.stages for index, stage in enumerate(stages)}
-        vocabulary = VOCABULARY if schedule.vocabulary_barriers else ()
         columns = []
         for order, spans, levels in zip(schedule.orders, self.timeline.spans, self._held, strict=True):
-            boxes = [
-                (action, 0 if action.kind in vocabulary else chunk[action.stage], start - origin, end - origin, held)
-                for action, (start, end), held in zip(order, spans, levels, strict=True)
-                if end > start or action.kind not in vocabulary
-            ]
-            columns.append(Columns(*zip(*boxes, strict=True)) if boxes else Columns((), (), (), (), ()))
+            starts, ends = [start - origin for start, _ in spans], [end - origin for _, end in spans]
+            actions: Sequence[Action] = order
+            if schedule.vocabulary_barriers:
+                shown = [a.kind not in VOCABULARY or s < e for a, s, e in zip(order, starts, ends, strict=True)]
+                actions = list(compress(actions, shown))
+                starts, ends, levels = (list(compress(each, shown)) for each in (starts, ends, levels))
+            columns.append(Columns(actions, starts, ends, levels))
         return tuple(columns)
+
+    @cached_property
+    def chunks(self) -> dict[tuple[Kind, int], int]:
+        """The chunk of every kind of action on every stage that has a box; 0 for vocabulary actions."""
+        placement = self.timeline.schedule.placement
+        drawn = dict.fromkeys(map(KIND_AND_STAGE, chain.from_iterable(columns.actions for columns in self.columns)))
+        return {(kind, at): 0 if kind in VOCABULARY else placement.chunk_of(at) for kind, at in drawn}
 
     @cached_property
     def rows(self) -> tuple[tuple[Box, ...], ...]:
         """The boxes of each device, in order."""
         return tuple(
-            tuple(Box(box[0], device, *box[1:]) for box in zip(*columns, strict=True))
+            tuple(Box(box[0], device, self.chunks[box[0][:2]], *box[1:]) for box in zip(*columns, strict=True))
             for device, columns in enumerate(self.columns)
         )
 
@@ -224,6 +229,9 @@ class DrawnRun:
         Indices count the boxes of all devices in turn.
         """
         found, schedule = self._waits, self.timeline.schedule
+        plain = not (schedule.pairs or schedule.vocabulary_barriers)
+        if plain and max(map(len, found.graph.waits), default=0) < 2:
+            return [waits[0][0] if waits else -1 for waits in found.graph.waits]
         actions = list(chain.from_iterable(columns.actions for columns in self.columns))
         ends = list(chain.from_iterable(columns.ends for columns in self.columns))
         vocabulary = VOCABULARY if schedule.vocabulary_barriers else ()
@@ -268,11 +276,7 @@ class DrawnRun:
     @cached_property
     def legend(self) -> list[tuple[Kind, int]]:
         """The pairs ``(kind, chunk)`` that occur, in the order of ``COMPUTE`` and then by chunk."""
-        used = {
-            (action.kind, chunk)
-            for columns in self.columns
-            for action, chunk in zip(columns.actions, columns.chunks, strict=True)
-        }
+        used = {(kind, chunk) for (kind, _), chunk in self.chunks.items()}
         return [pair for kind in COMPUTE for pair in sorted(pair for pair in used if pair[0] is kind)]
 
     def legend_name(self, kind: Kind, chunk: int) -> str:

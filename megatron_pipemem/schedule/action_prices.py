@@ -27,7 +27,7 @@ def held_after(
     result of ``unit_weights``.
     """
     if slices == 1:
-        found = [changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions]
+        found = [changes[kind][stage] if kind in changes else 0 for kind, stage, _ in actions]
     else:
         found = [changes[a.kind][place(a, slices)] if a.kind in changes else 0 for a in actions]
     if weights is not None:

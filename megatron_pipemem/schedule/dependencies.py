@@ -7,7 +7,9 @@ other lanes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -67,7 +69,8 @@ class Graph:
 
     def steps(self, nodes: Iterable[int]) -> Iterator[Step]:
         """Return each of these nodes with its lane, waits and price, as ``Times.run`` takes them."""
-        return ((node, self.lane_of[node], self.waits[node], self.prices[node]) for node in nodes)
+        lane_of, waits, prices = self.lane_of, self.waits, self.prices
+        return ((node, lane_of[node], waits[node], prices[node]) for node in nodes)
 
     def walk(self) -> Walk:
         """Return the nodes that can run: those of every lane, up to the first that waits for a node that never runs."""
@@ -328,9 +331,9 @@ class Dependencies:
         self.num_devices = len(orders)
         self.actions = [action for order in orders for action in order]
         self._num_ordered = len(self.actions)
-        self._nodes: dict[tuple[Kind, int], dict[int, int]] = {}
-        for node, (kind, stage, microbatch) in enumerate(self.actions):
-            self._nodes.setdefault((kind, stage), {})[microbatch or 0] = node
+        self._nodes: defaultdict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
+        for node, action in enumerate(self.actions):
+            self._nodes[action[:2]][action[2] or 0] = node
         self.lanes = self._numbered()
         self.kinds, self.links = list(self._nodes), [(0, 0)]
         self.impossible: list[int] = []
@@ -374,28 +377,35 @@ class Dependencies:
 
         Nodes that need a missing action, or a later one of their own device, are added to ``impossible``.
         """
-        rules, slices = self._rules, self._slices
-        waits: list[list[tuple[int, int]]] = []
-        prices: list[int] = []
-        for lane, nodes in enumerate(self.lanes):
-            for node in nodes:
-                action = self.actions[node]
-                kind, stage, microbatch = action
-                microbatch = microbatch or 0
-                key = (kind, stage, microbatch % slices)
-                if key not in rules:
-                    rules[key] = self._rule(action, lane)
-                price, needs = rules[key]
-                waiting = []
+        lane_of = [lane for lane, nodes in enumerate(self.lanes) for _ in nodes]
+        waits: list[list[tuple[int, int]]] = [[] for _ in lane_of]
+        prices = [-1] * len(lane_of)
+        for (kind, stage), nodes in list(self._nodes.items()):
+            alike: list[dict[int, int]] = [nodes]  # microbatches and nodes that share a rule
+            if self._slices > 1:
+                alike = [{} for _ in range(self._slices)]
+                for microbatch, node in nodes.items():
+                    alike[microbatch % self._slices][microbatch] = node
+            for part, sharing in enumerate(alike):
+                if not sharing:
+                    continue
+                first = next(iter(sharing.values()))
+                price, needs = self._rules[kind, stage, part] = self._rule(self.actions[first], lane_of[first])
+                for node in sharing.values():
+                    prices[node] = price
                 for sample, numbers, shift, link, is_local in needs:
-                    needed = numbers.get(microbatch + shift, NEVER)
-                    if is_local or needed == NEVER:
-                        if NEVER < needed < node or _moved(sample, microbatch + shift) in self._already:
-                            continue
-                        self.impossible.append(node)
-                    waiting.append((needed, link))
-                waits.append(waiting)
-                prices.append(price)
+                    for microbatch, node in sharing.items():
+                        needed = numbers.get(microbatch + shift, NEVER)
+                        if is_local or needed == NEVER:
+                            if NEVER < needed < node or _moved(sample, microbatch + shift) in self._already:
+                                continue
+                            self.impossible.append(node)
+                        waits[node].append((needed, link))
+        if sum(map(len, self._nodes.values())) < len(lane_of):  # an action that occurs twice waits as its last one does
+            for node, (kind, stage, microbatch) in enumerate(self.actions):
+                last = self._nodes[kind, stage][microbatch or 0]
+                waits[node], prices[node] = waits[last], prices[last]
+        self.impossible.sort()
         return waits, prices
 
     def _joined(self, waits: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
@@ -434,6 +444,10 @@ class Dependencies:
             shift = (needed.microbatch or 0) - microbatch
             needs.append(_Need(needed, nodes, shift, self.links.index(link), source == lane))
         return -1 if action.kind in MEMORY else self.kinds.index(action[:2]), needs
+
+    def microbatches(self, kind: Kind, stage: int) -> AbstractSet[int]:
+        """Return the microbatches, or slices, whose action of this kind the orders have on a stage."""
+        return self._nodes[kind, stage].keys() if (kind, stage) in self._nodes else frozenset()
 
     @cached_property
     def walk(self) -> Walk:

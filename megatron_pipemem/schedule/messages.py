@@ -5,7 +5,7 @@ Functions that check a rule raise a ScheduleError for the first violation.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -63,9 +63,10 @@ class Router:
     def edges(self) -> set[Edge]:
         return {edge for edge, *_ in self._emits.values()}
 
-    def emits(self, action: Action) -> bool:
-        """Return whether the result of an action is sent to another device."""
-        return action[:2] in self._emits
+    @property
+    def emitting(self) -> Collection[tuple[Kind, int]]:
+        """Return kind and stage of the actions whose result is sent to another device."""
+        return self._emits.keys()
 
     def emitted(self, action: Action) -> Message | None:
         """Return the message with the result of a compute action; ``None`` if the result stays on the device."""
@@ -318,8 +319,7 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
     Every recomputation must have a backward that uses it. A copy to the host must have its wait, its copy back and the
     wait for that. A stage with R keeps nothing to copy. The order on the device is checked elsewhere.
     """
-    specs = (kind.spec for kind in {action.kind for action in places})
-    if not any(spec.prepares or spec.followed_by for spec in specs):
+    if not any(kind.spec.prepares or kind.spec.followed_by for kind in schedule.kinds):
         return
     for action, (device, position) in places.items():
         again = schedule.recomputed.get(action.stage)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import FORWARD, PREPARING, RECOMPUTE, VOCABULARY, Action, Kind
@@ -80,13 +82,20 @@ class Schedule(Shown):
         return self.num_microbatches * self.slices
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """Return the kinds of all actions."""
+        return frozenset(map(itemgetter(0), chain.from_iterable(self.orders)))
+
+    @property
     def splits_backward(self) -> bool:
         """Return whether any backward runs as I and W."""
-        return any(action.kind is Kind.I for order in self.orders for action in order)
+        return Kind.I in self.kinds
 
     @cached_property
     def recomputed(self) -> Mapping[int, Kind]:
         """Return the recomputed stages, each with the kind of its recomputation, ``R`` or ``RS``."""
+        if self.kinds.isdisjoint(RECOMPUTE):
+            return {}
         return {a.stage: a.kind for order in self.orders for a in order if a.kind in RECOMPUTE}
 
     @cached_property
@@ -102,10 +111,10 @@ class Schedule(Shown):
                     found.setdefault(stage, {})[kind] = None
         return {stage: tuple(kinds) for stage, kinds in found.items()}
 
-    @cached_property
+    @property
     def offloads(self) -> bool:
         """Return whether any activations are copied to the host."""
-        return any(action.kind is Kind.OFFLOAD for order in self.orders for action in order)
+        return Kind.OFFLOAD in self.kinds
 
     @cached_property
     def digest(self) -> str:

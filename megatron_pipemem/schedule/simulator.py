@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron_pipemem.schedule.action import COPIES, Action, Kind
+from megatron_pipemem.schedule.action import COPIES, KIND_AND_STAGE, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_weights
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Times
@@ -207,7 +208,7 @@ def simulated(schedule: Schedule, costs: Costs, found: Dependencies, begins: Seq
         costs,
         tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes[: len(orders)]),
         peaks(schedule, costs),
-        count_messages(schedule),
+        sum(len(found.microbatches(*each)) for each in Router(placement).emitting),
         tuple(map(tuple, transfers.transfers)),
         tuple(map(tuple, transfers.stalls)),
         peaks(schedule, costs, host=True),
@@ -271,8 +272,8 @@ class _Transfers:
 
 def count_messages(schedule: Schedule) -> int:
     """Return the number of messages between different devices in one step."""
-    emits = Router(schedule.placement).emits
-    return sum(emits(action) for order in schedule.orders for action in order)
+    emitting = Router(schedule.placement).emitting
+    return sum(map(emitting.__contains__, map(KIND_AND_STAGE, chain.from_iterable(schedule.orders))))
 
 
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:

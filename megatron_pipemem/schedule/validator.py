@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import count, repeat
+from operator import itemgetter
 from typing import Any, cast
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import (
+    KIND_AND_STAGE,
     MEMORY,
     ORDERED,
     PLAIN,
@@ -72,7 +75,7 @@ def validate(
     replica_of = _check_replicas(schedule, places)
     found = Dependencies.of_schedule(schedule)
     _check_local_order(schedule, places, found)
-    _check_completeness(schedule, places, replica_of)
+    _check_completeness(schedule, places, replica_of, found)
     check_memory_actions(schedule, places)
     if microbatch_order:
         check_microbatch_order(schedule)
@@ -143,15 +146,24 @@ def _place_all(schedule: Schedule) -> Places:
             f"the placement has {placement.num_devices} devices but the schedule has {len(schedule.orders)} orders; "
             "give one order per device",
         )
+    units = frozenset(range(schedule.num_units))
     places: Places = {}
-    units = range(schedule.num_units)
-    for device, (order, stages) in enumerate(zip(schedule.orders, placement.stages, strict=True)):
+    for device, order in enumerate(schedule.orders):
+        places |= zip(order, zip(repeat(device), count()))  # noqa: B905 - the second one has no end
+    if len(places) == sum(map(len, schedule.orders)) and all(
+        units.issuperset(map(itemgetter(2), order))
+        and not any(
+            _problem_of(Action(kind, stage, 0), device, schedule) for kind, stage in set(map(KIND_AND_STAGE, order))
+        )
+        for device, order in enumerate(schedule.orders)
+    ):
+        return places
+    places = {}
+    for device, order in enumerate(schedule.orders):  # to find the first fault
         for position, action in enumerate(order):
-            kind, stage, microbatch = action
-            if kind not in PLAIN or stage not in stages or microbatch not in units:
-                problem = _problem_of(action, device, schedule)
-                if problem is not None:
-                    raise ScheduleError(*problem, at=(device, position, action))
+            problem = _problem_of(action, device, schedule)
+            if problem is not None:
+                raise ScheduleError(*problem, at=(device, position, action))
             _check_unique(places, action, device, position)
     return places
 
@@ -274,22 +286,18 @@ def _or_fused(needed: Action) -> str:
     return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
 
 
-def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
+def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int], found: Dependencies) -> None:
     """Check that every stage runs each microbatch of its replica forward, and backward if there are any backwards."""
-    backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
+    backwards = not schedule.kinds.isdisjoint((Kind.I, Kind.W, Kind.B))
+    units: dict[int, set[int]] = {}
+    for unit in range(schedule.num_units):
+        units.setdefault(replica_of.get(unit // schedule.slices, 0), set()).add(unit)
     for stage in range(schedule.num_stages):
-        replica = schedule.placement.replica_of(stage)
-        for microbatch in range(schedule.num_units):
-            if replica != replica_of.get(microbatch // schedule.slices, 0):
-                continue
-            # Plain tuples are found too, and are made faster.
-            is_full, is_split = (Kind.B, stage, microbatch) in places, (Kind.W, stage, microbatch) in places
-            if (
-                is_full is not is_split
-                and (is_split or (Kind.I, stage, microbatch) not in places)
-                and (Kind.F, stage, microbatch) in places
-            ):
-                continue
+        needed = units.get(schedule.placement.replica_of(stage), set())
+        forwards, inputs_of, weights_of, fulls = (found.microbatches(kind, stage) for kind in PLAIN)
+        if needed <= forwards and needed <= fulls ^ weights_of and inputs_of.isdisjoint(fulls):
+            continue
+        for microbatch in sorted(needed):  # to find the first fault
             code = "missing-action"
             forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in PLAIN)
             if forward not in places:
@@ -324,6 +332,9 @@ def check_microbatch_order(schedule: Schedule) -> None:
     of random numbers. Gradients must accumulate in that order too. The slices of one microbatch run backward from the
     last to the first. Runs of this package promise this order. Schedules that other programs run may lack it.
     """
+    found = Dependencies.of_schedule(schedule)
+    if all(_is_plainly_in_order(found, stage, schedule.slices) for stage in range(schedule.num_stages)):
+        return
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
     slices, rank = schedule.slices, range(schedule.num_units)
     backward_rank = [mirrored(unit, slices) for unit in rank]
@@ -351,6 +362,17 @@ def check_microbatch_order(schedule: Schedule) -> None:
                         f"microbatch order{reversed_slices}; move it before {before}",
                         at=(device, position, action),
                     )
+
+
+def _is_plainly_in_order(found: Dependencies, stage: int, slices: int) -> bool:
+    """Return whether each pass of a stage runs in the required order of microbatches, and B is not mixed with I or W."""
+    runs = {kind: list(found.microbatches(kind, stage)) for kind in PLAIN}
+    if runs[Kind.B] and (runs[Kind.I] or runs[Kind.W]):
+        return False
+    return all(
+        units == sorted(units, key=None if kind is Kind.F or slices == 1 else lambda unit: mirrored(unit, slices))
+        for kind, units in runs.items()
+    )
 
 
 def _check_weight_versions(schedule: Schedule) -> None:

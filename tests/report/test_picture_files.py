@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import sys
 import xml.etree.ElementTree as ET
+from base64 import b64decode
 from dataclasses import replace
-from itertools import pairwise
+from itertools import batched, pairwise
 from pathlib import Path
 
 import pytest
@@ -75,17 +77,22 @@ def test_html_holds_the_whole_run_and_loads_nothing(run, tmp_path, name):
     timeline = run(name, 4, 8, Costs(1, 2, 0.5, p2p=0.25))
     page = save_timeline(timeline, tmp_path / "run.html").read_text()
     (drawn,) = page_data(page)["runs"]
+    names, starts, ends = [], [], []
     for device, row in enumerate(drawn["rows"]):
-        assert row["name"] == [str(action) for action in timeline.schedule.orders[device]]
-        assert row["start"] == pytest.approx([start for start, _ in timeline.spans[device]])
-        assert row["end"] == pytest.approx([end for _, end in timeline.spans[device]])
-        assert max(row["held"]) == pytest.approx(timeline.peaks[device]) and row["held"][-1] == 0
-    names = [name for row in drawn["rows"] for name in row["name"]]
-    ends = [end for row in drawn["rows"] for end in row["end"]]
-    for row in drawn["rows"]:
-        for name, start, source in zip(row["name"], row["start"], row["from"], strict=True):
-            assert source < 0 or (names[source].lstrip("0123456789")[1:] == name.lstrip("0123456789")[1:])
-            assert source < 0 or ends[source] + 0.25 <= start + 1e-9
+        names += [
+            drawn["passes"][each][0] + str(microbatch) for each, microbatch in zip(row["pass"], row["mb"], strict=True)
+        ]
+        numbers, count = b64decode(row["numbers"]), len(row["mb"])
+        start, end, held = batched(struct.unpack(f"<{3 * count}d", numbers), count)
+        assert tuple(zip(start, end, strict=True)) == timeline.spans[device]
+        assert max(held) == timeline.peaks[device] and held[-1] == 0
+        starts += start
+        ends += end
+    assert names == [str(action) for order in timeline.schedule.orders for action in order]
+    sources = [source for row in drawn["rows"] for source in row["from"]]
+    for name, start, source in zip(names, starts, sources, strict=True):
+        assert source < 0 or (names[source].lstrip("0123456789")[1:] == name.lstrip("0123456789")[1:])
+        assert source < 0 or ends[source] + 0.25 <= start + 1e-9
     assert not re.search(r"(src|href)\s*=|https?:|url\(|@import", page), "the page loads nothing"
     assert not re.search(r"@[A-Z]+@", page) and timeline.schedule.name in page
 
