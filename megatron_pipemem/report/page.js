@@ -19,36 +19,43 @@ function load(loaded) {
   // A run much longer than the others goes on beyond the view at first.
   Object.assign(view, { start: 0, end: data.shared || end });
   document.getElementById("units").textContent = data.units;
-  const made = data.runs.map(make);
-  document.getElementById("runs").replaceChildren(...made.map(run => run.section));
-  runs = made;
-  runs.forEach(listen);
+  while (panels.length < data.runs.length) panels.push(panel(panels.length));
+  if (runs.length !== data.runs.length)
+    document.getElementById("runs").replaceChildren(...data.runs.map((_, i) => panels[i].section));
+  runs = data.runs.map((run, i) => filled(panels[i], run));
   hovered = null;
   tell(null);
   setCursor(cursor);
 }
 
-function make(run) {
-  const section = document.createElement("section");
-  const heading = document.createElement("h2");
-  heading.textContent = run.title;
-  const canvas = document.createElement("canvas");
+// The elements of a run. The explorer fills them with run after run, because new ones take the browser longer.
+const panels = [];
+function panel(index) {
+  const [section, heading, canvas, key, legend, facts, base] =
+    ["section", "h2", "canvas", "p", "span", "small", "canvas"].map(tag => document.createElement(tag));
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", run.title);
-  const key = document.createElement("p");
   key.className = "key";
-  for (const [name, shade, ink] of run.legend) {
+  legend.className = "legend";
+  key.append(legend, facts);
+  section.append(heading, canvas, key);
+  listen(canvas, index);
+  return { section, heading, canvas, legend, facts, base, shown: "" };
+}
+
+function filled(panel, run) {
+  const { canvas, base } = panel, shown = JSON.stringify(run.legend);
+  panel.heading.textContent = run.title;
+  panel.facts.textContent = run.facts;
+  canvas.setAttribute("aria-label", run.title);
+  if (panel.shown !== shown) panel.legend.replaceChildren(...run.legend.map(([name, shade, ink]) => {
     const entry = document.createElement("span");
     entry.textContent = name;
     entry.style.background = shade;
     entry.style.color = ink;
-    key.append(entry);
-  }
-  const facts = document.createElement("small");
-  facts.textContent = run.facts;
-  key.append(facts);
-  section.append(heading, canvas, key);
+    return entry;
+  }));
+  panel.shown = shown;
   let boxes = 0;
   const firsts = [], rows = run.rows.map(row => {
     firsts.push(boxes);
@@ -57,7 +64,7 @@ function make(run) {
   });
   const height = TOP + rows.length * PITCH + AXIS;
   canvas.style.height = height + "px";
-  return { ...run, rows, firsts, section, canvas, height, width: 0, base: document.createElement("canvas"), drawn: "", copied: false, dense: false };
+  return { ...run, rows, firsts, canvas, base, height, width: 0, drawn: "", copied: false, dense: false };
 }
 
 // Start, end and memory of every box, from the base64 text of 64-bit floats.
@@ -153,9 +160,10 @@ function draw(run) {
 }
 
 function sized(canvas, width, height, ratio) {
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const pen = canvas.getContext("2d");
+  const [wide, tall] = [Math.round(width * ratio), Math.round(height * ratio)], pen = canvas.getContext("2d");
+  // Another size also clears a canvas, but takes new memory.
+  if (canvas.width !== wide || canvas.height !== tall) Object.assign(canvas, { width: wide, height: tall });
+  else pen.reset();
   pen.scale(ratio, ratio);
   pen.textBaseline = "middle";
   return pen;
@@ -495,13 +503,14 @@ function tell(place, event) {
   tip.style.top = (event.clientY + tall + 24 > innerHeight ? event.clientY - tall - 10 : event.clientY + 16) + "px";
 }
 
-function listen(run) {
+function listen(canvas, index) {
   let grip = null;
-  run.canvas.addEventListener("pointerdown", event => {
+  canvas.addEventListener("pointerdown", event => {
     grip = { x: event.clientX, start: view.start, moved: false };
-    run.canvas.setPointerCapture(event.pointerId);
+    canvas.setPointerCapture(event.pointerId);
   });
-  run.canvas.addEventListener("pointermove", event => {
+  canvas.addEventListener("pointermove", event => {
+    const run = runs[index];
     if (grip && (grip.moved ||= Math.abs(event.clientX - grip.x) > 3)) {
       const start = grip.start - (event.clientX - grip.x) / scale(run);
       look(start, start + view.end - view.start);
@@ -510,17 +519,17 @@ function listen(run) {
     tell(hovered, event);
     refresh();
   });
-  run.canvas.addEventListener("pointerup", event => {
-    if (grip && !grip.moved) setCursor(toTime(run, event.clientX - run.canvas.getBoundingClientRect().left));
+  canvas.addEventListener("pointerup", event => {
+    if (grip && !grip.moved) setCursor(toTime(runs[index], event.clientX - canvas.getBoundingClientRect().left));
     grip = null;
   });
-  run.canvas.addEventListener("pointerleave", () => { hovered = null; tell(null); refresh(); });
-  run.canvas.addEventListener("dblclick", event =>
-    zoom(2, toTime(run, event.clientX - run.canvas.getBoundingClientRect().left)));
-  run.canvas.addEventListener("wheel", event => {
-    const along = event.shiftKey ? event.deltaY : event.deltaX;
+  canvas.addEventListener("pointerleave", () => { hovered = null; tell(null); refresh(); });
+  canvas.addEventListener("dblclick", event =>
+    zoom(2, toTime(runs[index], event.clientX - canvas.getBoundingClientRect().left)));
+  canvas.addEventListener("wheel", event => {
+    const run = runs[index], along = event.shiftKey ? event.deltaY : event.deltaX;
     if (event.ctrlKey || event.metaKey)
-      zoom(1.002 ** -event.deltaY, toTime(run, event.clientX - run.canvas.getBoundingClientRect().left));
+      zoom(1.002 ** -event.deltaY, toTime(run, event.clientX - canvas.getBoundingClientRect().left));
     else if (Math.abs(along) > 0) look(view.start + along / scale(run), view.end + along / scale(run));
     else return;
     event.preventDefault();
