@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from math import inf
+from operator import attrgetter
 from typing import Literal
 
 from megatron_pipemem.config import layout
@@ -179,7 +180,7 @@ def advise(
     paired = [in_pairs(run)] if pairs and may_pair(run) else []
     own = [run] if run.pairs else [run, *(replace(each, megatron=run.flags | each.megatron) for each in paired)]
     stocks = [way for each in own for name in STOCKS if name in names for way in _ways(each, name, pace)]
-    stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _seconds, refused)
+    stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _BY_SECONDS, refused)
     bare = without_overlap(run)
     ours = [way for name in OURS if name in names for way in _ways(bare, name, pace)]
     hiding = [way for each in paired for name in OF_PAIRS for way in _ways(each, name, pace)]
@@ -301,6 +302,9 @@ def _way(
     return Way(run, order, run.schedule.name == STOCK, step, found.seconds, step.held(found.peaks), found.hidden)
 
 
+_BY_SECONDS, _BY_PEAK = attrgetter("seconds"), attrgetter("peak")
+
+
 def _proposals(
     today: Way,
     ways: Sequence[Way],
@@ -320,16 +324,16 @@ def _proposals(
         for way in ways
         if way.seconds <= today.seconds * (1 + AS_FAST) and way.peak < today.peak * (1 - SAME_MEMORY)
     ]
-    smaller = ("less memory", fast, _peak)
+    smaller = ("less memory", fast, _BY_PEAK)
     if today.peak > memory:
-        smaller = ("fits", [way for way in ways if way.peak <= memory], _seconds)
-    chunked, cut = ("same memory, chunks", same, _seconds), ("same memory, slices", short, _seconds)
+        smaller = ("fits", [way for way in ways if way.peak <= memory], _BY_SECONDS)
+    chunked, cut = ("same memory, chunks", same, _BY_SECONDS), ("same memory, slices", short, _BY_SECONDS)
     fastest, proposed = today.seconds, []
     for kind, fitting, key in (
-        ("same memory", [way for way in same if _is_linear(way)], _seconds),
+        ("same memory", [way for way in same if way.step.placement.num_chunks == 1], _BY_SECONDS),
         chunked,
         cut,
-        (PAIRED, together, _seconds),
+        (PAIRED, together, _BY_SECONDS),
         smaller,
     ):
         # That slices or pairs are refused, a user who has not asked for them need not know.
@@ -342,10 +346,6 @@ def _proposals(
             yield kind, way
 
 
-def _is_linear(way: Way) -> bool:
-    return way.step.placement.num_chunks == 1
-
-
 def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
     """Return the way with the lowest ``key`` that is not refused. Refusals of ours before it are added to ``refused``."""
     for way in sorted(ways, key=key):
@@ -356,14 +356,6 @@ def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, 
             names = refused.setdefault(error.code, (str(error), []))[1]
             names += [] if way.name in names else [way.name]
     return None
-
-
-def _seconds(way: Way) -> float:
-    return way.seconds
-
-
-def _peak(way: Way) -> float:
-    return way.peak
 
 
 def changed_flags(today: Run, other: Run) -> tuple[Flags, Flags]:
