@@ -70,7 +70,7 @@ def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):
 
 
 def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
-    ask = ("pareto", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--caps", "0.75")
+    ask = ("pareto", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--caps", "0.75", "--seconds", 0.2)
     found = pipemem_json(*ask)
     assert not any(choice["dominated"] for choice in found["choices"])
     assert any("instead of" in trade for trade in found["trades"])
@@ -95,7 +95,7 @@ def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_pa
     """Twice as much waits for W as F kept, so zb-h1 is no longer where 1F1B is."""
     path = tmp_path / "costs.json"
     path.write_text('{"memory": {"F": 1024, "I": 1024, "W": -2048}}', encoding="utf-8")
-    size = ("pareto", "-p", 4, "-m", 8, "--caps", "0.75", "--seconds", 1, "--all")
+    size = ("pareto", "-p", 4, "-m", 8, "--caps", "0.75", "--seconds", 0.2, "--all")
     choices = pipemem_json(*size, "--costs", path)["choices"]
     found = {each["schedule"]: each for each in choices if not each["memory_cap"]}
     shares = {name: found[name]["share_of_1f1b"] for name in ("1f1b", "zb-h1")}
@@ -108,7 +108,7 @@ def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_pa
 
 
 def test_pareto_says_what_caps_nothing_fits(pipemem):
-    said = pipemem("pareto", "-p", 2, "-m", 4, "--caps", "0.01,1", "--seconds", 1)
+    said = pipemem("pareto", "-p", 2, "-m", 4, "--caps", "0.01,1", "--seconds", 0.2)
     assert said.exit_code == 0
     (note,) = said.stderr.splitlines()
     assert note.startswith("note: ") and " 0.01 " in note
