@@ -9,14 +9,9 @@ import torch
 import torch.distributed as dist
 
 from emulated.device import ROWS, WIDTH, Device
-from megatron_pipemem.features.vocabulary.runtime.head import HeadMicrobatch, HeadOptions, Normalised, VocabularyHead
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, Normalised, VocabularyShards
 from megatron_pipemem.features.vocabulary.runtime.passes import Batch, Channels, VocabularyPasses
-from megatron_pipemem.features.vocabulary.runtime.shards import (
-    EmbeddingWeightGradient,
-    VocabularyEmbedding,
-    VocabularyPartition,
-    WeightShard,
-)
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
 from megatron_pipemem.schedule.action import VOCABULARY_COMPUTE, Action
 from megatron_pipemem.schedule.schedule import Schedule
 
@@ -42,25 +37,17 @@ class SleepingVocabulary:
         channels: carry the collectives.
     """
 
-    hidden_size = WIDTH
-    dtype = torch.float32
-
     def __init__(self, device: Device, schedule: Schedule, channels: Channels):
         self._device, self._schedule, self._channels = device, schedule, channels
         rank, m = dist.get_rank(), schedule.num_microbatches
-        self.partition = VocabularyPartition(WORDS, schedule.placement.num_devices)
+        partition = VocabularyPartition(WORDS, schedule.placement.num_devices)
         drawn = torch.Generator().manual_seed(0)
         self._embedding, self._head = (torch.randn(WORDS, WIDTH, generator=drawn) for _ in range(2))
         embedding, head = (
-            WeightShard(
-                torch.nn.Parameter(whole.tensor_split(self.partition.shards)[rank].clone()), self.partition, rank
-            )
+            WeightShard(torch.nn.Parameter(whole.tensor_split(partition.shards)[rank].clone()), partition, rank)
             for whole in (self._embedding, self._head)
         )
-        self._shards = (
-            VocabularyEmbedding(embedding),
-            VocabularyHead(head, HeadOptions(barriers=schedule.vocabulary_barriers)),
-        )
+        self._shards = VocabularyShards(embedding, head, HeadOptions(barriers=schedule.vocabulary_barriers))
         tokens, self._labels = (torch.randint(WORDS, (m, 1, ROWS), generator=drawn) for _ in range(2))
         self._batch = Batch(list(tokens), list(self._labels))
 
@@ -70,23 +57,12 @@ class SleepingVocabulary:
             self._device,
             self._schedule.placement,
             dist.get_rank(),
-            self,
+            self._shards,
             self._channels,
             self._batch,
             self,
             trains=True,
         )
-
-    # Shards
-
-    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._shards[0].forward(tokens)
-
-    def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
-        return self._shards[0].weight_gradient(tokens, output_gradient)
-
-    def score(self, x: torch.Tensor, labels: torch.Tensor, for_backward: bool) -> HeadMicrobatch:
-        return self._shards[1].score(x, labels, for_backward=for_backward)
 
     # Last stage
 

@@ -205,6 +205,10 @@ class Arriving:
     work: dist.Work | None = None  # the communication; ``None`` if the tensor is complete
     source: Any = None  # the input of the communication, kept alive until the communication ends
 
+    @property
+    def is_complete(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
     def wait(self) -> Any:
         if self.work is not None:
             self.work.wait()

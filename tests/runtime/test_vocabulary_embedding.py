@@ -43,7 +43,7 @@ def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dt
     weight = torch.randn(partition.vocab_size, 3, generator=generator).to(dtype)
     tokens = torch.randint(partition.vocab_size, (5, 2), generator=generator)
     embeddings = embeddings_of(partition, weight)
-    output = torch.stack([each.forward(tokens) for each in embeddings]).sum(0)
+    output = torch.stack([each(tokens) for each in embeddings]).sum(0)
     assert torch.equal(output, weight[tokens]) and output.dtype == dtype
 
     reference = weight.double().requires_grad_()
@@ -54,9 +54,7 @@ def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dt
         parameter = each.shard.parameter
         if main_grad:
             parameter.main_grad = torch.zeros(parameter.shape)
-        work = each.weight_gradient(tokens, upstream)
-        assert parameter.grad is None
-        work.run()
+        each.add_weight_gradient(tokens, upstream)
         gradients.append(parameter.main_grad if main_grad else parameter.grad)
         if gradients[-1] is None:
             assert not each.shard.rows
@@ -69,14 +67,14 @@ def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dt
 def test_a_frozen_embedding_has_no_gradient():
     embedding = embeddings_of(VocabularyPartition(5, 2), torch.randn(5, 3))[0]
     embedding.shard.parameter.requires_grad_(False)
-    embedding.weight_gradient(torch.tensor([0]), torch.ones(1, 3)).run()
+    embedding.add_weight_gradient(torch.tensor([0]), torch.ones(1, 3))
     assert embedding.shard.parameter.grad is None
 
 
 def test_foreign_gradients_do_not_reach_this_shard():
     """Not even as infinity times zero."""
     embedding = embeddings_of(VocabularyPartition(4, 2), torch.randn(4, 1))[0]
-    embedding.weight_gradient(torch.tensor([1, 3]), torch.tensor([[2.0], [float("inf")]])).run()
+    embedding.add_weight_gradient(torch.tensor([1, 3]), torch.tensor([[2.0], [float("inf")]]))
     assert embedding.shard.parameter.grad.flatten().tolist() == [0, 2]
 
 
@@ -84,9 +82,9 @@ def test_what_does_not_fit_is_refused():
     partition = VocabularyPartition(5, 2)
     embedding = embeddings_of(partition, torch.randn(5, 3))[0]
     with refused("token-range", 0, 5, kind=VocabularyError):
-        embedding.forward(torch.tensor([0, 5]))
+        embedding(torch.tensor([0, 5]))
     with refused("wrong-shape", kind=VocabularyError):
-        embedding.weight_gradient(torch.tensor([0, 1]), torch.ones(3, 3))
+        embedding.add_weight_gradient(torch.tensor([0, 1]), torch.ones(3, 3))
     with refused("bad-number", 1, kind=VocabularyError):
         VocabularyPartition(0, 2)
     with refused("bad-number", 2, kind=VocabularyError):

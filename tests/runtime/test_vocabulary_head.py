@@ -27,7 +27,6 @@ from vocabulary_model import Case, loss_gradient, transformed, whole_losses
 from megatron_pipemem.errors import VocabularyError
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, Normalised
 from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
 BARRIERS = [1, 2]
 
@@ -167,25 +166,17 @@ def test_fp16_averages_neither_overflow_nor_vanish():
 
 @pytest.mark.parametrize("keep_logits", [True, False])
 @pytest.mark.parametrize("barriers", BARRIERS)
-def test_weight_gradients_wait_until_they_are_run(barriers, keep_logits):
-    """Three microbatches are in flight before the first W, and W runs them in any order after their input gradients."""
+def test_gradients_of_several_microbatches_add_up(barriers, keep_logits):
+    """Three microbatches are in flight before the first T."""
     case = Case(11, 3, microbatches=3, options=HeadOptions(barriers=barriers, keep_logits=keep_logits))
     weight, x, _ = inputs_of(case)
     labels = [case.batch(i)[1] for i in range(3)]
-    heads = heads_of(case, weight)
-    under_way = [losses_of(heads, x * (i + 1), labels[i]) for i in range(3)]
-    queue, wanted = WeightGradientQueue(), 0
-    for i, done in enumerate(under_way):
-        dx, works = gradients_of(case, heads, done)
+    heads, total = heads_of(case, weight), 0
+    for i, done in enumerate([losses_of(heads, x * (i + 1), labels[i]) for i in range(3)]):
         _, wanted_dx, wanted_dw = whole(case, weight, x * (i + 1), labels[i])
-        assert_close(dx, wanted_dx, 1e-6)
-        wanted = wanted + wanted_dw
-        for work in works:
-            queue.put(work)
-    assert all(head.shard.parameter.grad is None for head in heads)
-    assert all(tensor.grad_fn is None for tensor in queue.tensors())
-    queue.run()
-    assert_close(joined_gradient(case, heads), wanted, 1e-6)
+        assert_close(gradients_of(case, done), wanted_dx, 1e-6)
+        total = total + wanted_dw
+    assert_close(joined_gradient(heads), total, 1e-6)
 
 
 def test_a_frozen_head_passes_the_input_gradient_on():
@@ -195,10 +186,7 @@ def test_a_frozen_head_passes_the_input_gradient_on():
         heads = heads_of(case, weight)
         for head in heads:
             head.shard.parameter.requires_grad_(False)
-        dx, works = gradients_of(case, heads, losses_of(heads, x, labels))
-        assert_close(dx, whole(case, weight, x, labels)[1], 1e-6)
-        for work in works:
-            work.run()
+        assert_close(gradients_of(case, losses_of(heads, x, labels)), whole(case, weight, x, labels)[1], 1e-6)
         assert all(head.shard.parameter.grad is None for head in heads)
 
 
@@ -212,7 +200,7 @@ def test_evaluation_keeps_nothing_and_has_no_gradients(barriers):
     most = max(x.numel(), Normalised.NUMBERS * labels.numel())
     assert all(tensor.numel() <= most < labels.numel() * 110 / 3 for tensor in done[0].tensors)
     with refused("taken-twice", "for_backward", kind=VocabularyError):
-        gradients_of(case, heads, done)
+        gradients_of(case, done)
 
 
 @pytest.mark.parametrize("barriers", BARRIERS)
@@ -221,11 +209,11 @@ def test_a_gradient_is_taken_once(barriers):
     weight, x, labels = inputs_of(case)
     heads = heads_of(case, weight)
     done = losses_of(heads, x, labels)
-    gradients_of(case, heads, done)
+    gradients_of(case, done)
     with refused("taken-twice", kind=VocabularyError):
-        gradients_of(case, heads, done)
+        gradients_of(case, done)
     with refused("taken-twice", kind=VocabularyError):
-        (done[0].weight_gradient if barriers == 1 else done[0].input_gradient)(torch.ones(case.shape))
+        (done[0].add_weight_gradient if barriers == 1 else done[0].gradients)(torch.ones(case.shape))
 
 
 class LargestBuffers(TorchDispatchMode):
@@ -269,8 +257,7 @@ def test_fp32_logits_exist_for_one_piece_at_a_time(barriers, dtype, keep_logits,
     with LargestBuffers(parameter, parameter.main_grad) as seen:
         done = losses_of([head], x, labels)
         held = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in done[0].tensors}
-        _, works = gradients_of(case, [head], done)
-        works[0].run()
+        gradients_of(case, done)
     assert seen.largest == max((piece or tokens) * rows, tokens * hidden)
     logits = tokens * rows * x.element_size() if keep_logits else 0
     assert logits <= sum(held.values()) <= logits + 2 * x.nbytes + tokens * 64
@@ -301,6 +288,6 @@ def test_tensors_that_do_not_fit_are_refused():
     with refused("wrong-shape", kind=VocabularyError):
         head.logits(x.bfloat16())
     with refused("wrong-shape", kind=VocabularyError):
-        losses_of([head], x, labels)[0].weight_gradient(torch.ones(1))
+        losses_of([head], x, labels)[0].add_weight_gradient(torch.ones(1))
     with refused("wrong-shape", 6, kind=VocabularyError):
         WeightShard(torch.nn.Parameter(weight), VocabularyPartition(11, 2), 0)

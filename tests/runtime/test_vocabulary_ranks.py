@@ -35,15 +35,14 @@ CASES = [
             per_token=True,
             loss_scale=512.0,
             dtype=dtype,
-            options=HeadOptions(barriers, 4, softcap=5.0, z_loss=1e-3, message_dtype=message_dtype),
+            options=HeadOptions(barriers, 4, softcap=5.0, z_loss=1e-3),
         )
-        for dtype, message_dtype, barriers in [
-            (torch.float32, torch.float32, 1),
-            (torch.bfloat16, torch.float32, 1),
-            (torch.bfloat16, torch.bfloat16, 1),
-            (torch.bfloat16, torch.bfloat16, 2),
-            (torch.float16, torch.float32, 1),
-            (torch.float16, torch.float16, 2),
+        for dtype, barriers in [
+            (torch.float32, 1),
+            (torch.bfloat16, 1),
+            (torch.bfloat16, 2),
+            (torch.float16, 1),
+            (torch.float16, 2),
         ]
     ),
 ]

@@ -25,19 +25,18 @@ def losses_of(heads: list[VocabularyHead], x: torch.Tensor, labels: torch.Tensor
     return [combine(each, gathered) for each in scored]
 
 
-def gradients_of(case: Case, heads: list[VocabularyHead], done: list) -> tuple[torch.Tensor, list]:
-    """The input gradient, and the weight gradients to run."""
+def gradients_of(case: Case, done: list) -> torch.Tensor:
+    """The input gradient, when all weight gradients have been added."""
     g = loss_gradient(done[0].losses, case.loss)
     if isinstance(done[0], OneBarrier):
         total = torch.stack([each.input_gradient() for each in done]).sum(0)
-        dx = finish_input_gradient(total, case.dtype, done[0].without_ignored(g))
-        return dx, [each.weight_gradient(g) for each in done]
-    parts = [each.input_gradient(g) for each in done]
-    total = torch.stack([part for part, _ in parts]).sum(0)
-    return finish_input_gradient(total, case.dtype), [work for _, work in parts]
+        for each in done:
+            each.add_weight_gradient(g)
+        return finish_input_gradient(total, case.dtype, done[0].without_ignored(g))
+    return finish_input_gradient(torch.stack([each.gradients(g) for each in done]).sum(0), case.dtype)
 
 
-def joined_gradient(case: Case, heads: list[VocabularyHead]) -> torch.Tensor:
+def joined_gradient(heads: list[VocabularyHead]) -> torch.Tensor:
     gradients = []
     for head in heads:
         parameter = head.shard.parameter
@@ -51,10 +50,8 @@ def sharded(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Ten
     done = losses_of(heads, x, labels)
     for each in done:
         torch.testing.assert_close(each.losses, done[0].losses, rtol=0, atol=0, equal_nan=True)
-    dx, works = gradients_of(case, heads, done)
-    for work in works:
-        work.run()
-    return done[0].losses, dx, joined_gradient(case, heads)
+    dx = gradients_of(case, done)
+    return done[0].losses, dx, joined_gradient(heads)
 
 
 def whole(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor):

@@ -25,7 +25,6 @@ from megatron_pipemem.features.vocabulary.runtime.head import (
     finish_input_gradient,
 )
 from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyEmbedding, VocabularyPartition, WeightShard
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
 WORLD = 4
 
@@ -147,11 +146,10 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
             parameter.main_grad = torch.zeros(parameter.shape)
     shards = [WeightShard(parameter, partition, rank) for parameter in parameters]
     embedding, head = VocabularyEmbedding(shards[0]), VocabularyHead(shards[1], case.options)
-    queue = WeightGradientQueue()
     seen = {"losses": [], "input_gradients": [], "logits": []}
     for microbatch in range(case.microbatches):
         tokens, labels = case.batch(microbatch)
-        output = collectives.reduce_sum(embedding.forward(tokens), first, group).wait()
+        output = collectives.reduce_sum(embedding(tokens), first, group).wait()
         assert (output is None) == (rank != first)
         output = torch.empty(*case.shape, case.hidden, dtype=case.dtype) if output is None else output
         output = collectives.broadcast(output, first, group).wait().requires_grad_()
@@ -167,12 +165,10 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
         g = loss_gradient(done.losses, case.loss) if rank == last else torch.empty(case.shape)
         g = collectives.broadcast(g, last, group).wait()
         if isinstance(done, OneBarrier):
-            queue.put(done.weight_gradient(g))
+            done.add_weight_gradient(g)
             factor = done.without_ignored(g)
         else:
-            partial, later = done.input_gradient(g)
-            queue.put(later)
-            under_way, factor = collectives.reduce_sum(partial, last, group), None
+            under_way, factor = collectives.reduce_sum(done.gradients(g), last, group), None
         total = under_way.wait()
         back = torch.empty_like(output)
         if rank == last:
@@ -180,10 +176,10 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
             seen["input_gradients"].append(dx)
             back = torch.autograd.grad(x, output, dx)[0]
         back = collectives.broadcast(back, last, group).wait()
-        queue.put(embedding.weight_gradient(tokens, back))
+        embedding.add_weight_gradient(tokens, back)
         seen["losses"].append(done.losses)
-        seen["logits"].append(collectives.gather_logits(head.logits(sent), partition, group).wait())
-    queue.run()
+        gathered = collectives.gather_logits(head.logits(sent), partition, group).wait()
+        seen["logits"].append(collectives.joined_logits(gathered, partition))
     seen = {name: torch.stack(each) for name, each in seen.items() if each}
     for name, parameter in zip(("embedding", "head"), parameters, strict=True):
         seen[name] = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
@@ -199,8 +195,7 @@ def run_example(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     head = VocabularyHead(WeightShard(parameter, EXAMPLE.partition, rank))
     x = torch.tanh(EXAMPLE.matrix(0)[EXAMPLE.batch()[0]])
     sent = x if rank == last else torch.empty_like(x)
-    dx, later = namespace["head_pass"](head, sent, EXAMPLE.batch()[1], EXAMPLE.loss, last, group)
-    later.run()
+    dx = namespace["head_pass"](head, sent, EXAMPLE.batch()[1], EXAMPLE.loss, last, group)
     return {"head": parameter.grad} if dx is None else {"head": parameter.grad, "input_gradients": dx}
 
 

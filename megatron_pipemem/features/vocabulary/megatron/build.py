@@ -28,13 +28,8 @@ from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
-from megatron_pipemem.features.vocabulary.runtime.head import HeadMicrobatch, HeadOptions, VocabularyHead
-from megatron_pipemem.features.vocabulary.runtime.shards import (
-    EmbeddingWeightGradient,
-    VocabularyEmbedding,
-    VocabularyPartition,
-    WeightShard,
-)
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyShards
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.compat import is_plain_head
 from megatron_pipemem.mcore.model.whole_model import layout_of
@@ -129,90 +124,8 @@ EMBEDDING_KEY, HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weig
 """The keys of the whole matrices in stock Megatron's checkpoints."""
 
 
-class EmbeddingShard(torch.nn.Module):
-    """This rank's rows of the embedding matrix, ``[rows, h]``.
-
-    It is a module, because Megatron gathers a module's parameters before its forward (``--overlap-param-gather``).
-    """
-
-    def __init__(self, weight: torch.nn.Parameter, partition: VocabularyPartition, index: int):
-        super().__init__()
-        self.weight = weight
-        self._shard = partition, index
-
-    @property
-    def layer(self) -> VocabularyEmbedding:
-        return VocabularyEmbedding(WeightShard(self.weight, *self._shard))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.layer.forward(tokens)
-
-
-class HeadShard(torch.nn.Module):
-    """This rank's rows of the LM head's matrix, ``[rows, h]``. ``weight`` is ``None`` if head and embedding share one
-    matrix.
-    """
-
-    def __init__(
-        self, weight: torch.nn.Parameter | None, partition: VocabularyPartition, index: int, options: HeadOptions
-    ):
-        super().__init__()
-        self.weight: torch.nn.Parameter | None
-        self.register_parameter("weight", weight)
-        self._shard = partition, index
-        self._options = options
-
-    def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None, embedding: torch.nn.Parameter, for_backward: bool
-    ) -> HeadMicrobatch | torch.Tensor:
-        """Return the logits' statistics for the losses, or the logits themselves if there are no labels.
-
-        ``embedding`` is the weight to use if head and embedding share one matrix. ``for_backward`` keeps the data from
-        which gradients are computed.
-        """
-        weight = embedding if self.weight is None else self.weight
-        layer = VocabularyHead(WeightShard(weight, *self._shard), self._options)
-        return layer.logits(x) if labels is None else layer.score(x, labels, for_backward=for_backward)
-
-
-class VocabularyShards(torch.nn.Module):
-    """This rank's shards of the embedding and the LM head (it implements ``runtime.passes.ShardedLayers``).
-
-    ``embedding`` and ``head`` are ``[rows, h]``. ``head`` is ``None`` if head and embedding share one matrix. ``index``
-    is the number of this rank's shards in ``partition``.
-    """
-
-    def __init__(
-        self,
-        partition: VocabularyPartition,
-        index: int,
-        embedding: torch.nn.Parameter,
-        head: torch.nn.Parameter | None,
-        options: HeadOptions,
-    ):
-        super().__init__()
-        self.partition = partition
-        self.index = index
-        self.options = options
-        self.embedding = EmbeddingShard(embedding, partition, index)
-        self.head = HeadShard(head, partition, index, options)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.embedding.weight.size(1)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
-
-    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.embedding(tokens)
-
-    def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
-        return self.embedding.layer.weight_gradient(tokens, output_gradient)
-
-    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
-        return self.head(x, labels, self.embedding.weight, for_backward)
+class SavedShards(VocabularyShards):
+    """This rank's shards, which Megatron saves and loads."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -236,7 +149,7 @@ class VocabularyShards(torch.nn.Module):
                 dtype=weight.dtype,
                 local_shape=tuple(weight.shape),
                 global_shape=(self.partition.vocab_size, weight.size(1)),
-                global_offset=(self.partition.rows(self.index).start, 0),
+                global_offset=(self.embedding.shard.rows.start, 0),
                 axis_fragmentations=None,  # shards differ by a row
                 replica_id=replica,
                 allow_shape_mismatch=True,  # stock pads the vocabulary depending on the tensor-parallel size
@@ -374,7 +287,7 @@ def cut_vocabulary(
         raise _uncuttable(f"a vocabulary of {whole.vocab_size} cannot be cut over {partition.shards} ranks;")
     config = models[0].config
 
-    def shard_of(weight: torch.Tensor | None, owner: int) -> torch.nn.Parameter:
+    def shard_of(weight: torch.Tensor | None, owner: int) -> WeightShard:
         """Return this rank's rows of a matrix that only device ``owner`` has. ``weight`` is that matrix, or ``None``
         elsewhere.
         """
@@ -391,7 +304,7 @@ def cut_vocabulary(
         parameter.is_embedding_or_output_parameter = True
         if config.use_mup:
             parameter.is_embedding_parameter = True
-        return parameter
+        return WeightShard(parameter, partition, index)
 
     embedding = shard_of(None if first is None else first.embedding.word_embeddings.weight, first_device)
     head = None if whole.tied else shard_of(None if last is None else last.output_layer.weight, last_device)
@@ -409,10 +322,10 @@ def cut_vocabulary(
         model.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
     scale = config.mup_output_mult if config.use_mup else 1.0
     options = HeadOptions(barriers=barriers, piece_tokens=piece_tokens, scale=scale)
-    models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
+    models[0].add_module(NAME, SavedShards(embedding, head, options))
 
 
-def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
+def shards_of(chunks: list[torch.nn.Module]) -> SavedShards:
     """Return the shards of embedding and LM head on this rank. The chunks may be wrapped, for example by DDP.
 
     Raises:

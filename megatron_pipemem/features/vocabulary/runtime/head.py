@@ -17,14 +17,13 @@ An input gradient computed here covers only the rows of this rank. The caller su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from megatron_pipemem.errors import VocabularyError
 from megatron_pipemem.features.vocabulary.runtime import kernels
-from megatron_pipemem.features.vocabulary.runtime.shards import WeightShard
-from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyEmbedding, WeightShard
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class HeadOptions:
     scale: float = 1.0  # factor of the logits
     softcap: float | None = None  # ``c`` of ``c * tanh(logits / c)``, applied after ``scale``
     z_loss: float = 0.0  # factor of the squared log-partition function in each token's loss
-    # The dtype in which input gradients are summed over the ranks. 16 bit halves the message and rounds once per rank.
-    message_dtype: torch.dtype = torch.float32
     compiled: bool = True  # compile the functions over logits on CUDA (see ``kernels.Compiler``)
 
     def __post_init__(self) -> None:
@@ -140,15 +137,23 @@ class HeadMicrobatch:
         return function(*tensors, **constants)
 
 
-@dataclass(frozen=True)
-class VocabularyHead:
+class VocabularyHead(torch.nn.Module):
     """One rank's rows of the LM head. Bias, label smoothing and fp8 are not supported.
 
-    A head that is tied to the embedding has the embedding's ``shard``.
+    With ``is_tied``, ``shard`` is the embedding's, which alone has the parameter.
     """
 
-    shard: WeightShard
-    options: HeadOptions = field(default_factory=HeadOptions)
+    def __init__(self, shard: WeightShard, options: HeadOptions | None = None, is_tied: bool = False):
+        super().__init__()
+        self.shard, self.options = shard, options or HeadOptions()
+        self.weight: torch.nn.Parameter | None
+        self.register_parameter("weight", None if is_tied else shard.parameter)
+
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool = True
+    ) -> HeadMicrobatch | torch.Tensor:
+        """Return the logits' statistics for the losses (``score``), or ``logits`` if there are no labels."""
+        return self.logits(x) if labels is None else self.score(x, labels, for_backward=for_backward)
 
     @torch.no_grad()
     def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> HeadMicrobatch:
@@ -296,8 +301,7 @@ class Normalised:
         return self._flat(loss_gradient).view(self._batch.shape)
 
     def _message(self) -> torch.Tensor:
-        x = self._batch.x
-        return torch.empty(x.shape, dtype=self.options.message_dtype, device=x.device)
+        return torch.empty(self._batch.x.shape, dtype=torch.float32, device=self._batch.x.device)
 
     def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(*self._batch.shape, rows.size(-1))
@@ -338,6 +342,30 @@ class Normalised:
         batch.over_logits(kernels.logit_gradient, piece, raw, self._maximum[piece], factor, scaled * self._label[piece])
         return raw
 
+    def _add_weight_gradient(self, g: torch.Tensor, logits_differentiated: bool) -> None:
+        """Add ``logit gradient^T @ x`` to the gradient of the parameter, unless it is frozen.
+
+        ``g`` is that of ``_logit_gradient``. ``logits_differentiated`` says that kept logits have been replaced by
+        their gradient.
+        """
+        batch = self._batch
+        gradient = batch.shard.gradient
+        if gradient is None:
+            return
+        if batch.logits is None:
+            for piece in self.pieces:
+                add_product(gradient, self._logit_gradient(piece, g), batch.x[piece])
+            return
+        if not logits_differentiated:
+            for piece in self.pieces:
+                self._logit_gradient(piece, g)
+        if gradient.dtype == batch.x.dtype or gradient.device.type == "cuda":
+            add_product(gradient, batch.logits, batch.x)
+            return
+        # fp32 copies hold one piece at a time, like all fp32 tensors of that size.
+        for piece in self.pieces:
+            add_product(gradient, batch.logits[piece], batch.x[piece])
+
 
 def _taken_already() -> VocabularyError:
     return VocabularyError(
@@ -347,10 +375,7 @@ def _taken_already() -> VocabularyError:
 
 
 class OneBarrier(Normalised):
-    """The algorithm with one barrier: the input gradient needs only the statistics of all ranks, and not the loss.
-
-    The weight gradient can be computed at any later time.
-    """
+    """The algorithm with one barrier: the input gradient needs only the statistics of all ranks, and not the loss."""
 
     @property
     def owes_input_gradient(self) -> bool:
@@ -381,15 +406,16 @@ class OneBarrier(Normalised):
             message[piece] = part
         return self._shaped(message)
 
-    def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
-        """Run T: return the weight gradient as an object whose ``run()`` computes it. Only the optimizer needs it.
+    @torch.no_grad()
+    def add_weight_gradient(self, loss_gradient: torch.Tensor) -> None:
+        """Run T: compute the weight gradient, and add it to that of the parameter.
 
         ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included. A second
         call raises a VocabularyError.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
-        return HeadWeightGradient(self, g, logits_differentiated=False)
+        self._add_weight_gradient(g, logits_differentiated=False)
 
 
 class TwoBarriers(Normalised):
@@ -399,8 +425,8 @@ class TwoBarriers(Normalised):
     """
 
     @torch.no_grad()
-    def input_gradient(self, loss_gradient: torch.Tensor) -> tuple[torch.Tensor, HeadWeightGradient]:
-        """Run T: return the input gradient from this rank's rows, ``[..., h]``, and the deferred weight gradient.
+    def gradients(self, loss_gradient: torch.Tensor) -> torch.Tensor:
+        """Run T: return the input gradient from this rank's rows, ``[..., h]``, and add the weight gradient.
 
         Sum the input gradient over the ranks. ``loss_gradient`` is the gradient of the training loss with respect to
         ``losses``, loss scale included. A second call raises a VocabularyError.
@@ -410,43 +436,8 @@ class TwoBarriers(Normalised):
         message = self._message()
         for piece in self.pieces:
             message[piece] = self._logit_gradient(piece, g) @ self._batch.shard.weight
-        later = HeadWeightGradient(self, g, logits_differentiated=self._batch.logits is not None)
-        return self._shaped(message), later
-
-
-@dataclass(frozen=True, eq=False)
-class HeadWeightGradient(DeferredWeightGradient):
-    """The weight gradient of one microbatch, ``logit gradient^T @ x``, which ``run`` computes later."""
-
-    normalised: Normalised
-    loss_gradient: torch.Tensor  # one number per token, fp32
-    logits_differentiated: bool  # the kept logits have been replaced by their gradient
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that this object keeps in memory, for the activation ledger."""
-        return (*self.normalised.tensors, self.loss_gradient)
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Compute the weight gradient and add it to that of the parameter, unless it is frozen. Call this once."""
-        normalised, batch = self.normalised, self.normalised._batch
-        gradient = batch.shard.gradient
-        if gradient is None:
-            return
-        if batch.logits is None:
-            for piece in normalised.pieces:
-                add_product(gradient, normalised._logit_gradient(piece, self.loss_gradient), batch.x[piece])
-            return
-        if not self.logits_differentiated:
-            for piece in normalised.pieces:
-                normalised._logit_gradient(piece, self.loss_gradient)
-        if gradient.dtype == batch.x.dtype or gradient.device.type == "cuda":
-            add_product(gradient, batch.logits, batch.x)
-            return
-        # fp32 copies hold one piece at a time, like all fp32 tensors of that size.
-        for piece in normalised.pieces:
-            add_product(gradient, batch.logits[piece], batch.x[piece])
+        self._add_weight_gradient(g, logits_differentiated=True)
+        return self._shaped(message)
 
 
 def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
@@ -485,3 +476,13 @@ def combine(
     batch.own_sum.mul_(torch.exp(batch.own_maximum - maximum))
     kind = OneBarrier if batch.options.barriers == 1 else TwoBarriers
     return kind(batch, maximum, others, label, into)
+
+
+class VocabularyShards(torch.nn.Module):
+    """This rank's shards of the embedding and the LM head. ``head`` is ``None`` if both share one matrix."""
+
+    def __init__(self, embedding: WeightShard, head: WeightShard | None, options: HeadOptions):
+        super().__init__()
+        self.partition = embedding.partition
+        self.embedding = VocabularyEmbedding(embedding)
+        self.head = VocabularyHead(head or embedding, options, is_tied=head is None)

@@ -15,19 +15,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.features.vocabulary.runtime import collectives
-from megatron_pipemem.features.vocabulary.runtime.collectives import Pending
 from megatron_pipemem.features.vocabulary.runtime.head import (
     HeadMicrobatch,
     Normalised,
     OneBarrier,
     TwoBarriers,
+    VocabularyShards,
     combine,
     finish_input_gradient,
 )
-from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
-from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
+from megatron_pipemem.runtime.weight_gradients import Arriving
 from megatron_pipemem.schedule.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 
@@ -74,32 +73,6 @@ class Batch:
         labels = self.labels[microbatch]
         rolled = [torch.nn.functional.pad(labels[:, depth:], (0, depth)) for depth in range(1 + self.depths)]
         return torch.cat(rolled, dim=1).t().contiguous()
-
-
-class ShardedLayers(Protocol):
-    """The operations on this rank's shards of embedding and LM head that the passes need."""
-
-    partition: VocabularyPartition
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the hidden size of the model."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the element type of the shards."""
-
-    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return embeddings of the tokens in this rank's rows, else zeros (``VocabularyEmbedding.forward``)."""
-
-    def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> DeferredWeightGradient:
-        """Return the deferred gradient of the embedding's rows (``VocabularyEmbedding.weight_gradient``)."""
-
-    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
-        """Compute logits and statistics as ``VocabularyHead.score``, or return only logits if ``labels`` is None.
-
-        ``x`` is the head's input, ``[(1 + depths) * s, b, h]``, and ``labels`` are ``[(1 + depths) * s, b]``.
-        """
 
 
 class HeadStage(Protocol):
@@ -162,7 +135,7 @@ class VocabularyPasses:
 
     placement: Placement
     device: int  # the pipeline rank of this process
-    layers: ShardedLayers
+    layers: VocabularyShards
     channels: Channels  # process groups, which all ranks have created together
     batch: Batch  # tokens and labels, the same on every rank
     last_stage: HeadStage | None  # ``None`` if another device has the last stage
@@ -176,21 +149,21 @@ class VocabularyPasses:
         self._sums_for_both = self.batch.looks_ahead and self._first != self._last
         # All keys are microbatches, or slices of microbatches.
         self._partial_embeddings: dict[int, torch.Tensor] = {}
-        self._embeddings: dict[int, Pending[torch.Tensor | None]] = {}
+        self._embeddings: dict[int, Arriving] = {}
         self._head_inputs: dict[int, torch.Tensor] = {}
-        self._sent_inputs: dict[int, Pending[torch.Tensor]] = {}
+        self._sent_inputs: dict[int, Arriving] = {}
         self._scored: dict[int, HeadMicrobatch | torch.Tensor] = {}
-        self._gathered: dict[int, Pending[torch.Tensor]] = {}
+        self._gathered: dict[int, Arriving] = {}
         self._results: dict[int, torch.Tensor] = {}
         self._normalised: dict[int, OneBarrier | TwoBarriers] = {}
         self._loss_gradients: dict[int, torch.Tensor] = {}
-        self._sent_loss_gradients: dict[int, Pending[torch.Tensor]] = {}
+        self._sent_loss_gradients: dict[int, Arriving] = {}
         self._partial_input_gradients: dict[int, torch.Tensor] = {}
-        self._input_gradients: dict[int, Pending[torch.Tensor | None]] = {}
+        self._input_gradients: dict[int, Arriving] = {}
         self._factors: dict[int, torch.Tensor] = {}
         self._embedding_gradients: dict[int, torch.Tensor] = {}
-        self._sent_embedding_gradients: dict[int, Pending[torch.Tensor]] = {}
-        self._unawaited: list[Pending] = []
+        self._sent_embedding_gradients: dict[int, Arriving] = {}
+        self._unawaited: list[Arriving] = []
         self._needed = {
             Kind.S: (self._sent_inputs,),
             Kind.LOSS: (self._gathered,),
@@ -230,7 +203,7 @@ class VocabularyPasses:
             for waiting in self._needed.get(action.kind, ()):
                 for number in self._joined(action.microbatch) if action.kind is Kind.LOSS else (action.microbatch,):
                     if number in waiting:
-                        waiting[number].work.wait()
+                        waiting[number].wait()
             if action.kind not in VOCABULARY_COMPUTE:
                 self.perform(action)
                 return
@@ -242,7 +215,7 @@ class VocabularyPasses:
             if stage == first:
                 executor.handed_inputs[each.key] = self.embedded(microbatch)
             if stage == last and looks_ahead:
-                self._own_last_stage.look_ahead(microbatch, _sum(self._embeddings.pop(microbatch)))
+                self._own_last_stage.look_ahead(microbatch, self._embeddings.pop(microbatch).wait())
             others[Kind.F](each)
             if stage == last:
                 assert each.to_here is not None
@@ -270,17 +243,17 @@ class VocabularyPasses:
     def finish(self) -> None:
         """Wait for the collectives whose results this rank does not use, so that their buffers can be reused."""
         while self._unawaited:
-            self._unawaited.pop().work.wait()
+            self._unawaited.pop().wait()
 
     # Between the passes and the stages of this device
 
     def embedded(self, microbatch: int) -> torch.Tensor:
         """Wait for the first stage's input, and return it: the embedding's output, ``[b, s, h]``, summed over ranks."""
         if not self.batch.looks_ahead:
-            return _sum(self._embeddings.pop(microbatch))
+            return self._embeddings.pop(microbatch).wait()
         # If the last stage is on this device too, it needs them later.
         waiting = self._embeddings[microbatch] if self._first == self._last else self._embeddings.pop(microbatch)
-        return _sum(waiting)[:, :-1]
+        return waiting.wait()[:, :-1]
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
         """Keep the output of the last stage until it is broadcast as the head's input."""
@@ -291,9 +264,9 @@ class VocabularyPasses:
 
     def head_gradient(self, microbatch: int) -> torch.Tensor:
         """Wait for the gradient of the head's input, and return the gradient of the last stage's output."""
-        total = _sum(self._input_gradients.pop(microbatch))
+        total = self._input_gradients.pop(microbatch).wait()
         # With one barrier, the sum began before the loss was known.
-        gradient = finish_input_gradient(total, self.layers.dtype, self._factors.pop(microbatch, None))
+        gradient = finish_input_gradient(total, self.layers.embedding.weight.dtype, self._factors.pop(microbatch, None))
         self._released(total)
         return self._own_last_stage.scatter_head_gradient(gradient)
 
@@ -313,11 +286,10 @@ class VocabularyPasses:
     # Embedding
 
     def _look_up(self, microbatch: int) -> None:
-        self._partial_embeddings[microbatch] = self._held(self.layers.look_up(self.batch.tokens_of(microbatch)))
+        self._partial_embeddings[microbatch] = self._held(self.layers.embedding(self.batch.tokens_of(microbatch)))
 
     def _reduce_embedding(self, microbatch: int) -> None:
         partial = self._partial_embeddings.pop(microbatch)
-        pending: Pending[torch.Tensor] | Pending[torch.Tensor | None]
         if self._sums_for_both:
             pending = collectives.all_sum(partial, self.channels.pipeline)
         else:
@@ -330,8 +302,9 @@ class VocabularyPasses:
         if gradient is None:
             tokens = self.batch.tokens_of(microbatch)
             empty = torch.zeros if self._sums_for_both else torch.empty
-            shape = (*tokens.shape, self.layers.hidden_size)
-            gradient = self._held(empty(shape, dtype=self.layers.dtype, device=tokens.device))
+            weight = self.layers.embedding.weight
+            shape = (*tokens.shape, weight.size(1))
+            gradient = self._held(empty(shape, dtype=weight.dtype, device=tokens.device))
         if self._sums_for_both:
             pending = collectives.all_sum(gradient, self.channels.pipeline)
         else:
@@ -340,7 +313,7 @@ class VocabularyPasses:
 
     def _embedding_weight_gradient(self, microbatch: int) -> None:
         gradient = self._sent_embedding_gradients.pop(microbatch).wait()
-        self.layers.embedding_gradient(self.batch.tokens_of(microbatch), gradient).run()
+        self.layers.embedding.add_weight_gradient(self.batch.tokens_of(microbatch), gradient)
         self._released(gradient)
 
     # Head
@@ -348,14 +321,14 @@ class VocabularyPasses:
     def _broadcast_head_input(self, microbatch: int) -> None:
         x = self._head_inputs.pop(microbatch, None)
         if x is None:
-            hidden, dtype = self.layers.hidden_size, self.layers.dtype
-            x = self._held(self.batch.empty_for_head(microbatch, hidden, dtype=dtype))
+            weight = self.layers.embedding.weight
+            x = self._held(self.batch.empty_for_head(microbatch, weight.size(1), dtype=weight.dtype))
         self._sent_inputs[microbatch] = collectives.broadcast(x, self._last, self.channels.pipeline)
 
     def _score(self, microbatch: int) -> None:
         x = self._sent_inputs.pop(microbatch).wait()
         labels = None if self.batch.labels is None else self.batch.labels_of(microbatch)
-        scored = self._scored[microbatch] = self.layers.score(x, labels, self.trains)
+        scored = self._scored[microbatch] = self.layers.head(x, labels, self.trains)
         if isinstance(scored, HeadMicrobatch):
             for tensor in scored.tensors:
                 self._held(tensor)
@@ -386,7 +359,8 @@ class VocabularyPasses:
     def _loss(self, microbatch: int) -> None:
         joined = self._joined(microbatch)
         if self.batch.labels is None:
-            self._own_last_stage.take_logits(microbatch, [self._gathered.pop(each).wait() for each in joined])
+            logits = (collectives.joined_logits(self._gathered.pop(e).wait(), self.layers.partition) for e in joined)
+            self._own_last_stage.take_logits(microbatch, [*logits])
             return
         done = {each: self._normalise(each) for each in joined}
         gradient = self._own_last_stage.loss(microbatch, [*done.values()])
@@ -421,11 +395,9 @@ class VocabularyPasses:
         if isinstance(done, OneBarrier):
             if done.owes_input_gradient:  # its reduction comes later on this device, and its inputs are freed before
                 self._partial_input_gradients[microbatch] = self._held(done.input_gradient())
-            work = done.weight_gradient(gradient)
+            done.add_weight_gradient(gradient)
         else:
-            partial, work = done.input_gradient(gradient)
-            self._partial_input_gradients[microbatch] = self._held(partial)
-        work.run()
+            self._partial_input_gradients[microbatch] = self._held(done.gradients(gradient))
         # Only the collectives still hold these tensors, for a time that varies.
         for tensor in (*done.tensors, gradient):
             self._released(tensor)
@@ -451,9 +423,9 @@ class VocabularyPasses:
 
     def _await(
         self,
-        waiting: dict[int, Pending[torch.Tensor | None]],
+        waiting: dict[int, Arriving],
         microbatch: int,
-        pending: Pending[torch.Tensor | None],
+        pending: Arriving,
         buffer: torch.Tensor,
         wanted: bool,
     ) -> None:
@@ -467,8 +439,8 @@ class VocabularyPasses:
             self._released(buffer)
             self._leave(pending)
 
-    def _leave(self, pending: Pending) -> None:
-        self._unawaited = [each for each in self._unawaited if not each.work.is_completed()]
+    def _leave(self, pending: Arriving) -> None:
+        self._unawaited = [each for each in self._unawaited if not each.is_complete]
         self._unawaited.append(pending)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -479,10 +451,3 @@ class VocabularyPasses:
     def _released(self, tensor: torch.Tensor) -> None:
         if self.ledger is not None:
             self.ledger.release(tensor)
-
-
-def _sum(pending: Pending[torch.Tensor | None]) -> torch.Tensor:
-    """Wait for a reduction, and return its result. Call it only on ranks that get the result."""
-    total = pending.wait()
-    assert total is not None
-    return total

@@ -1,9 +1,9 @@
 """Cut the embedding matrix by rows into shards, one per rank, and look up each token on the rank that has its row.
 
 Embedding and LM head are cut in the same way, so that tied weights need only one shard. Forward: every rank calls
-``partial = embedding.forward(tokens)``, then ``collectives.reduce_sum`` sums ``partial`` on the rank of the first
+``partial = embedding(tokens)``, then ``collectives.reduce_sum`` sums ``partial`` on the rank of the first
 stage. Backward: that rank sends the gradient of the sum with ``collectives.broadcast``, then every rank calls
-``embedding.weight_gradient(...)``.
+``embedding.add_weight_gradient(...)``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_pipemem.errors import VocabularyError
-from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, gradient_of
+from megatron_pipemem.runtime.weight_gradients import gradient_of
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,15 @@ class WeightShard:
         return torch.where(owned, tokens - rows.start, 0), owned
 
 
-@dataclass(frozen=True)
-class VocabularyEmbedding:
-    """One rank's rows of the input embedding."""
+class VocabularyEmbedding(torch.nn.Module):
+    """One rank's rows of the input embedding.
 
-    shard: WeightShard
+    It is a module, because Megatron gathers a module's parameters before its forward (``--overlap-param-gather``).
+    """
+
+    def __init__(self, shard: WeightShard):
+        super().__init__()
+        self.shard, self.weight = shard, shard.parameter
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -113,15 +117,18 @@ class VocabularyEmbedding:
                     f"tokens go from {low} to {high}, but the vocabulary has {vocab_size}; check the tokenizer",
                 )
         if not self.shard.rows:
-            return self.shard.parameter.new_zeros(*tokens.shape, self.shard.parameter.size(1))
+            return self.weight.new_zeros(*tokens.shape, self.weight.size(1))
         local, owned = self.shard.locate(tokens)
         return torch.nn.functional.embedding(local, self.shard.weight).masked_fill_(~owned.unsqueeze(-1), 0)
 
-    def weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
-        """Return an object whose ``run()`` adds the weight gradient of one microbatch.
+    @torch.no_grad()
+    def add_weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> None:
+        """Add the weight gradient of one microbatch for this rank's rows to the parameter's gradient.
 
-        ``output_gradient`` is the gradient of the whole embedding's output, ``[..., h]``, the same on every rank. Raise
-        a VocabularyError if its shape does not fit ``tokens``.
+        ``output_gradient`` is the gradient of the whole embedding's output, ``[..., h]``, the same on every rank. It is
+        summed in the dtype of the parameter's gradient. On a GPU, the sums for a token that occurs several times have
+        no fixed order unless ``torch.use_deterministic_algorithms`` is on. Raise a VocabularyError if its shape does
+        not fit ``tokens``.
         """
         if output_gradient.shape[:-1] != tokens.shape:
             raise VocabularyError(
@@ -129,33 +136,12 @@ class VocabularyEmbedding:
                 f"gradient of shape {tuple(output_gradient.shape)} for tokens of shape {tuple(tokens.shape)}: "
                 "give a gradient with the tokens' shape and the hidden size",
             )
-        return EmbeddingWeightGradient(self.shard, tokens.detach(), output_gradient.detach())
-
-
-@dataclass(frozen=True, eq=False)
-class EmbeddingWeightGradient(DeferredWeightGradient):
-    """The weight gradient of one microbatch for this rank's rows, which ``run`` adds to the parameter's gradient.
-
-    It is summed in the dtype of the parameter's gradient. On a GPU, the sums for a token that occurs several times have
-    no fixed order unless ``torch.use_deterministic_algorithms`` is on.
-    """
-
-    shard: WeightShard
-    tokens: torch.Tensor
-    output_gradient: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that this object keeps in memory, for the activation ledger."""
-        return self.tokens, self.output_gradient
-
-    @torch.no_grad()
-    def run(self) -> None:
         gradient = self.shard.gradient
         if gradient is None or not self.shard.rows:
             return
-        local, owned = self.shard.locate(self.tokens.reshape(-1))
+        tokens = tokens.reshape(-1)
+        local, owned = self.shard.locate(tokens)
         # Tokens of other shards add zeros. They are spread over all rows, or all would contend for one.
-        rows = torch.where(owned, local, self.tokens.reshape(-1).remainder(len(self.shard.rows)))
-        values = self.output_gradient.reshape(-1, gradient.size(1)).to(gradient.dtype, copy=True)
+        rows = torch.where(owned, local, tokens.remainder(len(self.shard.rows)))
+        values = output_gradient.reshape(-1, gradient.size(1)).to(gradient.dtype, copy=True)
         gradient.index_add_(0, rows, values.masked_fill_(~owned.unsqueeze(-1), 0))
