@@ -202,7 +202,7 @@ def rates(machine: Machine, copiers: list[Copier], beside: Callable[[], object] 
             time.sleep(0)
         seen.append(time.perf_counter() - begin)
         for copier, ticket in zip(copiers, tickets, strict=True):
-            copier.channel.join(ticket, lambda seconds: None)
+            copier.channel.join(ticket)
         machine.synchronize()
     return max(copier.nbytes for copier in copiers) / statistics.median(seen[1:])
 
@@ -217,7 +217,7 @@ def seconds_beside(machine: Machine, copiers: list[Copier], work: Callable[[], o
         torch.cuda.current_stream(machine.device).synchronize()
     seconds = time.perf_counter() - begin
     for copier, ticket in zip(copiers, tickets, strict=True):
-        copier.channel.join(ticket, lambda seconds: None)
+        copier.channel.join(ticket)
     return seconds
 
 

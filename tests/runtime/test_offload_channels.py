@@ -68,9 +68,9 @@ def test_a_copy_begins_after_those_it_is_told_to_follow(channel):
     unrelated = torch.zeros(4, dtype=torch.uint8)
     assert not writing.done()
     channel.open[Direction.IN].set()
-    channel.join(writing, lambda seconds: None)
+    channel.join(writing)
     assert channel.begun == [(Direction.IN, 4), (Direction.OUT, 4)] and reading.done()
-    channel.join(channel.start(Direction.OUT, [Copy(unrelated, second)], ()), lambda seconds: None)
+    channel.join(channel.start(Direction.OUT, [Copy(unrelated, second)], ()))
     assert torch.equal(unrelated, second)
 
 
@@ -78,7 +78,7 @@ def test_directions_do_not_wait_for_each_other(channel):
     source, out, back = (torch.full((4,), i, dtype=torch.uint8) for i in range(3))
     blocked = channel.start(Direction.OUT, [Copy(out, source)], ())
     channel.open[Direction.IN].set()
-    channel.join(channel.start(Direction.IN, [Copy(back, source)], ()), lambda seconds: None)
+    channel.join(channel.start(Direction.IN, [Copy(back, source)], ()))
     assert torch.equal(back, source) and not blocked.done()
 
 

@@ -49,25 +49,16 @@ class CopyChannel[Own: Ticket](Protocol):
         Keep both tensors of every copy alive until ``join``.
         """
 
-    def join(self, ticket: Own, on_stall: Callable[[float], None]) -> None:
+    def join(self, ticket: Own) -> Callable[[], float] | None:
         """Make later work of the device's current stream wait for the transfer. After this call, that work may read the
         destination, and the source may be freed.
 
-        ``on_stall`` is called with the seconds that the work waited, at once or by the function of ``take_stalls``. A
-        failed transfer raises an OffloadError.
+        Return a function that returns the seconds that the work waited, and may wait for the device itself; ``None`` if
+        the work did not wait, or if that is not measured. A failed transfer raises an OffloadError.
         """
 
     def use(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor that was copied back until the current stream has used it."""
-
-    def take_stalls(self) -> Callable[[], None]:
-        """Return a function that reports the waiting times of earlier joins, each to the ``on_stall`` of its ``join``.
-
-        The function may wait for the device. The channel itself reports these times no more.
-        """
-
-    def forget_stalls(self) -> None:
-        """Drop the waiting times that have not been reported."""
 
     def close(self) -> None:
         """End the channel's threads, or wait for its streams."""
@@ -97,7 +88,6 @@ class CudaChannel:
         self._lanes = {direction: torch.cuda.Stream(self.device) for direction in Direction}
         self._compute: torch.cuda.Stream | None = None
         self._timed = timed
-        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -119,35 +109,26 @@ class CudaChannel:
         done.record(lane)
         return CudaTicket(done)
 
-    def join(self, ticket: CudaTicket, on_stall: Callable[[float], None]) -> None:
+    def join(self, ticket: CudaTicket) -> Callable[[], float] | None:
         compute = torch.cuda.current_stream(self.device)
         if not self._timed:
             compute.wait_event(ticket.event)
-            return
+            return None
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(compute)
         compute.wait_event(ticket.event)
         after.record(compute)
-        self._stalls.append((before, after, on_stall))
+
+        def waited() -> float:
+            after.synchronize()
+            return before.elapsed_time(after) / 1e3
+
+        return waited
 
     def use(self, tensor: torch.Tensor) -> None:
         current = torch.cuda.current_stream(self.device)
         if current != self._compute:
             tensor.record_stream(current)
-
-    def take_stalls(self) -> Callable[[], None]:
-        stalls, self._stalls = self._stalls, []
-
-        def read() -> None:
-            for before, after, on_stall in stalls:
-                after.synchronize()
-                on_stall(before.elapsed_time(after) / 1e3)
-            stalls.clear()
-
-        return read
-
-    def forget_stalls(self) -> None:
-        self._stalls.clear()
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -208,22 +189,16 @@ class ThreadChannel:
         self._queues[direction].put(ticket)
         return ticket
 
-    def join(self, ticket: HostTicket, on_stall: Callable[[float], None]) -> None:
+    def join(self, ticket: HostTicket) -> Callable[[], float] | None:
         if ticket.done():
-            return
+            return None
         begin = time.perf_counter()
         ticket.wait()
-        on_stall(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return lambda: seconds
 
     def use(self, tensor: torch.Tensor) -> None:
         """Do nothing, because a CPU has no streams."""
-
-    def take_stalls(self) -> Callable[[], None]:
-        """Return a function that does nothing, because ``join`` blocks and reports stalls at once."""
-        return lambda: None
-
-    def forget_stalls(self) -> None:
-        """Do nothing, because ``join`` reports stalls at once."""
 
     def close(self) -> None:
         for lane, thread in self._threads.items():

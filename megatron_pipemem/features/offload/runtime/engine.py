@@ -81,14 +81,13 @@ class Traffic:
 
     def begin_step(self) -> None:
         """Set the byte counts to 0, and drop all waiting times."""
-        self._channel.forget_stalls()
         self.bytes_out = self.bytes_in = 0
-        self.stalls: list[Stall] = []
+        self._waits: list[tuple[Hashable, Direction, int, Callable[[], float]]] = []
 
-    def take_stalls(self) -> Callable[[], tuple[Stall, ...]]:
+    def stalls_for_later(self) -> Callable[[], tuple[Stall, ...]]:
         """Return a function that returns the waiting times of the step so far. The function may wait for the device."""
-        read, stalls = self._channel.take_stalls(), self.stalls
-        return lambda: (read(), tuple(stalls))[1]
+        waits = list(self._waits)
+        return lambda: tuple(Stall(key, to, nbytes, waited()) for key, to, nbytes, waited in waits)
 
     def start(
         self,
@@ -121,12 +120,9 @@ class Traffic:
         A storage is left out if a later transfer moves it too, or if a reload has cancelled its way to the host. A
         failed copy raises an OffloadError.
         """
-        nbytes = transfer.nbytes
-
-        def stalled(seconds: float) -> None:
-            self.stalls.append(Stall(transfer.key, transfer.direction, nbytes, seconds))
-
-        self._channel.join(transfer.ticket, stalled)
+        waited = self._channel.join(transfer.ticket)
+        if waited is not None:
+            self._waits.append((transfer.key, transfer.direction, transfer.nbytes, waited))
         self.transfers.remove(transfer)
         arrived = [storage for storage in transfer.moving if storage.transfer is transfer]
         transfer.copies = ()
@@ -139,7 +135,7 @@ class Traffic:
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             try:
-                self._channel.join(transfer.ticket, lambda seconds: None)
+                self._channel.join(transfer.ticket)
             except OffloadError:
                 _log.warning(
                     "an unfinished %s of %s was dropped", transfer.direction.value, transfer.key, exc_info=True
@@ -379,7 +375,7 @@ class OffloadEngine:
         """Return a function that returns the statistics up to now. The function blocks as ``statistics`` does, this
         method does not.
         """
-        stalls = self._traffic.take_stalls()
+        stalls = self._traffic.stalls_for_later()
         counted = partial(
             OffloadStatistics,
             bytes_out=self._traffic.bytes_out,
