@@ -25,8 +25,7 @@ from megatron.core.transformer.module import Float16Module
 import megatron_pipemem
 from megatron_pipemem.features.overlap_steps.megatron import optimizer as overlapped_optimizer
 from megatron_pipemem.features.overlap_steps.megatron import steps as overlapped_steps
-from megatron_pipemem.features.overlap_steps.megatron.norm import LateNorm
-from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, OverlappedOptimizer
 
 SEQUENCE, VOCABULARY, HIDDEN = 16, 64, 32
 CLIPS = {"off": 0.0, "never": 1e6, "always": 1e-3, "spikes": 20.0}

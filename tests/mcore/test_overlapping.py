@@ -16,11 +16,9 @@ from streams import Group, Streams, Work
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron import snapshot
-from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
-from megatron_pipemem.features.overlap_steps.megatron.norm import MARGIN, LateNorm, LateSum
-from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import MARGIN, LateNorm, LateSum, OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import Snapshot
-from megatron_pipemem.features.overlap_steps.megatron.steps import ForwardTraces
+from megatron_pipemem.features.overlap_steps.megatron.steps import ForwardTraces, TrainingLoop
 
 
 def late(value: float, group) -> LateSum:

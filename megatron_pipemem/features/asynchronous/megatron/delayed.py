@@ -11,8 +11,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 
 from megatron_pipemem.features.asynchronous.runtime import WeightVersions
-from megatron_pipemem.features.overlap_steps.megatron.norm import LateNorm
-from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import hyperparameters
 from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
 from megatron_pipemem.mcore.step.extension import Overlap, Step

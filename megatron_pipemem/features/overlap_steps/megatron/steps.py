@@ -1,10 +1,17 @@
-"""The extension that runs training steps without a barrier between two steps."""
+"""Run training steps without a barrier between two steps: the extension, and its part in Megatron's training loop.
+
+The loop asks other ranks about each step. ``TrainingLoop`` answers these questions without communication. Log lines,
+evaluations, checkpoints and exits run only when no optimizer step is pending. If a gradient norm is not printed, it is
+written to TensorBoard and W&B one step later, under its own iteration.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -15,17 +22,144 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.config.refusals import joined_anyway, refuse_overlapped
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
-from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, LateSum, OverlappedOptimizer, rounded
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
-from megatron_pipemem.mcore.loop_arguments import argument
+from megatron_pipemem.mcore.loop_arguments import (
+    argument,
+    consumed_samples,
+    is_last,
+    prints_log,
+    scalar_interval,
+    write_scalars,
+)
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.batches import Rereadable
 from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
-from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, ZERO_GRAD_BUFFER
+from megatron_pipemem.mcore.symbols import (
+    ALL_OF_PIPELINE,
+    DECIDE_EXIT,
+    EVALUATE,
+    GET_OPTIMIZER,
+    GET_TRAINING_OPTIMIZER,
+    MOST_OF_PIPELINE,
+    SAVE,
+    SAVE_AND_TIME,
+    SIGNALS,
+    STOP_GATHERING,
+    TRAIN,
+    TRAINING_LOG,
+    ZERO_GRAD_BUFFER,
+)
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
+
+
+class _Unwritten(NamedTuple):
+    """A gradient norm that has not been written to TensorBoard and W&B."""
+
+    iteration: int  # the iteration of the norm's step
+    samples: int  # samples that the run has consumed by the end of this step
+    norm: LateNorm  # the sum over ranks may not have arrived yet
+
+
+class TrainingLoop:
+    """The replacements of functions of Megatron's training loop in a run with overlapping steps."""
+
+    def __init__(self, optimizer: OverlappedOptimizer):
+        self._optimizer = optimizer
+        self._unwritten: _Unwritten | None = None
+        self._signals: LateSum | None = None
+
+    def replacements(self) -> Replacements:
+        """Return each replaced symbol of ``megatron.training`` with its replacement."""
+        return [
+            (ALL_OF_PIPELINE, self._all_of_pipeline),
+            (MOST_OF_PIPELINE, self._most_of_pipeline),
+            (TRAINING_LOG, self._training_log),
+            *((symbol, self._settled) for symbol in (SAVE_AND_TIME, SAVE, EVALUATE, STOP_GATHERING)),
+            (DECIDE_EXIT, self._decide_exit),
+            (SIGNALS, self._signals_received),
+            (TRAIN, self._train),
+        ]
+
+    def _all_of_pipeline(self, original: Callable, value: bool, *args, **kwargs) -> bool:
+        """Return ``value``, this rank's success of the step, in place of a logical AND over the pipeline's ranks.
+
+        Every rank takes its step, so the result is the same. After a step that waited for its norm, call ``original``.
+        """
+        return value if self._optimizer.answers_locally else original(value, *args, **kwargs)
+
+    def _most_of_pipeline(self, original: Callable, value: LateNorm | float | None, *args, **kwargs):
+        """Return ``value``, a norm or learning rate, rounded to fp32, in place of a maximum over the pipeline's ranks.
+
+        The value is the same on every rank. After a step that waited for its norm, call ``original``.
+        """
+        if not self._optimizer.answers_locally:
+            return original(value, *args, **kwargs)
+        if isinstance(value, LateNorm):
+            return value.in_single()
+        return value if value is None else rounded(value)
+
+    def _training_log(self, original: Callable, *args, **kwargs):
+        self._write_norm()
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        told = bound.arguments
+        iteration, norm = told["iteration"], told["grad_norm"]
+        if prints_log(iteration, told.get("is_first_iteration", False)) or is_last(iteration):
+            self._optimizer.settle()
+            self._optimizer.answers_locally = False
+            told["grad_norm"] = norm.item() if isinstance(norm, LateNorm) else norm
+        elif isinstance(norm, LateNorm):
+            told["grad_norm"] = None
+            self._unwritten = _Unwritten(iteration, consumed_samples(), norm)
+        return original(*bound.args, **bound.kwargs)
+
+    def _write_norm(self) -> None:
+        """Write the gradient norm of the previous step to TensorBoard and W&B. By now every rank has ended that step.
+
+        Do nothing if that norm was printed, or if its iteration is not one for which the loop writes scalars.
+        """
+        unwritten, self._unwritten = self._unwritten, None
+        interval = scalar_interval()
+        if unwritten is None or interval is None or unwritten.iteration % interval:
+            return
+        value = unwritten.norm.item()
+        write_scalars({"grad-norm": value}, unwritten.iteration)
+        write_scalars({"grad-norm vs samples": value}, unwritten.samples, wandb=False)
+
+    def _settled(self, original: Callable, *args, **kwargs):
+        self._optimizer.settle()
+        return original(*args, **kwargs)
+
+    def _decide_exit(self, original: Callable, *args, **kwargs):
+        leaves = original(*args, **kwargs)
+        if leaves:
+            self._optimizer.settle()
+            self._write_norm()
+        return leaves
+
+    def _signals_received(self, original: Callable[[Any], list], handler: Any) -> list:
+        """Return ``[whether any rank had an exit signal one step ago]``, and start asking for this step.
+
+        The first list is empty. If the steps keep their barrier, call ``original``.
+        """
+        if not self._optimizer.overlaps:
+            return original(handler)
+        earlier, self._signals = self._signals, self._optimizer.total(float(handler._signal_received))
+        return [] if earlier is None else [earlier.result().item() > 0]
+
+    def finish(self) -> None:
+        """Wait for the sum over ranks that ``_signals_received`` has started."""
+        if self._signals is not None:
+            self._signals.result()
+            self._signals = None
+
+    def _train(self, original: Callable, *args, **kwargs):
+        result = original(*args, **kwargs)
+        self._optimizer.settle()
+        return result
+
 
 logger = logging.getLogger(__name__)
 
@@ -194,3 +328,8 @@ def _counted() -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
     for name, value in MTPLossLoggingHelper.tracker.items():
         if isinstance(value, torch.Tensor):
             yield ("depths", name), value
+
+
+def extensions(*_: object) -> list[Extension]:
+    """Return the extension that lets training steps overlap."""
+    return [OverlappedSteps(OverlappedOptimizer())]
