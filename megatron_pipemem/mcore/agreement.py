@@ -14,36 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pipemem.errors import PipememError, UnsupportedError
 
 
-def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
-    """Run ``decide`` on world rank 0 only, and return its result on every rank.
-
-    Every rank of the job calls this at the same time. A search ends after a time limit, so two ranks that search may
-    find different schedules. If ``decide`` raises a PipememError, every rank raises an UnsupportedError with its code
-    and message. Any other error is raised on rank 0, and an UnsupportedError elsewhere. The result is sent pickled.
-    Without a process group, this process runs ``decide`` itself.
-    """
-    if not dist.is_initialized():
-        return decide()
-    decided: T | None = None
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            decided = decide()
-        except Exception as error:  # the other ranks are waiting and must hear of it, whatever it is
-            failure = error
-    code = failure.code if isinstance(failure, PipememError) else None
-    payload: list[Any] = [(decided, None if failure is None else f"{failure}", code)]
-    dist.broadcast_object_list(payload, src=0)
-    of_rank_zero, message, code = payload[0]
-    if failure is not None and code is None:
-        raise failure
-    if message is not None:
-        if code is None:
-            code, message = "other-rank-failed", f"rank 0 failed: {message}"
-        raise UnsupportedError(code, message)
-    return of_rank_zero
-
-
 def done_by_all[T](do: Callable[[], T]) -> T:
     """Run ``do`` on every rank, and return this rank's result when all ranks have succeeded.
 
@@ -182,23 +152,32 @@ def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple
     return tuple(largest.tolist())
 
 
-def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
+def decided_by_first[T](decide: Callable[[], T], groups: Groups | None = None) -> T:
     """Run ``decide`` on the rank that is first in all groups, and return its result on every rank of the groups.
 
-    Every rank of the groups calls this at the same time. The result is sent pickled. A PipememError of ``decide`` is
-    raised on every rank, and any other error only on the rank that ran it.
+    Every rank of the groups calls this at the same time. By default there is one group, the whole job. A search ends
+    after a time limit, so two ranks that search may find different schedules. The result is sent pickled. A
+    PipememError of ``decide`` is raised on every rank. Any other error is raised on the rank that ran it, and an
+    UnsupportedError elsewhere. Without a process group, this process runs ``decide`` itself.
     """
-    payload: list[Any] = [None]
+    if groups is None:
+        world: Any = dist.group.WORLD
+        groups = [world] if dist.is_initialized() else []
+    payload: list[Any] = [None, None]
+    failure: Exception | None = None
     if all(group.rank() == 0 for group in groups):
         try:
-            payload = [decide()]
-        except PipememError as error:
-            payload = [error]
+            payload[0] = decide()
+        except Exception as error:  # the other ranks are waiting and must hear of it, whatever it is
+            failure = error
+            is_ours = isinstance(error, PipememError)
+            payload[1] = error if is_ours else UnsupportedError("other-rank-failed", f"the first rank failed: {error}")
     for group in groups:
         dist.broadcast_object_list(payload, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(payload[0], PipememError):
-        raise payload[0]
-    return payload[0]
+    decided, told = payload
+    if told is not None:
+        raise failure or told
+    return decided
 
 
 def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:

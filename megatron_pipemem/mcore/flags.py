@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
@@ -75,6 +76,7 @@ logger = logging.getLogger(__name__)
 _LAYERS = "transformer-impl"
 _OVERLAP, _DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
 _PROMPT_SECONDS = 0.5
+_PREFIX = "pipemem"
 _NEAR = 0.85
 """Similarity above which a flag without our prefix counts as a misspelt one of ours. Flags of Megatron are below 0.7."""
 
@@ -91,7 +93,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
         arguments = add_planned_flags(plan.pipemem_plan, arguments)
     parser = flag_parser()
     found, others = parser.parse_known_args(arguments)
-    for argument in takewhile(lambda each: each != "--", others):
+    for argument in filter(_resembles_ours, takewhile(lambda each: each != "--", others)):
         _check_known(argument.partition("=")[0], list(parser._option_string_actions), parser)
     if len(others) == len(arguments):
         return None, others
@@ -106,6 +108,11 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
         # Megatron takes the flag for placements of its own schedule only, so the model gets it when it is built.
         given["pairs"], others = True, [each for each in others if each not in (_OVERLAP, _DELAY)]
     return requested(**given), others
+
+
+def _resembles_ours(argument: str) -> bool:
+    """Return whether an argument begins with most letters of our prefix, so that a comparison with all our flags pays."""
+    return (Counter(argument[2:12]) & Counter(_PREFIX)).total() > len(_PREFIX) // 2
 
 
 def _check_known(flag: str, known: list[str], parser: Parser) -> None:
@@ -240,11 +247,6 @@ def _whole(flags: dict[str, str | bool], name: str) -> int | None:
     return int(value) if isinstance(value, str) and value.isdecimal() else None
 
 
-def _values(arguments: list[str]) -> dict[str, str | bool]:
+def _values(arguments: Sequence[str]) -> dict[str, str | bool]:
     """Return each flag without ``--`` and the word after it; ``True`` if there is none. The last occurrence counts."""
-    found: dict[str, str | bool] = {}
-    for argument, follower in pairwise([*arguments, "--"]):
-        if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            found[name] = value if equals else True if follower.startswith("--") else follower
-    return found
+    return {flag[2:]: each[-1][0] if each[-1] else True for flag, each in _by_flag(arguments).items()}

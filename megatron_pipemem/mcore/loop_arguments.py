@@ -20,7 +20,7 @@ def _arguments():
     return None if module is None else module._GLOBAL_ARGS
 
 
-def argument(name: str) -> object:
+def argument(name: str) -> Any:
     """Return the training argument with this attribute name; ``None`` if there is none or another loop runs."""
     return getattr(_arguments(), name, None)
 
@@ -42,11 +42,6 @@ def steps_left() -> int | None:
     return arguments.train_iters - arguments.curr_iteration - 1
 
 
-def running_iteration() -> int | None:
-    """Return the number of the present training step, counted from 0; ``None`` if it is unknown."""
-    return getattr(_arguments(), "curr_iteration", None)
-
-
 def iteration_and_seed() -> tuple[int, int]:
     """Return the present training step, counted from 0, and the random seed of this data-parallel rank.
 
@@ -62,7 +57,7 @@ def iteration_and_seed() -> tuple[int, int]:
     seed = arguments.seed
     if arguments.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()  # as Megatron
-    return running_iteration() or 0, seed
+    return argument("curr_iteration") or 0, seed
 
 
 def saves_after(iteration: int) -> bool:
@@ -98,31 +93,16 @@ def prints_log(iteration: int, is_first: bool) -> bool:
     return is_first or iteration % _arguments().log_interval == 0
 
 
-def is_last(iteration: int) -> bool:
-    """Return whether the loop ends after this iteration at the latest (``train_iters``)."""
-    return iteration == _arguments().train_iters
-
-
-def consumed_samples() -> int:
-    """Return the number of training samples that all iterations so far have read."""
-    return _arguments().consumed_train_samples
-
-
 def write_scalars(scalars: dict[str, float], step: int, wandb: bool = True) -> None:
     """Write numbers to TensorBoard at ``step``, and to W&B if ``wandb``, as far as this rank has opened them."""
-    to_tensorboard, to_wandb = open_writers()
+    module = sys.modules["megatron.training.global_vars"]
+    to_tensorboard, to_wandb = module.get_tensorboard_writer(), module.get_wandb_writer()
     if to_tensorboard is not None:
         for name, value in scalars.items():
             to_tensorboard.add_scalar(name, value, step)
         to_tensorboard.flush()
     if to_wandb is not None and wandb:
         to_wandb.log(scalars, step)
-
-
-def open_writers() -> tuple[Any, Any]:
-    """Return the TensorBoard writer and the W&B writer of this rank; each is ``None`` if the loop has not opened it."""
-    module = sys.modules["megatron.training.global_vars"]
-    return module.get_tensorboard_writer(), module.get_wandb_writer()
 
 
 def checkpoint_folder(purpose: str, iteration: int) -> Path:

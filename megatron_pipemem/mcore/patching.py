@@ -108,7 +108,7 @@ class PatchSet:
 
     _symbols: list[Symbol] = field(default_factory=list)
     _originals: list[tuple[object, str, object]] = field(default_factory=list)
-    _by_name: list[tuple[Callable, Callable]] = field(default_factory=list)
+    _by_name: list[tuple[str, Callable, Callable]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -134,7 +134,7 @@ class PatchSet:
                 self._symbols.append(symbol)
                 self._originals.append((owner, attribute, held))
                 if symbol.by_name:
-                    self._by_name.append((original, replacement))
+                    self._by_name.append((symbol.name, original, replacement))
             _rebind(self._by_name)
         except BaseException:
             self.remove()
@@ -146,7 +146,9 @@ class PatchSet:
             owner, attribute, original = self._originals.pop()
             setattr(owner, attribute, original)
         by_name, self._by_name = self._by_name, []
-        _rebind([(replacement, original) for original, replacement in by_name])  # also in modules imported since
+        _rebind(
+            [(name, replacement, original) for name, original, replacement in by_name]
+        )  # also in modules imported since
 
 
 _OF_TORCH = "torch triton sympy mpmath numpy networkx cuda".split()
@@ -156,27 +158,31 @@ _LIBRARIES = (
     "httpcore httpcore2 h11 jinja2 filelock psutil regex opentelemetry PIL tqdm"
 ).split()
 _HOLD_NOTHING = {*sys.stdlib_module_names, *_OF_PYTHON, *_OF_TORCH, *_LIBRARIES}
+_OWN_NAMES = ("megatron", "transformer_engine")
+"""Packages with many modules, which import each other's functions under no other name."""
 
 
-def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
+def _rebind(changes: Sequence[tuple[str, Callable, Callable]]) -> None:
     """Replace functions in every imported module that has them as attributes, under any name.
 
-    ``pairs`` are (present function, new function). A new function may itself be replaced by another pair. All pairs
-    share one pass over the thousands of modules of a run. Modules of Python, PyTorch and common libraries are skipped,
-    because they hold no function of Megatron.
+    ``changes`` are (name in its own module, present function, new function). A new function may itself be replaced by
+    another change. All share one pass over the thousands of modules of a run. Modules of Python, PyTorch and common
+    libraries are skipped, because they hold no function of Megatron.
     """
-    if not pairs:
-        return
-    wanted_by_id = {id(held): wanted for held, wanted in pairs}
-    for path, module in list(sys.modules.items()):
-        if path.partition(".")[0] in _HOLD_NOTHING or not isinstance(module, ModuleType):
+    wanted_by_id = {id(held): wanted for _, held, wanted in changes}
+    names = {name for name, _, _ in changes}
+    for path, module in list(sys.modules.items()) if changes else ():
+        package = path.partition(".")[0]
+        if package in _HOLD_NOTHING or not isinstance(module, ModuleType):
             continue
-        if wanted_by_id.keys().isdisjoint(map(id, vars(module).values())):
-            continue  # as nearly all: they are told apart without a step of the loop below for each of their names
-        for name, value in list(vars(module).items()):
-            if id(value) in wanted_by_id:
-                while id(value) in wanted_by_id:
-                    value = wanted_by_id[id(value)]
+        held = vars(module)
+        if package not in _OWN_NAMES and wanted_by_id.keys().isdisjoint(map(id, held.values())):
+            continue
+        for name in [each for each in names if each in held] if package in _OWN_NAMES else list(held):
+            value = held[name]
+            while id(value) in wanted_by_id:
+                value = wanted_by_id[id(value)]
+            if value is not held[name]:
                 setattr(module, name, value)
 
 

@@ -16,8 +16,8 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features import Position, features_at
 from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.compat import ReshardableState
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
-from megatron_pipemem.mcore.optimizer_state import ReshardableState
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.step.batches import StepShapes
@@ -57,7 +57,7 @@ class _Enabled:
     def of(cls, request: Request) -> _Enabled:
         """Create the features and extensions that a checked request needs. No function of Megatron is replaced yet.
 
-        Raise an OutputError or UnsupportedError if the report or the timelines cannot be written.
+        Raise an OutputError if the report or the timelines cannot be written.
         """
         record, recording = None, []
         if request.trace is not None or request.report is not None:
@@ -150,7 +150,7 @@ def enable(schedule: str, **settings: Any) -> None:
     Raises:
         UnknownScheduleError: there is no such family.
         UnsupportedError: the plugin is enabled with other settings, or the settings do not go together.
-        OutputError: rank 0 cannot write the report or trace. With a process group, all ranks raise an UnsupportedError.
+        OutputError: rank 0 cannot write the report or trace.
         ScheduleError: the schedule of the file is invalid.
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """

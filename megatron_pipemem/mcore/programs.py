@@ -19,7 +19,7 @@ from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank, tell
+from megatron_pipemem.mcore.agreement import decided_by_first, gather, is_first_rank, tell
 from megatron_pipemem.report.run import announcement
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.costs import Costs
@@ -401,7 +401,7 @@ class Programs:
         """
         if not (request.searches or request.plans_offload):
             return choose(request, shape, known)
-        found = decided_by_rank_zero(lambda: choose(request, shape, known).alone)
+        found = decided_by_first(lambda: choose(request, shape, known).alone)
         if request.searches and not self.needs_bytes:
             found = replace(found, schedule=replace(found.schedule, name=AUTO))
         return found

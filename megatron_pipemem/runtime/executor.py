@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -82,45 +83,27 @@ def settle(program: Program, device: int) -> RankProgram:
     For each received message, they name the sent messages whose memory this device may then free. The cache compares
     programs by identity.
     """
-    answers = _answers(program, device)
-    instructions = []
+    answers, instructions = _answers(program, device), []
+    settled: Counter[int] = Counter()
     for each in _instructions(program, device):
-        answer = answers.get(each.receive) if each.receive is not None else None
-        # Earlier messages on the same edge have arrived, too, so their answers count here.
-        settled = () if answer is None else tuple(sent for earlier in answer.take() for sent in earlier)
-        instructions.append(replace(each, settles=settled) if settled else each)
+        if each.receive in answers:
+            peer, used, count = answers[each.receive]
+            # Earlier messages on the same edge have arrived, too, so their answers count here.
+            if sent := tuple(used[settled[peer] : count]):
+                each = replace(each, settles=sent)
+            settled[peer] = max(settled[peer], count)
+        instructions.append(each)
     kinds = frozenset(each.action.kind for each in instructions)
     return RankProgram(tuple(instructions), not kinds.isdisjoint(_BACKWARDS), kinds)
 
 
-@dataclass
-class _Answer:
-    """Names this device's messages that a peer has used before it sends one message to this device.
-
-    ``number`` is the position of the peer's message among all that the peer sends to this device, from 0. ``of_edge``
-    has an entry for each of these messages, in order: this device's messages that the peer has used since the one
-    before. All answers of a peer share ``of_edge``.
-    """
-
-    number: int
-    of_edge: list[tuple[Action, ...]]
-
-    def take(self) -> list[tuple[Action, ...]]:
-        """Return this device's messages that the peer has used before its message, and remove them from ``of_edge``.
-
-        So a later call returns only the messages that no earlier call has returned.
-        """
-        taken = self.of_edge[: self.number + 1]
-        self.of_edge[: self.number + 1] = [()] * len(taken)
-        return taken
-
-
-def _answers(program: Program, device: int) -> dict[Action, _Answer]:
-    """Return, for each receive of this device, this device's messages that the sender had used before.
+def _answers(program: Program, device: int) -> dict[Action | None, tuple[int, list[Action], int]]:
+    """Return, for each receive of this device, the sender, this device's messages that the sender uses, in order, and
+    how many of them it has used before it sends.
 
     When the receive ends, the memory of those messages can be freed without asking the backend whether they were sent.
     """
-    placement, found = program.placement, dict[Action, _Answer]()
+    placement, found = program.placement, dict[Action | None, tuple[int, list[Action], int]]()
     neighbours = (
         neighbour(stage)
         for stage in placement.stages[device]
@@ -128,14 +111,11 @@ def _answers(program: Program, device: int) -> dict[Action, _Answer]:
     )
     for peer in {placement.devices[stage] for stage in neighbours if stage is not None} - {device}:
         used: list[Action] = []
-        of_edge: list[tuple[Action, ...]] = []
         for each in _instructions(program, peer):
             if each.receive is not None and _end(placement, each.receive)[0] == device:
                 used.append(_end(placement, each.receive)[1])
             elif each.action.kind in SENDS and _end(placement, each.action)[0] == device:
-                found[_end(placement, each.action)[1]] = _Answer(len(of_edge), of_edge)
-                of_edge.append(tuple(used))
-                used = []
+                found[_end(placement, each.action)[1]] = peer, used, len(used)
     return found
 
 

@@ -14,7 +14,7 @@ from refusals import refused
 
 from megatron_pipemem.choose.knowledge import Choice as Plan
 from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.errors import OutputError, UnsupportedError
+from megatron_pipemem.errors import OutputError
 from megatron_pipemem.mcore import plugin
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.report import recording
@@ -270,7 +270,7 @@ def test_outputs_are_checked_before_anything_is_replaced(tmp_path, monkeypatch, 
 
 
 def test_all_ranks_hear_of_outputs_that_cannot_be_written(world, tmp_path):
-    with refused("cannot-write", kind=UnsupportedError):
+    with refused("cannot-write", kind=OutputError):
         RunRecord(tmp_path, None).check_outputs()
 
 

@@ -124,3 +124,12 @@ def test_the_first_rank_decides(on_all_ranks):
 
     assert decided(lambda rank: f"by {rank}") == ["by 0"] * (TP * PP)
     assert {(type(each), str(each)) for each in decided(refuse)} == {(CostsError, "no by 0")}
+
+
+def test_a_crash_of_the_first_rank_leaves_nobody_waiting(on_all_ranks):
+    def crash():
+        raise ZeroDivisionError("oops")
+
+    first, *others = on_all_ranks(lambda rank, groups: agreement.decided_by_first(crash, groups))
+    assert isinstance(first, ZeroDivisionError)
+    assert {each.code for each in others} == {"other-rank-failed"} and all("oops" in str(each) for each in others)

@@ -31,7 +31,7 @@ from megatron_pipemem.mcore.agreement import (
     largest_numbers,
     tell,
 )
-from megatron_pipemem.mcore.loop_arguments import running_iteration
+from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.refusals import check_config
@@ -180,7 +180,7 @@ class UnequalMicrobatches(Extension):
         for iterator, stage in zip(step.iterators, step.pipeline.stages, strict=False):
             if iterator is None or not (stage == 0 or placement.next_stage(stage) is None):
                 continue
-            running = running_iteration()
+            running = argument("curr_iteration")
             iteration = self._steps if running is None else running
             found = self._weigh(self._dealer(iterator, m).all(), step.full_microbatch, step.context.config, iteration)
             if self._programs.knowledge.priced_by == MEASURED:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import OutputError
 from megatron_pipemem.files import check_writable, write_whole
-from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
+from megatron_pipemem.mcore.agreement import decided_by_first, gather, is_first_rank
 from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.report import save_timeline
@@ -93,8 +93,7 @@ class RunRecord:
         """Raise an error before the training if rank 0 cannot write the report or the pictures.
 
         Raises:
-            OutputError: on rank 0, if there is no process group.
-            UnsupportedError: on every rank, if there is one.
+            OutputError: on every rank.
         """
 
         def ask() -> None:
@@ -102,7 +101,7 @@ class RunRecord:
                 check_writable(path)
 
         if dist.is_initialized() or is_first_rank():
-            decided_by_rank_zero(ask)
+            decided_by_first(ask)
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:

@@ -28,8 +28,6 @@ from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.loop_arguments import (
     argument,
-    consumed_samples,
-    is_last,
     prints_log,
     scalar_interval,
     write_scalars,
@@ -106,13 +104,13 @@ class TrainingLoop:
         bound = inspect.signature(original).bind(*args, **kwargs)
         told = bound.arguments
         iteration, norm = told["iteration"], told["grad_norm"]
-        if prints_log(iteration, told.get("is_first_iteration", False)) or is_last(iteration):
+        if prints_log(iteration, told.get("is_first_iteration", False)) or iteration == argument("train_iters"):
             self._optimizer.settle()
             self._optimizer.answers_locally = False
             told["grad_norm"] = norm.item() if isinstance(norm, LateNorm) else norm
         elif isinstance(norm, LateNorm):
             told["grad_norm"] = None
-            self._unwritten = _Unwritten(iteration, consumed_samples(), norm)
+            self._unwritten = _Unwritten(iteration, argument("consumed_train_samples"), norm)
         return original(*bound.args, **bound.kwargs)
 
     def _write_norm(self) -> None:
