@@ -69,11 +69,14 @@ class _Enabled:
             record.check_outputs()
             recording.append(Recording(record))
         if request.is_stock:
-            from megatron_pipemem.mcore.report.recording import StockObserver
+            measured: list[Feature] = []
+            prices = prices_of(request.costs)
+            if record is not None:
+                from megatron_pipemem.mcore.report.recording import StockObserver
 
+                measured.append(StockObserver(record, *prices))
             last = _extensions(Position.LAST, request)
-            observer = StockObserver(record, *prices_of(request.costs))
-            return cls(request, [observer, ReshardableState(), *recording, *last], record=record)
+            return cls(request, [*measured, ReshardableState(), *recording, *last], record=record)
         programs = programs_for(request)
         chunk_placement = ChunkPlacement(programs.placement, request.is_round_robin, name=request.schedule)
         planning, stages, last = (_extensions(each, request, programs, chunk_placement) for each in Position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -66,14 +66,6 @@ class RankProgram:
     instructions: tuple[Instruction, ...]
     has_backward: bool
     kinds: frozenset[Kind]
-
-    def check_handlers(self, handlers: Collection[Kind]) -> None:
-        """Raise an UnsupportedError if a kind of action of this device has no entry in ``handlers``."""
-        if unknown := sorted(self.kinds.difference(handlers)):
-            raise UnsupportedError(
-                "no-handler",
-                f"the executor has no handler for {', '.join(unknown)}; give it a StepFeature that returns one",
-            )
 
 
 @lru_cache(maxsize=32)  # a run has few programs: training, evaluation, and their versions before a new plan
@@ -369,7 +361,11 @@ class Executor:
         }
         for feature in features:
             self.handlers |= feature.extend(self)
-        settled.check_handlers(self.handlers)
+        if unknown := sorted(settled.kinds.difference(self.handlers)):
+            raise UnsupportedError(
+                "no-handler",
+                f"the executor has no handler for {', '.join(unknown)}; give it a StepFeature that returns one",
+            )
 
     def run(self, until: int | None = None) -> None:
         """Run the actions of this device in order, after those that earlier calls have run.

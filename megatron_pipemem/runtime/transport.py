@@ -219,23 +219,15 @@ class MessageFormat:
             )
 
 
-SHAPES, DEPARTURES, TRANSFERS = "shapes of messages", "departures of messages", "transfers to the host"
+def polls_departures(program: Program) -> bool:
+    """Return whether the host must ask the backend which messages have been sent, to free their memory.
 
-
-def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
-    """Return the questions that can make the host wait for its device: ``SHAPES``, ``DEPARTURES``, ``TRANSFERS``.
-
-    There are none if each device has one stage and trains with messages of known shapes, without offload and without
-    vocabulary passes.
+    It need not if each device has one stage and trains without vocabulary passes. Otherwise, or in an evaluation, no
+    later message may show that a send can be freed.
     """
-    placement, schedule = program.placement, program.schedule
-    is_linear = placement.num_chunks == 1 and not schedule.vocabulary_barriers
+    schedule = program.schedule
     trains = any(action.kind in (Kind.I, Kind.B) for order in schedule.orders for action in order)
-    asked = {TRANSFERS} if schedule.offloads else set()
-    if message.shape is None and message.shapes is None:
-        asked.add(SHAPES)
-    # In an evaluation, or with several stages per device, no later message may show that a send can be freed.
-    return frozenset(asked if is_linear and trains else asked | {DEPARTURES})
+    return not trains or program.placement.num_chunks > 1 or bool(schedule.vocabulary_barriers)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from megatron_pipemem.runtime.activation_ledger import (
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import Trace
-from megatron_pipemem.runtime.transport import DEPARTURES, MessageFormat, Pipeline, Transport, connect, host_queries
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, connect, polls_departures
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, current_queue
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.lowering import lower
@@ -181,7 +181,7 @@ def run_step(
         torch.device("cpu"),
         shapes if variable == "step" else None,
     )
-    polls = DEPARTURES in host_queries(program, message)
+    polls = polls_departures(program)
     transport = Transport(pipeline, message, in_sequence, polls)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent, [(1, rows) for rows, _ in shapes]), Trace()

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -112,7 +112,8 @@ class Offloading(Extension):
             # Ranks that share a channel by ``switches`` take turns, as in a plan. All others measure at the same time,
             # so that the result includes their contention.
             for turn in range(max(map(len, groups), default=1)):
-                own = done_by_all(partial(_measured, engine, turn == own_turn)) or own
+                measure: Callable[[], HostLink | None] = partial(measure_host_link, engine.channel)
+                own = done_by_all(measure if turn == own_turn else lambda: None) or own
             seen = [(at, link) for at, link in gather((place, own)) if link is not None]
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
             tell(logger, "links to the host, by pipeline rank: %s", self._links)
@@ -213,10 +214,6 @@ def _shared_channels(
         joined = places.union(*(group for group in groups if group & places))
         groups = [group for group in groups if not group & places] + [joined]
     return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
-
-
-def _measured(engine: OffloadEngine, is_our_turn: bool) -> HostLink | None:
-    return measure_host_link(engine.channel) if is_our_turn else None
 
 
 def _slowest(links: Sequence[HostLink]) -> HostLink:

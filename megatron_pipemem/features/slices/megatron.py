@@ -396,7 +396,15 @@ class SequenceSlices(Extension):
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run slices."""
         if step.program.schedule.slices > 1:
-            hold = _holder(step)
+            ledger = step.observation.ledger
+
+            def hold(tensor: torch.Tensor) -> None:
+                """Count a tensor of several slices in the ledger, and exclude it from offload."""
+                if ledger is not None:
+                    ledger.hold(tensor)
+                for counter in step.counters:
+                    counter.exclude([tensor])
+
             for stage, runner in step.stages.items():
                 given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
                 sliced = self._models[runner.model]
@@ -412,19 +420,6 @@ class SequenceSlices(Extension):
             for chunk in step.chunks:
                 stack.enter_context(self._models[chunk].hooked())
             yield
-
-
-def _holder(step: Step) -> Callable[[torch.Tensor], object]:
-    """Return a function that counts a tensor of several slices in the ledger, and excludes it from offload."""
-    ledger = step.observation.ledger
-
-    def hold(tensor: torch.Tensor) -> None:
-        if ledger is not None:
-            ledger.hold(tensor)
-        for counter in step.counters:
-            counter.exclude([tensor])
-
-    return hold
 
 
 def extensions(request: Request, *_: object) -> list[Extension]:

@@ -164,13 +164,13 @@ def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
 
 
 class StockObserver(Feature):
-    """Measures the steps of Megatron's own schedules without changing their results, if there is a record.
+    """Measures the steps of Megatron's own schedules without changing their results.
 
     ``costs`` are the costs that price the plan, and ``priced_by`` is their source.
     """
 
-    def __init__(self, record: RunRecord | None, costs: Costs, priced_by: str):
-        self._of_run = record
+    def __init__(self, record: RunRecord, costs: Costs, priced_by: str):
+        self._record = record
         self._known = Knowledge(costs, priced_by)
         self._observed: Observation | None = None
         self._last_stage = 0
@@ -178,14 +178,7 @@ class StockObserver(Feature):
         # Megatron's backward step gets neither stage nor microbatch, but the output object of the forward.
         self._forward_of: dict[int, Action] = {}
 
-    @property
-    def _record(self) -> RunRecord:
-        assert self._of_run is not None, "without a record nothing is replaced"
-        return self._of_run
-
     def replacements(self) -> Replacements:
-        if self._of_run is None:
-            return []
         return [
             (WITH_INTERLEAVING, partial(self._forward_backward, "interleaved")),
             (WITHOUT_INTERLEAVING, partial(self._forward_backward, "1f1b")),

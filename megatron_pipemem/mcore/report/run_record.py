@@ -63,6 +63,8 @@ class RunRecord:
     steps: list[run_report.RecordedStep] = field(default_factory=list)
     held: run_report.OfRank = field(default_factory=run_report.OfRank)
     overlap: Callable[[], Overlap] = Overlap
+    last_plan: Choice | None = None
+    """The schedule choice of the last step whose times have been read; ``None`` before the first."""
     _failures: dict[str, str] = field(default_factory=dict)
     _plans: list[tuple[int, Choice]] = field(default_factory=list)
     _program: Program | None = None
@@ -83,7 +85,6 @@ class RunRecord:
     """Every action of the last counted step, with the bytes after it on the device and on the host."""
     _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
-    _last_plan: Choice | None = None
     _unread: tuple[int, Choice, Observation] | None = None
     _layers: dict[int, int] = field(default_factory=dict)
     _begun: list[float] = field(default_factory=list)
@@ -134,11 +135,6 @@ class RunRecord:
     def is_whole(self) -> bool:
         """Whether every step so far was measured without an error."""
         return STEPS not in self._failures
-
-    @property
-    def last_plan(self) -> Choice | None:
-        """The schedule choice of the last step whose times have been read; ``None`` before the first."""
-        return self._last_plan
 
     def counts(self, program: Program) -> bool:
         """Return whether the bytes of the next step of this program must be counted.
@@ -234,12 +230,12 @@ class RunRecord:
         """Read the times of the last step from the device and add it to ``steps``, unless they have been read."""
         if self._unread is None:
             return
-        (plan, self._last_plan, observed), self._unread = self._unread, None
+        (plan, self.last_plan, observed), self._unread = self._unread, None
         self._last = observed.clock.actions()
         work = sum(traced.end - traced.start for traced in self._last)
         span = self._last[0].start if self._last else 0.0, max((traced.end for traced in self._last), default=0.0)
         peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
-        planned = self._last_plan.timeline.makespan, self._last_plan.arrival_makespan
+        planned = self.last_plan.timeline.makespan, self.last_plan.arrival_makespan
         self.steps.append(run_report.RecordedStep(plan, span, work, peak, *planned, observed.offload()))
 
     def write(self) -> None:

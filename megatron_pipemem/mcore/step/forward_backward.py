@@ -36,13 +36,12 @@ from megatron_pipemem.mcore.step.extension import (
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import (
-    DEPARTURES,
     MessageFormat,
     Pipeline,
     Transport,
     connect,
     destroy_groups,
-    host_queries,
+    polls_departures,
 )
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import megatrons_own
@@ -259,8 +258,7 @@ class ForwardBackward(Feature):
                 step.message,
                 step.single_queue,
                 # While a step is captured, the host may ask its device nothing.
-                polls=DEPARTURES in host_queries(step.program, step.message)
-                and not torch.cuda.is_current_stream_capturing(),
+                polls=polls_departures(step.program) and not torch.cuda.is_current_stream_capturing(),
             ),
             features,
             ledger=step.observation.ledger,

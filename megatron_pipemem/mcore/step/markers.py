@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from typing import Any
 
 from megatron.core import utils
 
@@ -22,35 +21,31 @@ _SPANS = {
 }
 """Span groups and names of Megatron's own communicator, which is not called here. Forwards and backwards have spans already."""
 
-Marker = Callable[[Action], AbstractContextManager]
-
 
 class Markers(Extension):
     """Adds NVTX ranges to computing actions (``--nvtx-ranges``), and spans to messages and W (``--otel-enabled``)."""
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        managed_span = _spans_of_megatron()
-        marked: list[StepFeature] = []
-        if managed_span is not None:
-            marked.append(_Marked(_SPANS, lambda action: managed_span(*_SPANS[action.kind])))
-        if utils._nvtx_enabled:
-            marked.append(_Marked(COMPUTE, _nvtx_range))
-        return marked
-
-
-class _Marked:
-    def __init__(self, kinds: Any, marker: Marker):
-        self._kinds, self._marker = kinds, marker
+        return [self]
 
     def extend(self, executor: Executor) -> Handlers:
-        return {kind: self._mark(handler) for kind, handler in executor.handlers.items() if kind in self._kinds}
+        """Return handlers that open a range or span around those of the marked kinds."""
+        handlers, managed_span = dict(executor.handlers), _spans_of_megatron()
+        if managed_span is not None:
+            for kind in _SPANS.keys() & handlers.keys():
+                handlers[kind] = _within(lambda action: managed_span(*_SPANS[action.kind]), handlers[kind])
+        if utils._nvtx_enabled:
+            for kind in COMPUTE & handlers.keys():
+                handlers[kind] = _within(_nvtx_range, handlers[kind])
+        return handlers
 
-    def _mark(self, handler: Handler) -> Handler:
-        def run(each: Instruction) -> None:
-            with self._marker(each.action):
-                handler(each)
 
-        return run
+def _within(mark: Callable[[Action], AbstractContextManager], handler: Handler) -> Handler:
+    def run(each: Instruction) -> None:
+        with mark(each.action):
+            handler(each)
+
+    return run
 
 
 @contextmanager
