@@ -58,10 +58,7 @@ def _install_adam() -> None:
 
 
 def _copied(write_buckets: list, non_blocking: bool = True) -> list:
-    """Replace Megatron's ``preload_tensors``: return the write plan with copied tensors.
-
-    Training would change the original tensors while they are written.
-    """
+    """Replace Megatron's ``preload_tensors``: copy the tensors, which training changes while they are written."""
     return [
         (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (data, tensors) in write_buckets
@@ -95,10 +92,7 @@ def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
 
 def _accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add ``grad_output^T @ total_input`` to ``main_grad``, as Apex's ``wgrad_gemm_accum_fp32``.
-
-    Both inputs have the shape (tokens, features).
-    """
+    """Add ``grad_output^T @ total_input`` to ``main_grad``, as Apex does. Inputs are ``[tokens, features]``."""
     main_grad.add_(grad_output.t().matmul(total_input))
 
 

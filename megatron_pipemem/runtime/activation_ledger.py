@@ -356,11 +356,7 @@ class BytesByTokens:
         return max(accumulate(self._change(action, tokens_of(action)) for action in actions), default=0)
 
     def _teach(self, entry: LedgerEntry, change: int) -> bool:
-        """Fit the polynomial of an action's kind and stage to the bytes of one more action.
-
-        ``change`` is the number of bytes that the action added, negative if it freed more. Return whether the action
-        determined one more coefficient.
-        """
+        """Fit the polynomial of an action's kind and stage to one more action. Return whether it gained a coefficient."""
         rows = self._rows.setdefault(entry.action[:2], {})
         row = [Fraction(each) for each in (*_terms(*entry.tokens), change)]
         for column, known in rows.items():
@@ -385,9 +381,6 @@ class BytesByTokens:
 
 
 def _minus(row: _Row, other: _Row, column: int) -> _Row:
-    """Return ``row`` minus the multiple of ``other`` that makes the element in ``column`` 0.
-
-    ``other`` has 1 in this column.
-    """
+    """Return ``row`` minus the multiple of ``other``, which has 1 in ``column``, that makes this element 0."""
     factor = row[column]
     return [each - factor * its for each, its in zip(row, other, strict=True)] if factor else row

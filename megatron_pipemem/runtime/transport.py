@@ -86,10 +86,7 @@ def new_groups(
 
 
 def _joined(everyones: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return the union of the groups at each position of the ranks' lists, as sorted global ranks.
-
-    ``everyones`` has one list of groups per rank of the job.
-    """
+    """Return the union of the groups at each position of all ranks' lists, as sorted global ranks."""
     return [sorted({rank for each in same for rank in each}) for same in zip_longest(*everyones, fillvalue=())]
 
 

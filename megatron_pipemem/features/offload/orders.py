@@ -152,10 +152,7 @@ def plan_offload(
 
 
 def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:
-    """Return the stages whose activations may leave their device, as ``select`` of ``plan_offload`` says.
-
-    Raise an UnsupportedError for an unknown text, a negative number, or a stage that does not exist.
-    """
+    """Return the stages whose activations may leave their device, as ``select`` of ``plan_offload`` says."""
     stages = schedule.placement.stages
     if isinstance(select, str):
         if select not in OFFLOAD:

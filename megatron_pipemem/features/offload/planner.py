@@ -379,10 +379,7 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not.
-
-        ``timetable`` is the one before stretching.
-        """
+        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not."""
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
@@ -462,10 +459,7 @@ class Planner:
         return best
 
     def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
-        """Return the activations of ``stages`` on the part's devices, the longest-lived first.
-
-        ``factor`` multiplies the seconds of the copies.
-        """
+        """Return the activations of ``stages`` on the part's devices, the longest-lived first."""
         items = []
         for device in part.devices:
             starts, ends = part.timetable.starts[device], part.timetable.ends[device]
@@ -481,9 +475,7 @@ class Planner:
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
 
     def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
-        """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory. ``others``
-        stay.
-        """
+        """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory."""
         if self._budgets is None:
             return self._plan_within(part, chosen, others, None)
         budgets = [budget / self._unit for budget in self._budgets]
@@ -527,9 +519,7 @@ class Planner:
         return replace(group, kept={**group.kept, **reasons})
 
     def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
-        """Return these round trips with their peak memory and the memory above the caps. ``others`` stay because they
-        need not leave.
-        """
+        """Return these round trips with their peak memory and the memory above the caps. ``others`` need not leave."""
         placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
         held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
         over = 0.0

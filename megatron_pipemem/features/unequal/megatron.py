@@ -375,10 +375,7 @@ def _by_tokens(batches: Sequence[object], full: FullMicrobatch, config: object, 
 
 
 def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchWeights:
-    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result.
-
-    ``tokens`` has the number of tokens of each microbatch.
-    """
+    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result."""
     weights = tuple(each / (full.sequences * full.length) for each in tokens)
     return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
 
@@ -451,11 +448,7 @@ def _plain(weight: Any) -> Any:
 
 
 def _function(named: FunctionName) -> Callable[[object], object]:
-    """Import the function that the user has named.
-
-    Raises:
-        UnsupportedError: the module has no such function.
-    """
+    """Import the function that the user has named."""
     asked = f"--pipemem-microbatch-costs {':'.join(named)}"
     found = getattr(import_target(asked, named.module), named.name, None)
     if not callable(found):

@@ -337,10 +337,7 @@ class ChunkStage:
         return self.chunk if self.num_chunks > 1 else None
 
     def _leave_out_weights(self) -> None:
-        """Exclude from the counters the quantised weights that Transformer Engine makes in the first forward.
-
-        Every microbatch saves these weights for its backward.
-        """
+        """Exclude the quantised weights that Transformer Engine makes once, and every microbatch saves."""
         kept = [
             weight
             for part in self.model.modules()

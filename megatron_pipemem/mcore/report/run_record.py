@@ -199,10 +199,7 @@ class RunRecord:
         self._counted = counted
 
     def _foretell_by_tokens(self, actions: Sequence[Action], ledger: ActivationLedger) -> None:
-        """Raise the predicted peaks of ``held`` to those of a step whose microbatches differ in size.
-
-        ``actions`` are this rank's.
-        """
+        """Raise the predicted peaks of ``held`` to those of a step whose microbatches differ in size."""
         treatments = tuple(sorted(self._treatments.items()))
         on_device, on_host = self._by_tokens.setdefault(treatments, (BytesByTokens(), BytesByTokens(on_host=True)))
         for bytes_by_tokens in (on_device, on_host):
@@ -273,10 +270,7 @@ class RunRecord:
     def _last_step(
         self, pipeline: list[run_report.Summary], plan: Choice, memory: dict[Kind, list[int]]
     ) -> dict | None:
-        """Return the report's data of the last step on the pipeline of rank 0.
-
-        It is ``None`` for an asynchronous schedule, or if not every pass was timed.
-        """
+        """Return the report's data of the last step on the pipeline of rank 0 (``run_report.written_step``)."""
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
         overlaps = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
         pairs = bool(overlaps) and plan.schedule.name != STOCK

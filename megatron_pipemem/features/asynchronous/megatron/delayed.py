@@ -101,10 +101,7 @@ class DelayedOptimizer(OverlappedOptimizer):
         self._kept.clear()
 
     def _keep(self, optimizer: ChainedOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Take ``grad`` from each parameter that has one, and return the pairs of parameter and gradient.
-
-        Gradients in buffers that the next batch overwrites are copied.
-        """
+        """Take ``grad`` from each parameter that has one; copy it if the next batch overwrites its buffer."""
         chunks: list[Any] = self._chunks  # of DistributedDataParallel
         shared = {
             buffer.grad_data.untyped_storage().data_ptr()
@@ -154,11 +151,7 @@ def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[No
 
 @contextmanager
 def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
-    """Set the optimizer's parameter groups to earlier settings while the block runs.
-
-    ``groups`` has each parameter group with these settings, for example the learning rate. Other changes that the block
-    makes to a group are kept.
-    """
+    """Set the optimizer's parameter groups to earlier settings while the block runs. Its other changes are kept."""
     now = [
         (group, {name: group[name] for name, value in earlier.items() if group[name] != value})
         for group, earlier in groups

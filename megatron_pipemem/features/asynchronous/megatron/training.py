@@ -345,10 +345,7 @@ class AsynchronousTraining(Extension):
         return self._delayed is not None and self._delayed.waits
 
     def _weight_bytes(self) -> WeightBytes:
-        """Return the bytes of one weight version on this rank, and of all version buffers, free ones included.
-
-        With them come two numbers of versions: the most that the schedule needs, and the most that the rank has held.
-        """
+        """Return the bytes of one version and of all buffers, and the most versions that are planned and were held."""
         stream, call = self._current
         weights, device = stream.weights, call.device
         planned = call.plan.window.versions_held[device]
@@ -371,10 +368,7 @@ class AsynchronousTraining(Extension):
         return stream
 
     def _take_up(self, stream: _Stream) -> None:
-        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit on every rank.
-
-        If not, log a warning. The first microbatches then use the newest weights.
-        """
+        """Restore the older versions of the loaded checkpoint if they fit on every rank; else log a warning."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -406,11 +400,7 @@ class AsynchronousTraining(Extension):
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
-        """Return the number of training steps after this one, or ``None`` if it is unknown.
-
-        Raises:
-            UnsupportedError: there are more steps than ``train_steps``, or the loop runs a step again.
-        """
+        """Return the number of training steps after this one; ``None`` if unknown. Refuse steps that run again."""
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(

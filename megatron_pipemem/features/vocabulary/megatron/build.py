@@ -288,9 +288,7 @@ def cut_vocabulary(
     config = models[0].config
 
     def shard_of(weight: torch.Tensor | None, owner: int) -> WeightShard:
-        """Return this rank's rows of a matrix that only device ``owner`` has. ``weight`` is that matrix, or ``None``
-        elsewhere.
-        """
+        """Return this rank's rows of a matrix that only device ``owner`` has (``weight``, ``None`` elsewhere)."""
         on_cpu = config.use_cpu_initialization
         shard = torch.empty(
             len(partition.rows(index)),
@@ -355,11 +353,7 @@ def _end(models: list[Any], placement: Placement, device: int, stage: int) -> An
 
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
-    """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut.
-
-    ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the first and last stage, or ``None``
-    if another rank has them.
-    """
+    """Raise an UnsupportedError if the model, or the embedding or LM head if this rank has it, cannot be cut."""
     check_config(model.config, VOCABULARY)
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(
@@ -390,9 +384,7 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
 
 
 def _uncuttable(reason: str) -> UnsupportedError:
-    """Return the error for a model whose vocabulary cannot be cut. Its remedy is always to turn vocabulary parallelism
-    off.
-    """
+    """Return the error for a model whose vocabulary cannot be cut, with the remedy that always works."""
     return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-parallel off")
 
 

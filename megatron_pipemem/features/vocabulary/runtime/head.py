@@ -199,9 +199,7 @@ class VocabularyHead(torch.nn.Module):
         return logits.view(*x.shape[:-1], logits.size(1))
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as ``[tokens, h]``, detached from autograd's graph. Raise a VocabularyError for a wrong size or
-        dtype.
-        """
+        """Return ``x`` as ``[tokens, h]``, detached from autograd's graph, after checking its size and dtype."""
         parameter = self.shard.parameter
         if x.size(-1) != parameter.size(1) or x.dtype != parameter.dtype:
             raise VocabularyError(
@@ -307,10 +305,7 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``loss_gradient`` with zeros for ignored labels, fp32, ``[tokens]``.
-
-        Raise a VocabularyError if it does not have one number per token.
-        """
+        """Return ``loss_gradient``, one number per token, with zeros for ignored labels, fp32, ``[tokens]``."""
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -321,9 +316,7 @@ class Normalised:
         return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
 
     def _spend_logits(self) -> None:
-        """Note that the gradient of the logits is computed. It overwrites the logits, so a second call raises a
-        VocabularyError.
-        """
+        """Note that the gradient of the logits overwrites them. A second call raises a VocabularyError."""
         if not self._gradients_left:
             raise _taken_already()
         self._gradients_left = False

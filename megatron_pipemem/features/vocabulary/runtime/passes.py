@@ -376,10 +376,7 @@ class VocabularyPasses:
                 self._factors[each] = own
 
     def _joined(self, microbatch: int) -> range:
-        """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored.
-
-        Without slices, this is ``microbatch`` alone.
-        """
+        """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored."""
         return range(microbatch - self.slices + 1, microbatch + 1)
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
