@@ -31,7 +31,7 @@ from gpt_stack import Loop, Shape, make_inputs, make_stack
 from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.features.offload.runtime.channels import Copy, CopyChannel, CudaChannel, ThreadChannel
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.runtime.host_traffic import Direction
+from megatron_pipemem.runtime.trace import Direction
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting
 
 MIB = 1 << 20

@@ -24,11 +24,9 @@ from megatron_pipemem.mcore.step.batches import StepShapes
 from megatron_pipemem.mcore.step.extension import Extension, LaunchOrders
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
-from megatron_pipemem.mcore.step.graphs import GraphOrder
 from megatron_pipemem.mcore.step.losses import Losses
-from megatron_pipemem.mcore.step.markers import Markers
+from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
-from megatron_pipemem.mcore.step.training_log import TrainingLog
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.request import PROFILE, Request, prices_of
 from megatron_pipemem.schedule.options import AUTO

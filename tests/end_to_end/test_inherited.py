@@ -1,4 +1,4 @@
-"""Stock's own results on more ranks: what "equal to stock" inherits (``mcore/inherited.py`` has the known faults)."""
+"""Stock's own results on more ranks: what "equal to stock" inherits (``mcore/refusals.py`` has the known faults)."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ from megatron_pipemem.features.overlap_steps.megatron import optimizer as overla
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.mcore.step import extension
 from megatron_pipemem.mcore.step.extension import LaunchOrders
-from megatron_pipemem.runtime.host_traffic import Direction
-from megatron_pipemem.runtime.trace import Trace
+from megatron_pipemem.runtime.trace import Direction, Trace
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "gpt_pretraining.py"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.mcore import inherited
+from megatron_pipemem.mcore import refusals
 from megatron_pipemem.mcore.compat import counts_all_experts
 
 TP = {"tensor_model_parallel_size": 2}
@@ -32,7 +32,7 @@ SP = {**TP, "sequence_parallel": True}
     ],
 )
 def test_a_fault_is_told_where_it_is(settings, number):
-    assert len(inherited.inherited_faults(settings.get)) == number
+    assert len(refusals.inherited_faults(settings.get)) == number
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_megatron_still_has_the_fault(module, mended):
 
 
 def test_once(caplog):
-    inherited.tell.cache_clear()
+    refusals.warn_of.cache_clear()
     with caplog.at_level(logging.WARNING):
-        inherited.tell("some fault")
-        inherited.tell("some fault")
+        refusals.warn_of("some fault")
+        refusals.warn_of("some fault")
     assert [record.message.endswith("some fault") for record in caplog.records] == [True]

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from megatron.core import utils
 
-from megatron_pipemem.mcore.step.markers import Markers
+from megatron_pipemem.mcore.step.notices import Markers
 from megatron_pipemem.runtime.executor import Instruction, settle
 from megatron_pipemem.schedule.action import COMPUTE
 from megatron_pipemem.schedule.lowering import lower

@@ -18,7 +18,7 @@ from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlap
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
 from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_schedule, check_sharing
-from megatron_pipemem.mcore.step.graphs import GraphOrder
+from megatron_pipemem.mcore.step.notices import GraphOrder
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pipemem.mcore.step.training_log import TrainingLog
+from megatron_pipemem.mcore.step.notices import TrainingLog
 from megatron_pipemem.schedule.registry import build_schedule
 
 

@@ -24,7 +24,7 @@ import transformer_engine.pytorch.graph as te_graph  # noqa: E402
 from te_stand_in.graphs import CUDAGraph  # noqa: E402
 from transformer_engine.pytorch import Linear  # noqa: E402
 
-from megatron_pipemem.mcore.step.graphs import signed_chunks  # noqa: E402
+from megatron_pipemem.mcore.step.notices import signed_chunks  # noqa: E402
 from megatron_pipemem.schedule.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 

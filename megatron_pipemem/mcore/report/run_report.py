@@ -19,8 +19,7 @@ from megatron_pipemem.errors import PipememError
 from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
 from megatron_pipemem.mcore.step.extension import WeightBytes, predict_weights
 from megatron_pipemem.report.run import bubble_of_steps, peak_activation, typical
-from megatron_pipemem.runtime.host_traffic import Direction, OffloadStatistics
-from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.runtime.trace import Direction, OffloadStatistics, TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
 from megatron_pipemem.schedule.placement import Placement

@@ -20,8 +20,7 @@ from megatron_pipemem.mcore.patching import Feature
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
-from megatron_pipemem.runtime.host_traffic import OffloadStatistics
-from megatron_pipemem.runtime.trace import Trace
+from megatron_pipemem.runtime.trace import OffloadStatistics, Trace
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.runtime.host_traffic import Direction
+from megatron_pipemem.runtime.trace import Direction
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,7 @@ from megatron_pipemem.features.offload.runtime.saved import (
 )
 from megatron_pipemem.runtime.activation_ledger import storage_key
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
-from megatron_pipemem.runtime.host_traffic import Direction, OffloadStatistics, Stall
+from megatron_pipemem.runtime.trace import Direction, OffloadStatistics, Stall
 from megatron_pipemem.schedule.action import Kind
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from megatron_pipemem.errors import OffloadError
 from megatron_pipemem.features.offload.runtime.channels import Copy, CopyChannel, Ticket
-from megatron_pipemem.runtime.host_traffic import Direction
+from megatron_pipemem.runtime.trace import Direction
 from megatron_pipemem.schedule.prices import HostLink
 
 ALIGNMENT = 256
