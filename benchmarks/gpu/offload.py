@@ -198,7 +198,7 @@ def rates(machine: Machine, copiers: list[Copier], beside: Callable[[], object] 
         tickets = [copier.start() for copier in copiers]
         if beside is not None:
             beside()
-        while not all(ticket.done() for ticket in tickets):
+        while not all(ticket.query() for ticket in tickets):
             time.sleep(0)
         seen.append(time.perf_counter() - begin)
         for copier, ticket in zip(copiers, tickets, strict=True):

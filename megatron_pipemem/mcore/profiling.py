@@ -89,33 +89,34 @@ def device_name() -> str:
 
 def _check(model: Model, execution: Execution, fake: bool) -> None:
     execution.check(model)
-    if execution.fp8 != "none":
-        raise UnsupportedError(
-            "cannot-profile",
+    kinds = "".join(model.all_kinds)
+    alone = execution.cp == 1 or (fake and (execution.attention == "flash" or is_active()))
+    for cannot, why in (
+        (
+            execution.fp8 != "none",
             "8-bit products run in Transformer Engine's layers, and profiling builds local ones; give --formulas",
-        )
-    if model.tower is not None or execution.adapters:
-        raise UnsupportedError(
-            "cannot-profile",
+        ),
+        (
+            model.tower is not None or execution.adapters,
             "a vision tower and adapters belong to their program, and profiling builds language models; give --formulas",
-        )
-    if model.expert_latent or {*"GDd"} & {*"".join(model.all_kinds)}:
-        raise UnsupportedError(
-            "cannot-profile",
+        ),
+        (
+            model.expert_latent or {*"GDd"} & {*kinds},
             "gated delta nets, sparse attention and experts in a latent are made of Transformer Engine's layers, and "
             "profiling builds local ones; give --formulas",
-        )
-    if execution.cp > 1 and not (fake and (execution.attention == "flash" or is_active())):
-        raise UnsupportedError(
-            "cannot-profile",
+        ),
+        (
+            not alone,
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or give "
             "--formulas",
-        )
-    if Sublayer.MAMBA in "".join(model.all_kinds) and (fake or find_spec("mamba_ssm") is None):
-        raise UnsupportedError(
-            "cannot-profile",
+        ),
+        (
+            Sublayer.MAMBA in kinds and (fake or find_spec("mamba_ssm") is None),
             "Mamba layers run with the package mamba_ssm, on a GPU; profile on a GPU, or give --formulas",
-        )
+        ),
+    ):
+        if cannot:
+            raise UnsupportedError("cannot-profile", why)
 
 
 def _stage_part(

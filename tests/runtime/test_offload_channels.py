@@ -66,10 +66,10 @@ def test_a_copy_begins_after_those_it_is_told_to_follow(channel):
     reading = channel.start(Direction.IN, [Copy(torch.empty_like(first), first)], ())
     writing = channel.start(Direction.OUT, [Copy(first, second)], (reading,))
     unrelated = torch.zeros(4, dtype=torch.uint8)
-    assert not writing.done()
+    assert not writing.query()
     channel.open[Direction.IN].set()
     channel.join(writing)
-    assert channel.begun == [(Direction.IN, 4), (Direction.OUT, 4)] and reading.done()
+    assert channel.begun == [(Direction.IN, 4), (Direction.OUT, 4)] and reading.query()
     channel.join(channel.start(Direction.OUT, [Copy(unrelated, second)], ()))
     assert torch.equal(unrelated, second)
 
@@ -79,7 +79,7 @@ def test_directions_do_not_wait_for_each_other(channel):
     blocked = channel.start(Direction.OUT, [Copy(out, source)], ())
     channel.open[Direction.IN].set()
     channel.join(channel.start(Direction.IN, [Copy(back, source)], ()))
-    assert torch.equal(back, source) and not blocked.done()
+    assert torch.equal(back, source) and not blocked.query()
 
 
 def test_a_stall_says_what_was_waited_for(channel):

@@ -154,24 +154,29 @@ class PlacedTrips(NamedTuple):
             ]
         return cls(own, sorted(insertions))
 
-    def peak(self, changes: Mapping[Kind, Sequence[float]], base: Sequence[float]) -> float:
+    def peak(
+        self, changes: Mapping[Kind, Sequence[float]], base: Sequence[float], kinds: Sequence[Kind] = _DEVICE_MEMORY
+    ) -> float:
         """Return the device's peak memory with the round trips, in the unit of ``changes``.
 
         ``changes`` has the change in memory of each kind of action, per stage and slice. ``base`` has it for each
-        action of the order without copies.
+        action of the order without copies. ``kinds`` are those of the round trips that change this memory.
         """
         every: list[float] = []
         at = 0
-        for before, change in self._changes(changes, _DEVICE_MEMORY):
-            every += base[at:before]
-            every.append(change)
-            at = before
+        for before, _, _, number in self.insertions:
+            trip, kind = divmod(number, len(ROUND_TRIP))
+            if ROUND_TRIP[kind] in kinds:
+                item = self.trips[trip].item
+                every += base[at:before]
+                every.append(changes[ROUND_TRIP[kind]][item.place] * item.weight)
+                at = before
         every += base[at:]
         return max(accumulate(every, initial=0.0))
 
     def host_peak(self, changes: Mapping[Kind, Sequence[float]]) -> float:
         """Return the peak of the host memory that holds this device's activations, in the unit of ``changes``."""
-        return max(accumulate((change for _, change in self._changes(changes, _HOST_MEMORY)), initial=0.0))
+        return self.peak(changes, (), _HOST_MEMORY)
 
     def order(self, base: Order) -> Order:
         """Return the order ``base`` of the device with the actions of the round trips inserted."""
@@ -183,19 +188,6 @@ class PlacedTrips(NamedTuple):
             actions.append(Action(ROUND_TRIP[kind], *self.trips[trip].item.key))
             at = before
         return (*actions, *base[at:])
-
-    def _changes(self, changes: Mapping[Kind, Sequence[float]], kinds: Sequence[Kind]) -> list[tuple[int, float]]:
-        """Return for each action of these kinds the position before which it is inserted, and its change in memory.
-
-        Freed memory is negative.
-        """
-        found = []
-        for before, _, _, number in self.insertions:
-            trip, kind = divmod(number, len(ROUND_TRIP))
-            if ROUND_TRIP[kind] in kinds:
-                item = self.trips[trip].item
-                found.append((before, changes[ROUND_TRIP[kind]][item.place] * item.weight))
-        return found
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:

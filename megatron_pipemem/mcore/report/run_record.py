@@ -186,10 +186,7 @@ class RunRecord:
             actions = program.actions[device]
             slices = program.schedule.slices
             least, most = (predict_peak_bytes(actions, self._changes[most], slices) for most in (False, True))
-            held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, most)
-            held.predicted_least_peak_bytes = max(held.predicted_least_peak_bytes or 0, least)
-            away = predict_peak_bytes(actions, self._host_changes, slices)
-            held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
+            self._foretell(most, least, predict_peak_bytes(actions, self._host_changes, slices))
         loads = [entry.routed / entry.evenly for entry in ledger.entries if entry.evenly]
         held.expert_load = max([held.expert_load or 0.0, *loads]) if loads else held.expert_load
         held.counted_peak_bytes = max(held.counted_peak_bytes, ledger.peak)
@@ -204,11 +201,15 @@ class RunRecord:
         on_device, on_host = self._by_tokens.setdefault(treatments, (BytesByTokens(), BytesByTokens(on_host=True)))
         for bytes_by_tokens in (on_device, on_host):
             bytes_by_tokens.learn(ledger.entries)
-        held = self.held
         peak, away = (each.peak(actions, ledger.tokens_of) for each in (on_device, on_host))
-        held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, peak)
-        held.predicted_least_peak_bytes = held.predicted_peak_bytes
-        held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
+        most = max(self.held.predicted_peak_bytes or 0, peak)
+        self._foretell(most, most, away)
+
+    def _foretell(self, most: int, least: int, on_host: int) -> None:
+        held = self.held
+        held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, most)
+        held.predicted_least_peak_bytes = max(held.predicted_least_peak_bytes or 0, least)
+        held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, on_host)
 
     def add_losses(self, losses: dict[str, Any], grad_norm: Any) -> None:
         """Add the first loss and the gradient norm of one iteration. The first loss is the model's.

@@ -26,7 +26,7 @@ class Copy:
 class Ticket(Protocol):
     """The handle of a transfer that a channel has started."""
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         """Return, without blocking, whether the transfer has ended successfully."""
 
 
@@ -64,14 +64,6 @@ class CopyChannel[Own: Ticket](Protocol):
         """End the channel's threads, or wait for its streams."""
 
 
-@dataclass(frozen=True, eq=False)
-class CudaTicket:
-    event: torch.cuda.Event
-
-    def done(self) -> bool:
-        return self.event.query()
-
-
 class CudaChannel:
     """The copy channel of a GPU: one CUDA stream per direction, because GPUs can copy in both directions at once.
 
@@ -92,7 +84,9 @@ class CudaChannel:
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[CudaTicket]) -> CudaTicket:
+    def start(
+        self, direction: Direction, copies: Sequence[Copy], after: Sequence[torch.cuda.Event]
+    ) -> torch.cuda.Event:
         """Start copies on the CUDA stream of their direction (see ``CopyChannel.start``)."""
         lane = self._lanes[direction]
         # Computing so far wrote the sources, and may have used the memory of the destinations.
@@ -101,22 +95,22 @@ class CudaChannel:
         computed.record(self._compute)
         lane.wait_event(computed)
         for ticket in after:
-            lane.wait_event(ticket.event)
+            lane.wait_event(ticket)
         with torch.cuda.stream(lane):
             for copy in copies:
                 copy.destination.copy_(copy.source, non_blocking=True)
         done = torch.cuda.Event()
         done.record(lane)
-        return CudaTicket(done)
+        return done
 
-    def join(self, ticket: CudaTicket) -> Callable[[], float] | None:
+    def join(self, ticket: torch.cuda.Event) -> Callable[[], float] | None:
         compute = torch.cuda.current_stream(self.device)
         if not self._timed:
-            compute.wait_event(ticket.event)
+            compute.wait_event(ticket)
             return None
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(compute)
-        compute.wait_event(ticket.event)
+        compute.wait_event(ticket)
         after.record(compute)
 
         def waited() -> float:
@@ -150,7 +144,7 @@ class HostTicket:
     ended: threading.Event = field(default_factory=threading.Event)  # set when the transfer has ended or failed
     error: BaseException | None = None
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         return self.ended.is_set() and self.error is None
 
     def wait(self) -> None:
@@ -190,7 +184,7 @@ class ThreadChannel:
         return ticket
 
     def join(self, ticket: HostTicket) -> Callable[[], float] | None:
-        if ticket.done():
+        if ticket.query():
             return None
         begin = time.perf_counter()
         ticket.wait()

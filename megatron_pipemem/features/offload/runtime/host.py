@@ -31,7 +31,7 @@ class _Piece:
     after: tuple[Ticket, ...] = ()
 
     def pending(self) -> tuple[Ticket, ...]:
-        self.after = tuple(ticket for ticket in self.after if not ticket.done())
+        self.after = tuple(ticket for ticket in self.after if not ticket.query())
         return self.after
 
 
@@ -187,6 +187,7 @@ def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
 
 _BYTES = 1 << 23
 _REPETITIONS = 3
+WAYS = {"d2h": (Direction.OUT,), "h2d": (Direction.IN,), "both": tuple(Direction)}
 _DUPLEX_FACTOR = 1.5  # the factor is 2 if only one direction runs at a time
 _MATRIX = 8192  # large enough that products take longer than their launches
 
@@ -198,11 +199,10 @@ def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
     contention.
     """
     ends = copy_ends(channel, nbytes)
-
-    def seconds(*directions: Direction) -> float:
-        return transfer_seconds(channel, [(direction, ends[direction]) for direction in directions], _REPETITIONS)
-
-    out, back, both = seconds(Direction.OUT), seconds(Direction.IN), seconds(*Direction)
+    out, back, both = (
+        transfer_seconds(channel, [(direction, ends[direction]) for direction in directions], _REPETITIONS)
+        for directions in WAYS.values()
+    )
     return HostLink(nbytes / out, nbytes / back, both < _DUPLEX_FACTOR * max(out, back))
 
 
@@ -226,9 +226,8 @@ def measure_bandwidths(
 
     multiply(3)
     one = _seconds(channel, lambda: multiply(10)) / 10
-    ways = {"d2h": (Direction.OUT,), "h2d": (Direction.IN,), "both": tuple(Direction)}
     found = {}
-    for name, directions in ways.items():
+    for name, directions in WAYS.items():
         copies = [(direction, ends[direction]) for direction in directions]
         alone = transfer_seconds(channel, copies, repeats)
         # The products take longer than the copies, so that every copy overlaps one.
@@ -273,7 +272,7 @@ def transfer_seconds(
         begin = time.perf_counter()
         tickets = [channel.start(direction, [copy], ()) for direction, copy in copies]
         beside()
-        while not all(ticket.done() for ticket in tickets):
+        while not all(ticket.query() for ticket in tickets):
             time.sleep(0)
         took.append(time.perf_counter() - begin)
         for ticket in tickets:
