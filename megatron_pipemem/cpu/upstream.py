@@ -112,10 +112,7 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU.
-
-    ``emulate_fused_gradients`` is the argument of `cpu.activate`.
-    """
+    """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU."""
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 

@@ -37,10 +37,7 @@ class Symbol:
         return self.module.startswith(("megatron.training.", "megatron.bridge."))
 
     def owner(self) -> tuple[object, str]:
-        """Return the module or class that has the function as an attribute, and the attribute's name.
-
-        The module is imported. Raise an UpstreamError if the class does not exist.
-        """
+        """Import the module, and return it or the class that has the function, and the attribute's name."""
         # Through sys.modules: a package may re-export a function under the name of its own submodule.
         importlib.import_module(self.module)
         owner: object = sys.modules[self.module]
@@ -50,11 +47,7 @@ class Symbol:
         return owner, attribute
 
     def resolve(self) -> Callable:
-        """Return the function that Megatron calls at present, which may be a replacement.
-
-        Raises:
-            UpstreamError: there is no such function, or it lacks one of ``parameters``.
-        """
+        """Return the function that Megatron calls now, perhaps a replacement; an UpstreamError if it is another one."""
         owner, attribute = self.owner()
         function = self._get(owner, attribute)
         # Compiled functions have no signature to ask for.

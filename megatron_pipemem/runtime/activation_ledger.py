@@ -91,10 +91,7 @@ def bytes_per_action(
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]], slices: int = 1) -> int:
-    """Return the most bytes that a rank holds after any of these actions, which it runs in order.
-
-    It holds none before the first. ``changes`` is the result of ``bytes_per_action``, with the same ``slices``.
-    """
+    """Return the most bytes that a rank holds after any of these actions, by ``changes`` of ``bytes_per_action``."""
     return int(max(held_after(actions, changes, slices=slices), default=0))
 
 
@@ -193,10 +190,7 @@ class ActivationLedger:
             self._held.pop(storage_key(part), None)
 
     def route(self, tokens: int, most: int, evenly: int) -> None:
-        """Add to the tokens that the running action sends to experts.
-
-        The arguments are the fields ``routed``, ``routable`` and ``evenly`` of ``LedgerEntry``.
-        """
+        """Add to ``routed``, ``routable`` and ``evenly`` of the running action's ``LedgerEntry``."""
         self._routed += tokens
         self._routable += most
         self._evenly += evenly
@@ -227,10 +221,7 @@ class ActivationLedger:
 
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
-        """Add an entry for ``action``, which has just run, with the bytes that the device holds now.
-
-        ``host_bytes`` are the bytes of activations that the host holds now.
-        """
+        """Add an entry for ``action``, which has just run, with the bytes that device and host hold now."""
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
         held, alive = 0, {}
         for key, known in self._held.items():
@@ -246,10 +237,7 @@ class ActivationLedger:
         self._routed = self._routable = self._evenly = 0
 
     def tokens_of(self, action: Action) -> tuple[int, int]:
-        """Return the number of sequences of the action's microbatch, and their length.
-
-        Return ``(0, 0)`` if all microbatches are equal, or if the action has no microbatch.
-        """
+        """Return the sequences of the action's microbatch and their length; ``(0, 0)`` if all are equal."""
         return (0, 0) if self.tokens is None or action.microbatch is None else self.tokens[action.microbatch]
 
     @property
@@ -349,10 +337,7 @@ class BytesByTokens:
                 changes.clear()
 
     def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], Tokens]) -> int:
-        """Return the predicted peak bytes of a rank that runs these actions in order.
-
-        ``tokens_of`` returns the ``(b, s)`` of an action's microbatch.
-        """
+        """Return the predicted peak bytes of a rank that runs these actions in order."""
         return max(accumulate(self._change(action, tokens_of(action)) for action in actions), default=0)
 
     def _teach(self, entry: LedgerEntry, change: int) -> bool:

@@ -59,19 +59,13 @@ class Recorder:
             self._results.clear()
 
     def run_again(self) -> None:
-        """Run all regions again, to fill the empty placeholders. Call this once, before the backward.
-
-        A region that now saves another number of tensors raises a RuntimeError.
-        """
+        """Run all regions again, to fill the empty placeholders. Call this once, before the backward."""
         regions, self._regions = self._regions, []
         for region in regions:
             region.run_again(self._load, self._made)
 
     def run(self, function: Callable, replay: Replay, arguments: tuple) -> object:
-        """Run a region now, record its inputs and results, and return its output.
-
-        ``replay`` repeats its random numbers in a second run.
-        """
+        """Run a region now, record its inputs and results, and return its output. ``replay`` is for its second run."""
         region = _Region(function, replay, [self._input(each) for each in arguments])
         with saved_as_is(), saved_tensors_hooks(region.save, _filled):
             output = function(*arguments)

@@ -129,10 +129,7 @@ class Pipeline:
 
 
 def edges(placement: Placement) -> list[Edge]:
-    """Return the pairs (source, destination) of devices that a placement sends messages between.
-
-    The order is the same on every rank.
-    """
+    """Return the pairs (source, destination) of devices with messages, in the same order on every rank."""
     return sorted(Router(placement).edges, key=lambda edge: (min(edge), max(edge), edge))
 
 
@@ -272,10 +269,7 @@ class Transport:
         }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send a tensor, and keep its memory until the backend has sent it.
-
-        Raise an UnsupportedError if its shape is not the one that the receiver expects.
-        """
+        """Start to send a tensor of the expected shape, and keep its memory until the backend has sent it."""
         channel = self._channel(action)
         group, peer = channel.group, channel.peer
         tensor = tensor.contiguous()
@@ -294,10 +288,7 @@ class Transport:
             self._reap()  # last: the receiver is waiting
 
     def blank(self, action: Action) -> torch.Tensor:
-        """Return a tensor to send as a message whose content the receiver does not use.
-
-        It has the shape of the microbatch's messages, or one element if their shape is unknown.
-        """
+        """Return a tensor of the expected shape, for a message whose content the receiver does not use."""
         shape = self.message.shape_of(action.microbatch) or (1,)
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 

@@ -31,10 +31,7 @@ but together with a long GEMM of the MLP it hides that gather."""
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the tensor that accumulates a parameter's gradient: ``main_grad``, or else ``grad``.
-
-    If the parameter has neither, give it a ``grad`` of zeros.
-    """
+    """Return the tensor that accumulates a parameter's gradient: ``main_grad``, or else ``grad``, made if missing."""
     main = getattr(parameter, "main_grad", None)
     if main is not None:
         return main
@@ -229,10 +226,7 @@ class Shard:
 
 
 def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
-    """Start to gather the shards ``[s/t, ...]`` of a group's ``t`` ranks into ``[s, ...]``, in the order of ranks.
-
-    Every rank of the group gets the whole tensor. It is complete after ``Arriving.wait``.
-    """
+    """Start to gather the shards ``[s/t, ...]`` of a group's ``t`` ranks, in their order, into ``[s, ...]``."""
     shard = shard.contiguous()
     whole = torch.empty((shard.size(0) * group.size(), *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
     return Arriving(whole, dist.all_gather_into_tensor(whole, shard, group=group, async_op=True), shard)

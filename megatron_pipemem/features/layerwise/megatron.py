@@ -49,10 +49,7 @@ _KEY = "pipemem-key"
 
 
 def derived(*parts: object) -> int:
-    """Return a key: the hash of ``parts``.
-
-    The first is a seed or the enclosing key. The others say what the key is for, for example a layer or a microbatch.
-    """
+    """Return a key, the hash of ``parts``: a seed or the enclosing key, and the use of the new key."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 

@@ -94,10 +94,7 @@ class OffloadPlan:
 
     @property
     def binds(self) -> str:
-        """The counts of ``obstacles`` as text, largest first, for example ``host memory full (3 activations)``.
-
-        The text is empty if there are none.
-        """
+        """The counts of ``obstacles`` as text, largest first, for example ``host memory full (3 activations)``."""
         return ", ".join(f"{why} ({count} activations)" for why, count in self.obstacles.most_common())
 
 

@@ -361,12 +361,7 @@ class SequenceSlices(Extension):
         self._bounds: list[tuple[int, int]] = []
 
     def prepare(self, step: Step) -> None:
-        """Choose the tokens of each slice of this step, and set the shapes of the slices' messages.
-
-        Raises:
-            UnsupportedError: the model or its configuration cannot run in slices, or the sequences cannot be cut into
-                so many slices.
-        """
+        """Choose the tokens of each slice, if the model and sequences can be cut, and the shapes of messages."""
         if step.program.schedule.slices == 1:
             return
         refuse_sliced(lambda attribute: getattr(step.context.config, attribute, None))

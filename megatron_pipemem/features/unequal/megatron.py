@@ -83,11 +83,9 @@ class UnequalMicrobatches(Extension):
         """Return the program for the weights of this step's microbatches.
 
         It is the program for equal microbatches in three cases: all weights are equal (and at most 1, if there is a
-        memory cap), planning for the weights fails, or the step counts the bytes of microbatches.
-
-        Raises:
-            PipememError: batches cannot be weighed, ranks disagree on weights, or no schedule keeps the memory cap. All
-                ranks of this copy of the model raise an error, before any action has run.
+        memory cap), planning for the weights fails, or the step counts the bytes of microbatches. All ranks of this
+        copy of the model raise a PipememError, before any action has run, if batches cannot be weighed, ranks disagree
+        on weights, or no schedule keeps the memory cap.
         """
         self._began = time.perf_counter()
         base = step.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))

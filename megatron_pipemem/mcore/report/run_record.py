@@ -91,11 +91,7 @@ class RunRecord:
     _together: bool = True
 
     def check_outputs(self) -> None:
-        """Raise an error before the training if rank 0 cannot write the report or the pictures.
-
-        Raises:
-            OutputError: on every rank.
-        """
+        """Raise an OutputError on every rank, before the training, if rank 0 cannot write the files."""
 
         def ask() -> None:
             for path in outputs(self.report, self.trace):

@@ -205,11 +205,7 @@ class StageOptimizer:
         self._caught.zero_grad()
 
     def require(self) -> None:
-        """Check that an optimizer has been built since ``enable()``.
-
-        Raises:
-            UnsupportedError: no optimizer has been built.
-        """
+        """Raise an UnsupportedError if no optimizer has been built since ``enable()``."""
         if self._caught is None:
             raise UnsupportedError(
                 "enabled-too-late",
@@ -256,12 +252,7 @@ class AsynchronousTraining(Extension):
         return replaced
 
     def choose(self, step: Step) -> Compiled:
-        """Return the program of the step. It continues with the microbatches that the previous step left in flight.
-
-        Raises:
-            UnsupportedError: asynchronous schedules do not support the configuration, the batch size has changed, or
-                the number of steps is wrong.
-        """
+        """Return the program of the step, which goes on with the microbatches that the last step left in flight."""
         chunks, shape, device = step.chunks, step.shape, step.pipeline.device
         check_asynchronous(step.context.config, chunks, self._loop_updates)
         if not self._loop_updates:

@@ -127,10 +127,7 @@ class SavedStorage:
         return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
 
     def restore(self, view: SavedView, channel: CopyChannel[Any]) -> torch.Tensor:
-        """Return the tensor that ``view`` stands for. Raise an OffloadError if its storage is not on the device.
-
-        ``channel`` is the channel that copied the storage back.
-        """
+        """Return the tensor that ``view`` stands for, or raise an OffloadError if its storage is not on the device."""
         if self.place is not Place.DEVICE:
             raise OffloadError(
                 "used-while-away",

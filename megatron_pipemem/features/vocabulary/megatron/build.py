@@ -324,11 +324,7 @@ def cut_vocabulary(
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> SavedShards:
-    """Return the shards of embedding and LM head on this rank. The chunks may be wrapped, for example by DDP.
-
-    Raises:
-        UnsupportedError: the model has no shards, because it was not built by the functions that ``enable()`` replaces.
-    """
+    """Return this rank's shards, from chunks that may be wrapped. Refuse a model that was built without any."""
     model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
     shards = getattr(model, NAME, None)
     if shards is None:

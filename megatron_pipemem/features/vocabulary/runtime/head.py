@@ -106,10 +106,7 @@ class HeadMicrobatch:
         return not self.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
-        """Compute and store the statistics of a piece of the tokens, and the average if there is one.
-
-        ``raw`` has their logits from the matrix product, ``[tokens, rows]``.
-        """
+        """Store the statistics of a piece, and its average if there is one, by its logits, ``[tokens, rows]``."""
         if self.no_rows:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
             self.own_sum[piece] = self.target_logit[piece] = 0
