@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -46,13 +46,12 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.patching import PatchSet
-from megatron_pipemem.mcore.step.extension import observe
+from megatron_pipemem.mcore.step.extension import Observation, observe
 from megatron_pipemem.mcore.step.split_backward import sharded_replacements
 from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE
 from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
-from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
@@ -153,15 +152,6 @@ _PIPELINE = Placement.linear(3)
 FIRST, MIDDLE, LAST = range(3)
 
 
-@dataclass(frozen=True)
-class Observed:
-    """The bytes, the times in seconds and the number of parameters of a stage that has run."""
-
-    entries: list[LedgerEntry]  # bytes held after every action
-    actions: list[TracedAction]  # the times of passes, if they ran
-    parameters: int
-
-
 @contextmanager
 def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
     """Make this process rank 0 of a job whose other ranks do not exist, within a ``with`` block.
@@ -258,8 +248,8 @@ def build_stage(
     return Float16Module(config, stage)
 
 
-def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
-    """Run F, I and W of ``microbatches`` microbatches through a stage, and return the bytes and times of all actions.
+def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observation:
+    """Run F, I and W of ``microbatches`` microbatches through a stage, and return the bytes and times of actions.
 
     Each F except the first runs before the I and W of the previous microbatch. The result has the first microbatch too:
     callers leave its times out, and take bytes by ``changes``.
@@ -272,15 +262,14 @@ def run_stage(stage: Any, model: Model, execution: Execution, position: int, mic
         config, _forward_step, microbatches, execution.cp, False, False, None, False,
         num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
     )  # fmt: skip
-    batch = watch_batches(repeat(_batch(model, execution, position)), observed.counter)
+    batch = watch_batches(repeat(_batch(model, execution, position)), observed.counter.exclude)
     placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
     runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
     program = lower(_schedule(microbatches))
     # The part of a transport that a step without earlier and later stages uses.
     messages: Any = _MadeUpMessages(shape, config.pipeline_dtype)
     Executor(program, position, {position: runner}, messages, (), observed.ledger, observed.trace).run()
-    count = sum(parameter.numel() for parameter in stage.parameters())
-    return Observed(observed.counter.entries, observed.clock.actions(), count)
+    return observed
 
 
 def _evenly(preprocess: Callable, dispatcher, routing_map: torch.Tensor) -> np.ndarray:

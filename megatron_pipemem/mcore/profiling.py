@@ -124,13 +124,13 @@ def _stage_part(
 ) -> Part:
     stage = build_stage(model, execution, position, kinds, gpu_norms)
     seen = run_stage(stage, model, execution, position, microbatches)
-    memory: dict[Kind, float] = {kind: change for kind, change in changes(seen.entries).items() if change}
+    memory: dict[Kind, float] = {kind: change for kind, change in changes(seen.counter.entries).items() if change}
     seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for traced in seen.actions:
+    for traced in seen.clock.actions():
         if traced.action.microbatch > 0:
             seconds[traced.action.kind].append(traced.end - traced.start)
     times = Passes(*(median(each) if each else 0.0 for each in seconds.values()))
-    return Part(times, memory, seen.parameters)
+    return Part(times, memory, sum(parameter.numel() for parameter in stage.parameters()))
 
 
 def _excess(part: Part, layer: Passes) -> Passes:

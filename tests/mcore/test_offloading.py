@@ -217,7 +217,7 @@ def test_host_memory_is_taken_before_the_step_where_the_plan_is_in_bytes(in_byte
             plan=plan,
             own_plan=None,
             pipeline=SimpleNamespace(device=1),
-            counters=[],
+            excludes=[],
         )
         host.prepare(step)
     reserved, peak = host.engine().pool.reserved_bytes, plan.timeline.host_peaks[1]
@@ -360,6 +360,6 @@ def test_a_tape_refuses_what_is_read_by_a_method_of_its_own():
     class Rollout:
         def get_next(self, keys): ...
 
-    for data in (Rollout(), watch_batches(Rollout(), Counter())):
+    for data in (Rollout(), watch_batches(Rollout(), Counter().exclude)):
         with refused("data-iterator", "--pipemem-recompute", kind=UnsupportedError):
             Tape(data)

@@ -171,7 +171,7 @@ def ledger_of(model: Model, execution: Execution, position: int, layers: int) ->
 
     with lone_stage.lone_rank(execution, fake=False):
         stage = lone_stage.build_stage(model, execution, position, model.kinds[:layers])
-        entries = lone_stage.run_stage(stage, model, execution, position, 2).entries
+        entries = lone_stage.run_stage(stage, model, execution, position, 2).counter.entries
     return {str(kind): change for kind, change in lone_stage.changes(entries).items()}
 
 

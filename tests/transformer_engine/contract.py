@@ -267,7 +267,7 @@ def _planned(sequence_parallel: bool, kept: str) -> None:
         for layers in (1, 2):
             stage = lone_stage.build_stage(model, execution, lone_stage.MIDDLE, [model.main_kind] * layers)
             assert len(delayed_modules(stage)) == 4 * layers
-            entries = lone_stage.run_stage(stage, model, execution, lone_stage.MIDDLE, 2).entries
+            entries = lone_stage.run_stage(stage, model, execution, lone_stage.MIDDLE, 2).counter.entries
             freed += [a.bytes - b.bytes for a, b in pairwise(entries) if b.action.kind is Kind.W][1:]
     assert freed[1] - freed[0] == layer_bytes(model, execution).after_input, (freed, layer_bytes(model, execution))
 

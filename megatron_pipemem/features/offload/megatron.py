@@ -124,7 +124,7 @@ class Offloading(Extension):
         if step.program.schedule.offloads:
             engine = self.engine()
             self._reserve(engine, step)
-            step.counters.append(engine)
+            step.excludes.append(engine.exclude)
             step.offload_statistics = engine.statistics_for_later
 
     def _reserve(self, engine: OffloadEngine, step: Step) -> None:
@@ -146,7 +146,8 @@ class Offloading(Extension):
     def around(self, step: Step) -> AbstractContextManager:
         if not step.program.schedule.offloads:
             return nullcontext()
-        return self.engine().step(step.permanent, step.observation.on_device)
+        ledger = step.observation.ledger
+        return self.engine().step(step.permanent, None if ledger is None else ledger.hold)
 
     def close(self, orderly: bool) -> None:
         """Free the engine's threads, streams and host memory."""

@@ -309,8 +309,8 @@ class SlicedStage(ChunkStage):
         sequence.gradients = gradient.split([end - begin for begin, end in self.bounds], dim=1)
 
     def _leave_out(self, tensor: torch.Tensor) -> None:
-        for counter in self.counters:
-            counter.exclude([tensor])
+        for exclude in self.excludes:
+            exclude([tensor])
 
     def _data(self, microbatch: int) -> Iterator | None:
         number, part = divmod(microbatch, len(self.bounds))
@@ -394,8 +394,8 @@ class SequenceSlices(Extension):
                 """Count a tensor of several slices in the ledger, and exclude it from offload."""
                 if ledger is not None:
                     ledger.hold(tensor)
-                for counter in step.counters:
-                    counter.exclude([tensor])
+                for exclude in step.excludes:
+                    exclude([tensor])
 
             for stage, runner in step.stages.items():
                 given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}

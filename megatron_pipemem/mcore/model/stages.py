@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -249,7 +249,7 @@ class ChunkStage:
     is_last: bool  # whether this stage computes the loss
     placement: ChunkPlacement
     delayed: tuple[torch.nn.Module, ...]  # Transformer Engine modules of this chunk whose weight gradients wait
-    counters: Sequence[ActivationCounter] = ()
+    excludes: Sequence[Exclude] = ()  # of all that count or move the tensors that autograd saves
     _again: dict[int, _Again] = field(default_factory=dict)
     _has_run: bool = False
     """Whether a forward has run in this step: the first one makes quantised weights, and is not always microbatch 0."""
@@ -344,8 +344,8 @@ class ChunkStage:
             for weight in getattr(part, "_fp8_workspaces", {}).values()
             if weight is not None
         ]
-        for counter in self.counters if kept else ():
-            counter.exclude(kept)
+        for exclude in self.excludes if kept else ():
+            exclude(kept)
 
     def _data(self, microbatch: int) -> Iterator | None:
         return self.data_iterator
@@ -423,23 +423,18 @@ def no_gradient_sync(config) -> Iterator[None]:
         yield
 
 
-class ActivationCounter(Protocol):
-    """The interface of an object that counts or moves the tensors that autograd saves.
-
-    ``exclude`` is called with tensors that are no activations, like those of a batch.
-    """
-
-    def exclude(self, tensors: Iterable[torch.Tensor]) -> object: ...
+Exclude = Callable[[Iterable[torch.Tensor]], object]
+"""A function that is told tensors that are no activations, like those of a batch, by what counts or moves these."""
 
 
-def watch_batches(data_iterator, *counters: ActivationCounter):
-    """Return an iterator over the same batches that excludes their tensors from the counters.
+def watch_batches(data_iterator, *excludes: Exclude):
+    """Return an iterator over the same batches whose tensors are excluded.
 
-    A list of iterators gives a list. Without counters, the iterator itself is returned.
+    A list of iterators gives a list. Without functions, the iterator itself is returned.
     """
     if isinstance(data_iterator, list):
-        return [watch_batches(each, *counters) for each in data_iterator]
-    return data_iterator if data_iterator is None or not counters else _BatchWatcher(data_iterator, counters)
+        return [watch_batches(each, *excludes) for each in data_iterator]
+    return data_iterator if data_iterator is None or not excludes else _BatchWatcher(data_iterator, excludes)
 
 
 class IteratorWrapper:
@@ -456,14 +451,14 @@ class IteratorWrapper:
 
 
 class _BatchWatcher(IteratorWrapper):
-    def __init__(self, iterator: Iterator, counters: Sequence[ActivationCounter]):
+    def __init__(self, iterator: Iterator, excludes: Sequence[Exclude]):
         super().__init__(iterator)
-        self._counters = counters
+        self._excludes = excludes
 
     def __next__(self):
         batch = next(self._iterator)
-        for counter in self._counters:
-            counter.exclude(tensors_in(batch))
+        for exclude in self._excludes:
+            exclude(tensors_in(batch))
         return batch
 
 

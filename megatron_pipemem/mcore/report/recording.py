@@ -207,7 +207,7 @@ class StockObserver(Feature):
         self._observed = observed = observe(chunks)
         self._last_stage = group.size() * len(chunks) - 1
         try:
-            result = original(data_iterator=watch_batches(data_iterator, observed.counter), **call)
+            result = original(data_iterator=watch_batches(data_iterator, observed.counter.exclude), **call)
         finally:
             self._observed = None
             self._forward_of.clear()

@@ -14,7 +14,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
-from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
+from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
 from megatron_pipemem.mcore.patching import Feature
 from megatron_pipemem.mcore.programs import Compiled, Programs
@@ -150,11 +150,6 @@ class Observation:
         assert self.ledger is not None, "bytes are not counted"
         return self.ledger
 
-    @property
-    def on_device(self) -> Callable[[torch.Tensor], object] | None:
-        """The ledger's function for counting a tensor on the device, for an offload engine; ``None`` without a ledger."""
-        return None if self.ledger is None else self.ledger.hold
-
 
 def observe(
     chunks: list[torch.nn.Module],
@@ -264,8 +259,8 @@ class Step:
     counts_bytes: bool = False  # whether an extension needs the bytes that are held
     times_actions: bool = False  # whether an extension needs the times of actions
     buffers: list[torch.Tensor] = field(default_factory=list)  # permanent tensors in addition to those of the chunks
-    # objects besides the ledger that must exclude the tensors of the batch
-    counters: list[ActivationCounter] = field(default_factory=list)
+    # besides the ledger's, functions that exclude the tensors of the batch
+    excludes: list[Exclude] = field(default_factory=list)
     # whether microbatches stay in flight after the step, so that a later step depends on this one
     leaves_in_flight: bool = False
     # ledger of the previous step, if this step starts with activations that the previous one left

@@ -228,8 +228,9 @@ class ForwardBackward(Feature):
             # With slices, bytes depend on the slice's position, and all microbatches have the same size.
             tokens=step.tokens if step.message.shapes is not None and step.program.schedule.slices == 1 else None,
         )
-        counters = [*step.counters] if step.observation.ledger is None else [step.observation.ledger, *step.counters]
-        iterators = watch_batches(step.iterators, *counters)
+        ledger = step.observation.ledger
+        excludes = [*step.excludes] if ledger is None else [ledger.exclude, *step.excludes]
+        iterators = watch_batches(step.iterators, *excludes)
         pipeline, placement = step.pipeline, step.pipeline.placement
         step.stages = {
             stage: ChunkStage(
@@ -241,7 +242,7 @@ class ForwardBackward(Feature):
                 placement.next_stage(stage) is None,
                 self.chunk_placement,
                 delayed_modules(step.chunks[chunk]),
-                counters,
+                excludes,
             )
             for chunk, stage in enumerate(pipeline.stages)
         }
@@ -258,7 +259,7 @@ class ForwardBackward(Feature):
                 polls=polls_departures(step.program) and not torch.cuda.is_current_stream_capturing(),
             ),
             features,
-            ledger=step.observation.ledger,
+            ledger=ledger,
             trace=step.observation.trace,
         )
 
