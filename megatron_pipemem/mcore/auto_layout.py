@@ -42,7 +42,11 @@ def best_layout(request: Request, arguments: Sequence[str]) -> tuple[list[str], 
 
 
 def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Run:
-    """Return the run of these flags, with their number of chunks if the schedule can have several."""
+    """Return the run of these flags under the requested schedule.
+
+    Its number of chunks per rank is that of the flags if the schedule can have several, else the schedule's own.
+    ``given`` has the values by flag, and ``known`` the properties of Megatron's flags (``known_flags``).
+    """
     ranks = 1
     for kind in ("tensor-model", "pipeline-model", "context"):
         ranks *= int(given.get(f"{kind}-parallel-size", 1))

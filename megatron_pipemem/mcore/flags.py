@@ -225,7 +225,10 @@ def _check_cap(request: Request, shape: Shape) -> None:
 
 
 def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
-    """Return the microbatches of one pipeline per step, by the flags' batch sizes; 0 if unknown."""
+    """Return the number of microbatches of one pipeline per step, by the batch sizes of the flags; 0 if it is unknown.
+
+    ``num_devices`` is the number of pipeline ranks.
+    """
     if any(cut_flags.given(flags, name) for name in ("rampup-batch-size", "step-batch-size-schedule")):
         return 0
     ranks = (

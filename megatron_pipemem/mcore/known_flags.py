@@ -71,7 +71,11 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """Return the properties of every flag of a parser as JSON values, by the flag with its ``--``."""
+    """Return the properties of every flag of a parser as JSON values, by the flag with its ``--``.
+
+    The properties are the choices, type, number of values, default, attribute and constant, and whether it takes no
+    value.
+    """
     return {
         name: {
             "choices": action.choices and [str(each) for each in action.choices],
@@ -93,7 +97,10 @@ def _plain(default: Any) -> bool | int | float | str | None:
 
 
 def known_flags() -> dict[str, dict[str, Any]]:
-    """Return ``described`` of every flag of Megatron and of this package; empty without Megatron's."""
+    """Return the properties of every flag of Megatron and of this package (``described``).
+
+    The result is empty if Megatron is not installed or its parser fails.
+    """
     megatrons = _megatrons_flags()
     return megatrons and megatrons | described(flag_parser())
 

@@ -86,10 +86,7 @@ def scalar_interval() -> int | None:
 
 
 def prints_log(iteration: int, is_first: bool) -> bool:
-    """Return whether the loop prints its log line after this iteration.
-
-    ``is_first`` is whether the iteration is the first of this process.
-    """
+    """Return whether the loop prints its log line after this iteration."""
     return is_first or iteration % _arguments().log_interval == 0
 
 

@@ -37,7 +37,10 @@ class Symbol:
         return self.module.startswith(("megatron.training.", "megatron.bridge."))
 
     def owner(self) -> tuple[object, str]:
-        """Import the module, and return it or the class that has the function, and the attribute's name."""
+        """Return the module or class that has the function as an attribute, and the attribute's name.
+
+        The module is imported. Raise an UpstreamError if the class does not exist.
+        """
         # Through sys.modules: a package may re-export a function under the name of its own submodule.
         importlib.import_module(self.module)
         owner: object = sys.modules[self.module]
@@ -47,7 +50,11 @@ class Symbol:
         return owner, attribute
 
     def resolve(self) -> Callable:
-        """Return the function that Megatron calls now, perhaps a replacement; an UpstreamError if it is another one."""
+        """Return the function that Megatron calls at present, which may be a replacement.
+
+        Raises:
+            UpstreamError: there is no such function, or it lacks one of ``parameters``.
+        """
         owner, attribute = self.owner()
         function = self._get(owner, attribute)
         # Compiled functions have no signature to ask for.
@@ -88,10 +95,7 @@ class Feature:
     """A part of this package that replaces functions of Megatron."""
 
     def replacements(self) -> Replacements:
-        """Return the functions to replace and their new functions.
-
-        A function of a program that is not imported (``Symbol.of_program``) is not replaced.
-        """
+        """Return the functions to replace and their new functions. Those of programs that are not imported stay."""
         return []
 
 

@@ -41,10 +41,7 @@ _KEPT = 16
 
 
 def announce(plan: Choice) -> None:
-    """Log on rank 0 the schedule of the coming steps and the reason for the choice.
-
-    If the schedule cannot be simulated, the log has the error instead, and none is raised.
-    """
+    """Log on rank 0 the schedule of the coming steps and why, or the error if it cannot be simulated."""
     if not is_first_rank():
         return
     try:
@@ -203,7 +200,10 @@ class Programs:
         return program
 
     def renew(self, update: MeasurementUpdate) -> None:
-        """Use new measurements, and plan each training program again when a step needs it next."""
+        """Use new measurements, and plan each training program again when a step needs it next.
+
+        Programs of evaluation stay.
+        """
         self.measured(update.costs, update.changes)
         self._update = update
         self.renewals += 1
@@ -218,10 +218,7 @@ class Programs:
         self._update = None
 
     def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
-        """Set the measured seconds and bytes with which later schedules are planned. Nothing is planned here.
-
-        ``None`` keeps the present seconds or bytes.
-        """
+        """Set the measured seconds and bytes for later plans. ``None`` keeps the present ones."""
         self.knowledge = self.knowledge.with_measured(costs, changes)
         self._answers.clear()
 

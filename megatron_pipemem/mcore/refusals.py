@@ -85,7 +85,10 @@ _FAULTS: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
 
 
 def inherited_faults(value_of: Callable[[str], Any]) -> list[str]:
-    """Return a sentence for each known fault of Megatron that the values of its configuration meet."""
+    """Return a sentence for each known fault of Megatron that the settings meet.
+
+    ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None``.
+    """
     return [sentence for meets, sentence in _FAULTS if meets(value_of)]
 
 

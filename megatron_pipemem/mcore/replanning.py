@@ -27,10 +27,7 @@ MINIMUM_GAIN = 0.01
 
 
 class LayersOfStages(Extension):
-    """Passes the number of layers of each built stage to the planner before the first step is planned.
-
-    The planner then prices each stage by the costs of a layer, the embedding and the head.
-    """
+    """Passes the number of layers of each built stage to the planner, which then prices each stage by them."""
 
     def __init__(self, programs: Programs):
         self._programs = programs

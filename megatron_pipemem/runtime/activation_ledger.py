@@ -91,7 +91,10 @@ def bytes_per_action(
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]], slices: int = 1) -> int:
-    """Return the most bytes that a rank holds after any of these actions, by ``changes`` of ``bytes_per_action``."""
+    """Return the most bytes that a rank holds after any of these actions, which it runs in order.
+
+    It holds none before the first. ``changes`` is the result of ``bytes_per_action``, with the same ``slices``.
+    """
     return int(max(held_after(actions, changes, slices=slices), default=0))
 
 
@@ -237,7 +240,10 @@ class ActivationLedger:
         self._routed = self._routable = self._evenly = 0
 
     def tokens_of(self, action: Action) -> tuple[int, int]:
-        """Return the sequences of the action's microbatch and their length; ``(0, 0)`` if all are equal."""
+        """Return the number of sequences of the action's microbatch, and their length.
+
+        Return ``(0, 0)`` if all microbatches are equal, or if the action has no microbatch.
+        """
         return (0, 0) if self.tokens is None or action.microbatch is None else self.tokens[action.microbatch]
 
     @property
@@ -337,11 +343,18 @@ class BytesByTokens:
                 changes.clear()
 
     def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], Tokens]) -> int:
-        """Return the predicted peak bytes of a rank that runs these actions in order."""
+        """Return the predicted peak bytes of a rank that runs these actions in order.
+
+        ``tokens_of`` returns the ``(b, s)`` of an action's microbatch.
+        """
         return max(accumulate(self._change(action, tokens_of(action)) for action in actions), default=0)
 
     def _teach(self, entry: LedgerEntry, change: int) -> bool:
-        """Fit the polynomial of an action's kind and stage to one more action. Return whether it gained a coefficient."""
+        """Fit the polynomial of an action's kind and stage to the bytes of one more action.
+
+        ``change`` is the number of bytes that the action added, negative if it freed more. Return whether the action
+        determined one more coefficient.
+        """
         rows = self._rows.setdefault(entry.action[:2], {})
         row = [Fraction(each) for each in (*_terms(*entry.tokens), change)]
         for column, known in rows.items():

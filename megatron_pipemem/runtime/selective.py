@@ -27,10 +27,7 @@ Replay = Callable[[], AbstractContextManager]
 
 
 class Recorder:
-    """Drops the results of the regions of one forward, and computes them again.
-
-    ``made`` is called with each tensor that was computed again.
-    """
+    """Drops the results of one forward's regions, and computes them again. ``made`` is called with each of these."""
 
     def __init__(self, made: Callable[[torch.Tensor], object]):
         self._made = made
@@ -59,7 +56,10 @@ class Recorder:
             self._results.clear()
 
     def run_again(self) -> None:
-        """Run all regions again, to fill the empty placeholders. Call this once, before the backward."""
+        """Run all regions again, to fill the empty placeholders. Call this once, before the backward.
+
+        A region that now saves another number of tensors raises a RuntimeError.
+        """
         regions, self._regions = self._regions, []
         for region in regions:
             region.run_again(self._load, self._made)

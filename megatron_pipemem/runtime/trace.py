@@ -128,7 +128,10 @@ class Stopwatch:
 
 
 def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """Return for each key the mean of its values in the reports that have the key."""
+    """Return for each key the mean of its values in the reports that have the key.
+
+    Ranks that hold the same stage in different replicas have equal weight.
+    """
     found: dict[Key, list[float]] = {}
     for report in reports:
         for key, seconds in report.items():

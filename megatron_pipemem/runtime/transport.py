@@ -269,7 +269,10 @@ class Transport:
         }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send a tensor of the expected shape, and keep its memory until the backend has sent it."""
+        """Start to send a tensor, and keep its memory until the backend has sent it.
+
+        Raise an UnsupportedError if its shape is not the one that the receiver expects.
+        """
         channel = self._channel(action)
         group, peer = channel.group, channel.peer
         tensor = tensor.contiguous()
@@ -288,7 +291,10 @@ class Transport:
             self._reap()  # last: the receiver is waiting
 
     def blank(self, action: Action) -> torch.Tensor:
-        """Return a tensor of the expected shape, for a message whose content the receiver does not use."""
+        """Return a tensor to send as a message whose content the receiver does not use.
+
+        It has the shape of the microbatch's messages, or one element if their shape is unknown.
+        """
         shape = self.message.shape_of(action.microbatch) or (1,)
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 
@@ -298,10 +304,7 @@ class Transport:
             work.wait()
 
     def post_receive(self, action: Action) -> torch.Tensor | None:
-        """Start to receive a message. Return its buffer, or ``None`` if its shape is unknown so far.
-
-        In that case only its place in the order is taken, and ``wait`` starts the receive.
-        """
+        """Start to receive a message, and return its buffer. If its shape is unknown, ``wait`` starts the receive."""
         channel = self._channel(action)
         receive = _Receive(None, None, action)
         if self.in_sequence or self.message.shape_of(action.microbatch) is not None:

@@ -226,7 +226,10 @@ class Shard:
 
 
 def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
-    """Start to gather the shards ``[s/t, ...]`` of a group's ``t`` ranks, in their order, into ``[s, ...]``."""
+    """Start to gather the shards ``[s/t, ...]`` of a group's ``t`` ranks into ``[s, ...]``, in the order of ranks.
+
+    Every rank of the group gets the whole tensor. It is complete after ``Arriving.wait``.
+    """
     shard = shard.contiguous()
     whole = torch.empty((shard.size(0) * group.size(), *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
     return Arriving(whole, dist.all_gather_into_tensor(whole, shard, group=group, async_op=True), shard)

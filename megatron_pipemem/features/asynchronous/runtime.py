@@ -120,7 +120,10 @@ class WeightVersions:
         return {version: buffers for version, buffers in self._held.items() if version != self.newest}
 
     def restore(self, older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]) -> None:
-        """Replace all versions but the newest by copies of ``older``, the result of an earlier ``older()``."""
+        """Replace all versions but the newest by copies of ``older``, the result of an earlier ``older()``.
+
+        The copies have the version numbers of ``older``.
+        """
         self.keep_only_newest()
         for version, saved in older.items():
             self._copy_to(version, saved)

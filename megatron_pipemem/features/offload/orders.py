@@ -94,7 +94,10 @@ class OffloadPlan:
 
     @property
     def binds(self) -> str:
-        """The counts of ``obstacles`` as text, largest first, for example ``host memory full (3 activations)``."""
+        """The counts of ``obstacles`` as text, largest first, for example ``host memory full (3 activations)``.
+
+        The text is empty if there are none.
+        """
         return ", ".join(f"{why} ({count} activations)" for why, count in self.obstacles.most_common())
 
 
@@ -149,7 +152,10 @@ def plan_offload(
 
 
 def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:
-    """Return the stages whose activations may leave their device, as ``select`` of ``plan_offload`` says."""
+    """Return the stages whose activations may leave their device, as ``select`` of ``plan_offload`` says.
+
+    Raise an UnsupportedError for an unknown text, a negative number, or a stage that does not exist.
+    """
     stages = schedule.placement.stages
     if isinstance(select, str):
         if select not in OFFLOAD:
@@ -212,10 +218,7 @@ def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
 
 
 def _late(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
-    """Return ``(stage, microbatch)`` of the copies that delay their device beyond the timetable, the earliest first.
-
-    ``exact`` is a tolerance in the unit of the costs. A shorter delay does not count.
-    """
+    """Return the copies that delay their device by over ``exact`` beyond the timetable, the earliest first."""
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):
         starts, position = timetable.starts[device], 0

@@ -371,7 +371,10 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not."""
+        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not.
+
+        ``timetable`` is the one before stretching.
+        """
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
@@ -451,7 +454,10 @@ class Planner:
         return best
 
     def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
-        """Return the activations of ``stages`` on the part's devices, the longest-lived first."""
+        """Return the activations of ``stages`` on the part's devices, the longest-lived first.
+
+        ``factor`` multiplies the seconds of the copies.
+        """
         items = []
         for device in part.devices:
             starts, ends = part.timetable.starts[device], part.timetable.ends[device]

@@ -32,7 +32,11 @@ class ValidationCut:
     drains: tuple[Order, ...]
 
     def check(self) -> None:
-        """Prove that the cut has only forwards and messages, is closed, and leaves no message half posted."""
+        """Prove that the cut has only forwards and messages, that it is closed, and that no message stays half posted.
+
+        Raises:
+            ScheduleError: one of these does not hold.
+        """
         parts = [actions[:length] for actions, length in zip(self.program.actions, self.lengths, strict=True)]
         for device, part in enumerate(parts):
             for position, action in enumerate(part):

@@ -63,10 +63,7 @@ class ReplicaReducer:
         return {Kind.REDUCE_REPLICAS: lambda each: self.post(each.action.stage), Kind.REDUCE_GRAD: reduce_sum}
 
     def post(self, stage: int) -> None:
-        """Note that the gradients of ``stage`` are complete.
-
-        When the gradients of all its replicas on this device are complete, start the sum over devices.
-        """
+        """Note that a stage's gradients are complete, and start the sum if those of its replicas here are."""
         self._posted.add(stage)
         here = self._here(stage)
         if not self._posted.issuperset(here):

@@ -128,10 +128,7 @@ class SlicedModel:
 
     @contextmanager
     def running(self, begin: int, end: int, caches: KeyValueCaches) -> Iterator[None]:
-        """Make the model compute the tokens from ``begin`` to ``end`` (exclusive) while the block runs.
-
-        The block is a forward, a backward or a recomputation.
-        """
+        """Make the model compute the tokens from ``begin`` to ``end`` (exclusive) while the block runs."""
         before, self._part = self._part, _SlicePart(begin, end, caches)
         try:
             yield
@@ -361,7 +358,12 @@ class SequenceSlices(Extension):
         self._bounds: list[tuple[int, int]] = []
 
     def prepare(self, step: Step) -> None:
-        """Choose the tokens of each slice, if the model and sequences can be cut, and the shapes of messages."""
+        """Choose the tokens of each slice of this step, and set the shapes of the slices' messages.
+
+        Raises:
+            UnsupportedError: the model or its configuration cannot run in slices, or the sequences cannot be cut into
+                so many slices.
+        """
         if step.program.schedule.slices == 1:
             return
         refuse_sliced(lambda attribute: getattr(step.context.config, attribute, None))

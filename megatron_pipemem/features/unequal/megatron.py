@@ -446,7 +446,11 @@ def _plain(weight: Any) -> Any:
 
 
 def _function(named: FunctionName) -> Callable[[object], object]:
-    """Import the function that the user has named."""
+    """Import the function that the user has named.
+
+    Raises:
+        UnsupportedError: the module has no such function.
+    """
     asked = f"--pipemem-microbatch-costs {':'.join(named)}"
     found = getattr(import_target(asked, named.module), named.name, None)
     if not callable(found):

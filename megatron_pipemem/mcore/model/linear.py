@@ -269,7 +269,10 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12]
 
 
 def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
-    """Return the modules whose weight gradients pass I computes, not W, by ``options.early_weights``."""
+    """Return the modules whose weight gradients pass I computes, not W, by the setting ``asked``.
+
+    The result depends on the model's size (``options.early_weights``).
+    """
     if not getattr(config, "num_moe_experts", None):
         return early_weights(asked, 0, 0)
     ranks = config.expert_tensor_parallel_size or config.tensor_model_parallel_size

@@ -179,7 +179,11 @@ class ChunkPlacement(Feature):
         return [(each, self._layers_of_stage) for each in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)]
 
     def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
-        """Return the placement for ``vp_size`` virtual stages per rank, if it has as many, and use it from now on."""
+        """Return the placement for a model with ``vp_size`` virtual stages per rank, and use it from now on.
+
+        Raises:
+            UnsupportedError: the schedule needs another number of virtual stages.
+        """
         placement = self.placement(num_devices, vp_size or 1)
         check_cut(as_built(vp_size or 1), self.name, placement)
         self._num_chunks = vp_size or 1
@@ -440,7 +444,11 @@ class ProgramChunks:
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Return a context in which each language model that is built becomes the next chunk of this rank."""
+        """Return a context in which each language model that is built becomes the next chunk of this rank.
+
+        Raises:
+            UnsupportedError: a model cannot be placed this way, or the program has not built all chunks.
+        """
         if self.placement.cut is not None:
             raise UnsupportedError(
                 "chunks-by-program", f"vocabulary parallelism needs all chunks to be built by one call; {_BUILD}"

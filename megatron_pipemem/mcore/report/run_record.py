@@ -192,7 +192,10 @@ class RunRecord:
         self._counted = counted
 
     def _foretell_by_tokens(self, actions: Sequence[Action], ledger: ActivationLedger) -> None:
-        """Raise the predicted peaks of ``held`` to those of a step whose microbatches differ in size."""
+        """Raise the predicted peaks of ``held`` to those of a step whose microbatches differ in size.
+
+        ``actions`` are this rank's.
+        """
         treatments = tuple(sorted(self._treatments.items()))
         on_device, on_host = self._by_tokens.setdefault(treatments, (BytesByTokens(), BytesByTokens(on_host=True)))
         for bytes_by_tokens in (on_device, on_host):

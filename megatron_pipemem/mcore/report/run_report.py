@@ -280,7 +280,10 @@ def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
 
 
 def _costs(plan: Choice) -> dict:
-    """Return the seconds of F, I and W of a whole microbatch on each stage, and of messages between neighbours."""
+    """Return the seconds of F, I and W of a whole microbatch on each stage, and the seconds of messages.
+
+    The entry ``p2p`` has the seconds of a message for each pair of neighbouring devices, such as ``0-1``.
+    """
     placement, slices = plan.schedule.placement, plan.schedule.slices
     seconds = plan.costs.seconds(placement, slices)
     neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})

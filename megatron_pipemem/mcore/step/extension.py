@@ -77,10 +77,7 @@ class LaunchOrders:
         self._seen: Counter[LaunchKind] = Counter()
 
     def queues(self, device: torch.device) -> tuple[bool, ...]:
-        """Return the kinds of orders that a run on this device needs: ``True`` is the order for one hardware queue.
-
-        If both are needed, the default order of ``lower`` comes first.
-        """
+        """Return the kinds of orders of a run, ``True`` for one hardware queue, default first."""
         if self._forced or has_single_queue(device):
             return (True,)
         return (False, True) if waits_at_first_launch(device) else (False,)

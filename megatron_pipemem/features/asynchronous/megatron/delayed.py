@@ -125,10 +125,7 @@ class DelayedOptimizer(OverlappedOptimizer):
 
 
 class DelayedSteps(OverlappedSteps):
-    """The extension that lets a rank begin the next batch when it has done its own actions of the previous one.
-
-    It is for double-buffered weights (PipeDream-2BW).
-    """
+    """The extension that lets a rank of double-buffered weights (PipeDream-2BW) begin the next batch early."""
 
     def _gain(self, step: Step) -> float:
         shape, planned = step.shape, step.planned
@@ -151,7 +148,11 @@ def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[No
 
 @contextmanager
 def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
-    """Set the optimizer's parameter groups to earlier settings while the block runs. Its other changes are kept."""
+    """Set the optimizer's parameter groups to earlier settings while the block runs.
+
+    ``groups`` has each parameter group with these settings, for example the learning rate. Other changes that the block
+    makes to a group are kept.
+    """
     now = [
         (group, {name: group[name] for name, value in earlier.items() if group[name] != value})
         for group, earlier in groups

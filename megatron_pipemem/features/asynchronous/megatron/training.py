@@ -192,10 +192,7 @@ class StageOptimizer:
         return optimizer
 
     def step(self, chunks: list[Any], reduce: Callable[[], None]) -> None:
-        """Update the parameters with the gradients of ``chunks``, and zero these gradients.
-
-        ``reduce`` is called first, and sums the gradients over data-parallel ranks.
-        """
+        """Sum the gradients of ``chunks`` by ``reduce``, update the parameters with them, and zero them."""
         reduce()
         self._caught.prepare_grads()
         self._caught.step_with_ready_grads()
@@ -252,7 +249,12 @@ class AsynchronousTraining(Extension):
         return replaced
 
     def choose(self, step: Step) -> Compiled:
-        """Return the program of the step, which goes on with the microbatches that the last step left in flight."""
+        """Return the program of the step. It continues with the microbatches that the previous step left in flight.
+
+        Raises:
+            UnsupportedError: asynchronous schedules do not support the configuration, the batch size has changed, or
+                the number of steps is wrong.
+        """
         chunks, shape, device = step.chunks, step.shape, step.pipeline.device
         check_asynchronous(step.context.config, chunks, self._loop_updates)
         if not self._loop_updates:
@@ -359,7 +361,10 @@ class AsynchronousTraining(Extension):
         return stream
 
     def _take_up(self, stream: _Stream) -> None:
-        """Restore the older versions of the loaded checkpoint if they fit on every rank; else log a warning."""
+        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit on every rank.
+
+        If not, log a warning. The first microbatches then use the newest weights.
+        """
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -391,7 +396,11 @@ class AsynchronousTraining(Extension):
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
-        """Return the number of training steps after this one; ``None`` if unknown. Refuse steps that run again."""
+        """Return the number of training steps after this one, or ``None`` if it is unknown.
+
+        Raises:
+            UnsupportedError: there are more steps than ``train_steps``, or the loop runs a step again.
+        """
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(

@@ -157,10 +157,7 @@ class HostTicket:
 
 
 class ThreadChannel:
-    """The copy channel of a CPU device: one thread per direction.
-
-    ``bandwidth`` limits each direction to this many bytes per second, to emulate a link. ``None`` means no limit.
-    """
+    """The copy channel of a CPU device: a thread per direction, of at most ``bandwidth`` bytes per second."""
 
     device = torch.device("cpu")
 

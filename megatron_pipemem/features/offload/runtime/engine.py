@@ -97,7 +97,10 @@ class Traffic:
         after: Sequence[Ticket],
         moving: Sequence[SavedStorage],
     ) -> Ticket | None:
-        """Start a transfer of ``moving`` after those in ``after``. Return its ticket; ``None`` without ``copies``."""
+        """Start a transfer that runs after those in ``after``. Return its ticket, or ``None`` if ``copies`` is empty.
+
+        ``moving`` has the storages that the copies move, which belong to the forward ``key``.
+        """
         if not copies:
             return None
         ticket = self._channel.start(direction, copies, after)
@@ -251,7 +254,10 @@ class OffloadEngine:
         self._residents.exclude(tensors)
 
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave these tensors out of later offloads of a captured ``key``, because other code still uses them."""
+        """Leave these tensors out of later offloads of ``key``, because other code still uses them.
+
+        Raise an OffloadError if this step has not captured ``key``.
+        """
         if key not in self._captures:
             raise _unknown(key)
         self._captures[key].staying.update(self._saved(tensors))

@@ -98,10 +98,7 @@ class HostPool:
         return HostBlock(data, piece.pending(), piece)
 
     def give(self, block: HostBlock, after: Iterable[Ticket]) -> None:
-        """Give a block back to the pool. Its memory can be lent again at once.
-
-        The next user waits for the transfers in ``after``, which may still read or write the block.
-        """
+        """Give a block back, to be lent again at once. Its next user waits for the transfers in ``after``."""
         self.used_bytes -= block.nbytes
         piece = block._piece
         merged = _Piece(piece.segment, piece.start, piece.size, tuple(after))

@@ -127,7 +127,10 @@ class SavedStorage:
         return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
 
     def restore(self, view: SavedView, channel: CopyChannel[Any]) -> torch.Tensor:
-        """Return the tensor that ``view`` stands for, or raise an OffloadError if its storage is not on the device."""
+        """Return the tensor that ``view`` stands for. Raise an OffloadError if its storage is not on the device.
+
+        ``channel`` is the channel that copied the storage back.
+        """
         if self.place is not Place.DEVICE:
             raise OffloadError(
                 "used-while-away",

@@ -255,7 +255,10 @@ class OverlappedOptimizer:
         return self._ahead_of(norm, optimizer.step_with_ready_grads())
 
     def _ahead_of(self, norm: LateNorm, stepped: bool) -> tuple[bool, LateNorm, None]:
-        """Count a step that has not waited for its norm, and return the result of Megatron's ``step`` for it."""
+        """Count a step that has not waited for its norm, and return the result of Megatron's ``step`` for it.
+
+        ``stepped`` is the success that the result reports.
+        """
         self.answers_locally = True
         self._ahead += 1
         return stepped, norm, None

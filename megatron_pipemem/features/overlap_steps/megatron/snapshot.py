@@ -119,7 +119,11 @@ class Snapshot:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
-    """Return the optimizers of a chain that have parameters here. Refuse one that keeps more than their state."""
+    """Return the optimizers of a chain that have parameters on this rank.
+
+    Raises:
+        UnsupportedError: an optimizer keeps more than its parameters and their state.
+    """
     if type(optimizer) is ChainedOptimizer:
         return tuple(part for each in optimizer.chained_optimizers for part in parts_of(each))
     inner = getattr(optimizer, "optimizer", None)

@@ -324,7 +324,11 @@ def cut_vocabulary(
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> SavedShards:
-    """Return this rank's shards, from chunks that may be wrapped. Refuse a model that was built without any."""
+    """Return the shards of embedding and LM head on this rank. The chunks may be wrapped, for example by DDP.
+
+    Raises:
+        UnsupportedError: the model has no shards, because it was not built by the functions that ``enable()`` replaces.
+    """
     model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
     shards = getattr(model, NAME, None)
     if shards is None:
@@ -349,7 +353,11 @@ def _end(models: list[Any], placement: Placement, device: int, stage: int) -> An
 
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
-    """Raise an UnsupportedError if the model, or the embedding or LM head if this rank has it, cannot be cut."""
+    """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut.
+
+    ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the first and last stage, or ``None``
+    if another rank has them.
+    """
     check_config(model.config, VOCABULARY)
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(

@@ -38,7 +38,10 @@ def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
-    """Start summing a tensor over the group in place. Every rank gets the sum."""
+    """Start summing a tensor over the group in place. Every rank gets the sum.
+
+    If both the first and the last stage look up tokens, embeddings and their gradients are summed this way.
+    """
     return Arriving(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 

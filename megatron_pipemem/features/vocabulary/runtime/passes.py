@@ -109,10 +109,7 @@ class HeadStage(Protocol):
         """
 
     def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
-        """Pass the logits of a microbatch without labels, ``[s, b, vocabulary]``, to the loss function.
-
-        ``logits`` has one tensor, or one per slice of the microbatch.
-        """
+        """Pass the logits of a microbatch, or of all its slices, ``[s, b, vocabulary]``, to the loss function."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +370,10 @@ class VocabularyPasses:
                 self._factors[each] = own
 
     def _joined(self, microbatch: int) -> range:
-        """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored."""
+        """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored.
+
+        Without slices, this is ``microbatch`` alone.
+        """
         return range(microbatch - self.slices + 1, microbatch + 1)
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
