@@ -25,7 +25,7 @@ class Ticket:
         self.earlier = earlier
         self.over = False
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         return self.over
 
     def end(self) -> None:

@@ -95,6 +95,8 @@ def test_a_host_asks_its_device_only_what_the_step_declares(monkeypatch, name, v
     declared = {"departures of messages"} if polls_departures(program) else set()
     if variable == "message":
         declared.add("values")
+    if program.schedule.offloads:
+        declared.add("events")
     if program.placement.num_chunks == 1 and variable != "message":
         assert not declared
     monkeypatch.setattr(toy, "rows_of", lambda microbatch, variable: toy.ROWS)
@@ -284,7 +286,7 @@ def test_vocabulary_passes(gpu, monkeypatch, case, rank):
 
 def test_a_vocabulary_collective_that_is_not_waited_for_is_found(monkeypatch):
     monkeypatch.setattr(collectives, "dist", Collectives())
-    monkeypatch.setattr(collectives.Pending, "wait", lambda pending: pending.result())
+    monkeypatch.setattr(collectives.Arriving, "wait", lambda arriving: arriving.tensor)
     with Streams() as gpu:
         vocabulary_model.run_rank(VOCABULARY[0], Group("vocabulary", 1, 4))
     assert "race" in gpu.kinds()
