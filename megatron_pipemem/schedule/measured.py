@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import mul
 from statistics import median
 from types import MappingProxyType
 from typing import NamedTuple
@@ -48,7 +49,7 @@ Medians = dict[tuple[Kind, int], float]
 """Median seconds of a kind of action that ran alone, by stage and slice (``action.place``)."""
 
 
-def exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placement) -> tuple[float, ...]:
+def _exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placement) -> tuple[float, ...]:
     """Return the share of F and I in which tokens of experts travel, one value per stage, by the seconds of pairs.
 
     ``costs`` has the seconds of single actions. A pair hides the seconds by which it is shorter than its two actions, so
@@ -64,15 +65,6 @@ def exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placem
     overall = sum(hidden) / sum(whole) if any(whole) else 0.0
     shares = [part / all_ if all_ else overall for part, all_ in zip(hidden, whole, strict=True)]
     return tuple(shares[device] for device in devices)
-
-
-def with_shares(costs: Costs, shares: Sequence[float], placement: Placement) -> Costs:
-    """Return the costs with these shares of F and I in which tokens of experts travel, one per stage."""
-    seconds = costs.seconds(placement)
-    forward, inputs = (
-        tuple(price * share for price, share in zip(seconds[kind], shares, strict=True)) for kind in (Kind.F, Kind.I)
-    )
-    return replace(costs, forward_exchange=forward, backward_exchange=inputs)
 
 
 def costs_from(
@@ -129,9 +121,12 @@ def costs_from(
         }
         or None,
     )
-    if pairs:
-        return with_shares(costs, exchange_shares(pairs, costs, placement), placement)
-    return with_shares(costs, before.exchange_shares(placement), placement) if before.have_exchanges else costs
+    if not (pairs or before.have_exchanges):
+        return costs
+    shares = _exchange_shares(pairs, costs, placement) if pairs else before.exchange_shares(placement)
+    seconds_of = costs.seconds(placement)
+    there, back = (tuple(map(mul, seconds_of[kind], shares)) for kind in (Kind.F, Kind.I))
+    return replace(costs, forward_exchange=there, backward_exchange=back)
 
 
 def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
