@@ -63,6 +63,11 @@ CONTRACTS = {
         (f"{_TRAINING}/test_branches.py::TestResidualStreams",),
         "enable_hyper_connections",
     ),
+    "compressed": Contract(
+        "compressed sparse attention (dsv4_hybrid) in PyTorch trains as stock, also with several residual streams",
+        (f"{_TRAINING}/test_branches.py::test_compressed_attention_trains_as_stock",),
+        "csa_compress_ratios",
+    ),
     "mixing": Contract(
         "mixed hidden states of multi-token prediction train as stock, also recomputed",
         (f"{_TRAINING}/test_branches.py::test_mixed_hidden_states_draw_the_same_again",),

@@ -57,6 +57,27 @@ class TestResidualStreams:
         equals_stock(train, assert_close_training, "v-half", *STREAMS, UNTIED, ours=("--pipemem-vocab-parallel", "2"))
 
 
+# DeepSeek-V4's layers: a window of tokens, and blocks of 4 of which an indexer chooses, or all blocks of 128. The indexer
+# computes in bf16.
+COMPRESSED = (
+    *("--experimental-attention-variant", "dsv4_hybrid", "--csa-compress-ratios", "([0,4,128,4]*2)"),
+    *("--csa-window-size", "16", "--dsa-kernel-backend", "none", "--bf16", "--seq-length", "128"),
+    *("--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "16", "--dsa-indexer-topk", "8"),
+    *("--dsa-indexer-loss-coeff", "0.01", "--o-groups", "2", "--o-lora-rank", "16", "--max-position-embeddings", "128"),
+    *("--multi-latent-attention", "--q-lora-rank", "16", "--kv-lora-rank", "8", "--qk-head-dim", "8"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--normalization", "RMSNorm", "--qk-layernorm"),
+    *("--position-embedding-type", "rope", "--disable-bias-linear"),
+)
+
+
+@of_branch("csa_compress_ratios", "dev")
+@pytest.mark.parametrize(
+    ("schedule", "flags"), [("zb-h1", ()), ("v-half", ()), ("v-half", STREAMS), ("zb-h1", STREAMS)]
+)
+def test_compressed_attention_trains_as_stock(train_with_transformer_engine, assert_same_training, schedule, flags):
+    equals_stock(train_with_transformer_engine, assert_same_training, schedule, *COMPRESSED, *flags)
+
+
 @of_branch("mtp_hsm", "main")
 @pytest.mark.parametrize("ours", [(), ("--pipemem-recompute", "full")])
 def test_mixed_hidden_states_draw_the_same_again(train, assert_same_training, ours):
