@@ -46,8 +46,8 @@ def explore(
     and W, the time of a message and a memory cap. The address of the page has all choices. Pictures, schedules, times
     and the command line for the same numbers can be saved.
 
-    An exported page needs no server, because the browser computes everything. It has no numpy, so
-    some searches of auto end with an error that says so.
+    An exported page needs no server, because the browser computes everything. It has no numpy, so some
+    searches of auto end with an error that says so.
 
     Examples:
         # open the printed address in a browser, and end it with Ctrl-C
