@@ -44,9 +44,16 @@ AS_FAST = 0.01
 
 @dataclass(frozen=True)
 class Way:
-    """A run under one schedule, with its predicted seconds and peak bytes per pipeline rank, everything included.
+    """A run under one schedule, with its predicted time and memory.
 
-    ``hidden`` has, per pipeline rank, the seconds by which pairs shorten the work of a step; it is empty without pairs.
+    Args:
+        run: the configuration, as ``pipemem launch`` takes it.
+        order: the family of the schedule and its chunks per rank.
+        is_stock: whether the schedule is Megatron's own.
+        step: the predicted costs of its stages.
+        makespan: seconds of the schedule in a step.
+        peaks: peak bytes of every pipeline rank, including parameters and optimizer.
+        hidden: per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs.
     """
 
     run: Run
@@ -108,7 +115,10 @@ class Way:
 
     @cached_property
     def refusal(self) -> PipememError | None:
-        """The error that says why the run cannot have this schedule, asked with the fewest microbatches; ``None`` if it can."""
+        """The error that says why the run cannot have this schedule; ``None`` if it can.
+
+        It is checked with the fewest microbatches for which the answer is the same.
+        """
         cut = self.run.parallelism
         if cut.global_batch == cut.microbatches * cut.micro_batch * cut.dp:
             cut = cut.with_microbatches(shortest(cut.pp, cut.microbatches))
@@ -196,7 +206,10 @@ def advise(
 
 
 def why_not_cut(run: Run) -> str | None:
-    """Return why Megatron's own schedule cannot cut a GPT as the run's flags say; ``None`` if it can, or for other runs."""
+    """Return the reason why Megatron's own schedule cannot cut a GPT as the run's flags say.
+
+    It is ``None`` if it can, and for runs of other schedules or models.
+    """
     p, chunks, layers = run.parallelism.pp, run.parallelism.chunks or 1, run.model.layers
     if run.schedule.name != STOCK or run.model.pattern is not None or layout.pieces_of(run, p * chunks) is not None:
         return None
@@ -226,7 +239,11 @@ def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown
 
 
 def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
-    """Predict a run with its present schedule and layers per stage; ``auto`` stands for the order of a short search."""
+    """Predict a run with its present schedule and its present layers per stage.
+
+    ``auto`` stands for the order that a short search finds. Raise an UnsupportedError if Megatron's own schedule does not
+    go with the run's ranks, chunks, layers or flags.
+    """
     chunks = run.parallelism.chunks
     name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
     order = Order(name, chunks)
@@ -246,7 +263,10 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
 
 
 def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Yield the prediction for a run under a family, for every number of chunks that can run, with its best layout."""
+    """Yield the prediction for a run under the family ``name``, for every number of chunks with its best layout.
+
+    Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped.
+    """
     is_stock = name in STOCKS
     if is_stock and (run.schedule.slices or 1) > 1:
         return
@@ -315,7 +335,8 @@ def _proposals(
 ) -> Iterator[tuple[str, Way]]:
     """Yield kind and schedule for the best of every kind that is faster than the run and earlier kinds, or smaller.
 
-    ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``refused`` grows (``_first``).
+    ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``memory`` is the memory of a
+    device in bytes. ``refused`` is extended by the refusals of better schedules (``_first``).
     """
     same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
     together = [way for way in hiding if way.peak <= max(memory, today.peak * (1 + SAME_MEMORY))]
@@ -347,7 +368,10 @@ def _proposals(
 
 
 def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
-    """Return the way with the lowest ``key`` that is not refused. Refusals of ours before it are added to ``refused``."""
+    """Return the way with the lowest ``key`` that is not refused; ``None`` if all are.
+
+    The refusals of our schedules with a lower ``key`` are added to ``refused``: by code, the message and the names.
+    """
     for way in sorted(ways, key=key):
         error = way.refusal
         if error is None:

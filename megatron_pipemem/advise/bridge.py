@@ -24,7 +24,12 @@ _PRICED = ("gated_delta_net", "dsa")
 
 
 def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each recipe, in the order of the names, as ``mcore.bridge_recipe.evaluated`` returns them."""
+    """Yield the settings of each recipe, in the order of the names, as ``mcore.bridge_recipe.evaluated`` returns them.
+
+    Raises:
+        UpstreamError: Megatron-Bridge cannot be imported (``not-installed``), or a recipe takes too long
+            (``no-answer``).
+    """
     try:
         yield from answers(["-m", _CHILD, *names], _SECONDS, "Megatron-Bridge")
     except UpstreamError as error:
@@ -33,9 +38,16 @@ def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_recipe(name: str, context: Context) -> Reading:
-    """Return the run that a recipe of Megatron-Bridge configures, or one of the user's, ``package.module:function``.
+    """Return the run that a recipe configures.
 
-    A part of its name like ``_32gpu_`` gives the number of devices, unless ``context`` has it.
+    Args:
+        name: a recipe of Megatron-Bridge, with or without ``_config``; or a user's recipe, as
+            ``package.module:function``.
+        context: facts that the recipe may leave open. A part of its name like ``_32gpu_`` gives the number of devices.
+
+    Raises:
+        ConfigError: no such recipe (``unknown-recipe``), or a size is missing.
+        UnsupportedError: the model cannot be priced (``unsupported-model``).
     """
     asked = name if name.endswith("_config") or ":" in name else f"{name}_config"
     (facts,) = evaluate([asked])
@@ -89,7 +101,10 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
 
 
 def _add_tower(flags: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """Put the vision tower and the images of a recipe among its ``flags``, which are changed."""
+    """Put the vision tower and the images of a recipe among its ``flags``, which are changed.
+
+    Raise a ConfigError if the tower cannot be priced.
+    """
     if "images" in facts:
         flags[IMAGES] = facts["images"]
     if "tower" in facts:

@@ -163,7 +163,10 @@ def _python(field: str, value: Any) -> list[str]:
 
 
 def _hydra(prefix: str, own: Sequence[str], others: str) -> Callable[[str, Any], list[str]]:
-    """Return a function that spells overrides of Hydra: keys ``own`` under ``prefix``, and others within ``others`` there."""
+    """Return a function that spells overrides of Hydra.
+
+    The fields in ``own`` are keys under ``prefix``. All other fields are in the mapping ``others`` under ``prefix``.
+    """
 
     def spelled(field: str, value: Any) -> list[str]:
         return [f"++{prefix}{'' if field in own else f'.{others}'}.{field}={json.dumps(value)}"]

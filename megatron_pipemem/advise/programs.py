@@ -51,7 +51,11 @@ def is_settings(raw: Mapping[str, Any]) -> bool:
 
 
 def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Reading:
-    """Return the run of NeMo-RL's or verl's settings in a YAML file, after Hydra's overrides."""
+    """Return the run of NeMo-RL's or verl's settings in a YAML file, after Hydra's overrides.
+
+    Raises:
+        ConfigError: the settings are of another program (``wrong-file``), or a size is missing.
+    """
     settings = _Settings(_inherited(path, ()))
     settings.change(overrides)
     if "actor_rollout_ref" in settings.raw:
@@ -67,7 +71,10 @@ def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Rea
 
 
 def read_program(words: Sequence[str], context: Context) -> Reading:
-    """Return the run that a command starts, of Megatron or another program, perhaps with settings after ``--config``."""
+    """Return the run that a command starts, a script of Megatron or another program; see ``read_flags``.
+
+    A YAML file after ``--config`` is read by ``read_settings``.
+    """
     if any(_plus(word).startswith("actor_rollout_ref.") for word in words):
         settings = _Settings({})
         settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))
@@ -136,7 +143,10 @@ def _plus(text: str) -> str:
 
 
 def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the mapping of a file, merged over those of the files that it names under ``defaults``."""
+    """Return the mapping of a file, merged over those of the files that it names under ``defaults``.
+
+    ``trail`` has the files that led to this one. Raise a ConfigError if a file leads to itself.
+    """
     if path in trail:
         raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
     raw = read_raw(path)
@@ -167,7 +177,10 @@ def _replicas(flags: Mapping[str, Any], devices: int) -> int:
 
 
 def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> None:
-    """Set the batch sizes in ``flags`` for ``samples`` sequences, packed into microbatches of up to ``tokens`` tokens."""
+    """Set in ``flags`` the batch sizes for sequences that are packed into microbatches of up to ``tokens`` tokens.
+
+    ``samples`` is the number of sequences of a step, and ``devices`` that of all devices of the run.
+    """
     micro = max(1, tokens // int(flags["seq-length"]))
     batch = micro * _replicas(flags, devices)
     flags["micro-batch-size"], flags["global-batch-size"] = micro, -(-samples // batch) * batch

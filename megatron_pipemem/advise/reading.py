@@ -38,7 +38,14 @@ _ELSEWHERE = ("save", "pretrained-checkpoint", "exit-signal", "exit-signal-handl
 
 @dataclass(frozen=True)
 class Reading:
-    """The run that a command starts, its program, and sentences about what the command leaves open."""
+    """The run that a command starts, and the assumptions about it.
+
+    Args:
+        run: the run that the command starts.
+        program: the training program, as the command names it.
+        assumed: sentences about facts that the command leaves open.
+        consumer: the kind of program.
+    """
 
     run: Run
     program: str
@@ -65,7 +72,14 @@ def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:
 
 
 def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
-    """Return the run of a program with these flags, by their names without dashes, and these options of its launcher."""
+    """Return the run of a program with these flags (``read_command``).
+
+    Args:
+        given: values by flag without dashes; ``True`` for a flag without a value, a list for several values.
+        launcher: options of the launcher by name without leading dashes.
+        program: the training program or recipe.
+        context: facts that the flags may leave open.
+    """
     flags = _Flags(dict(given), context.known)
     assumed: list[str] = []
     model = replace(_model(flags, assumed, context.vocabulary), tower=_tower(flags, assumed, context.images))
@@ -96,7 +110,10 @@ class _Flags:
     asked: set[str] = field(default_factory=set)  # flags that have been read
 
     def get(self, name: str) -> Any:
-        """Return the value of a flag, or Megatron's default. Unknown variables, and values that are no choices, are refused."""
+        """Return the value of a flag, or Megatron's default.
+
+        Raise a ConfigError if the value depends on an unknown variable, or is not among the flag's choices.
+        """
         self.asked.add(name)
         value = self.given.get(name)
         if value is None:
@@ -144,7 +161,10 @@ class _Flags:
 
 
 def whole_number(value: Any, name: str) -> int | None:
-    """Return the value of a flag as a whole number; ``None`` without a value."""
+    """Return the value of a flag as a whole number; ``None`` without a value.
+
+    The flag's ``name`` has no dashes in front. Raise a ConfigError if the value is no whole number.
+    """
     try:
         return None if value is None else int(value)
     except (TypeError, ValueError) as error:
@@ -200,7 +220,10 @@ def _is_variation(word: str, known: str) -> bool:
 
 
 def _launcher(words: Sequence[str]) -> dict[str, str]:
-    """Return the options of the launcher by name, without leading dashes and with dashes within. ``-N`` is ``nodes``."""
+    """Return the options of the launcher, such as torchrun, by name without leading dashes.
+
+    Underscores in names become dashes, and ``-N`` is ``nodes``.
+    """
     found: dict[str, str] = {}
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -212,7 +235,11 @@ def _launcher(words: Sequence[str]) -> dict[str, str]:
 
 
 def _whole(text: str | None) -> int | None:
-    """Return a launcher's number; for a range of nodes like ``2:4``, the greatest. ``None`` if it is not a number."""
+    """Return a launcher's number; for a range of nodes like ``2:4``, the greatest. ``None`` if it is not a number.
+
+    Raises:
+        ConfigError: the value depends on a variable that is unknown.
+    """
     if UNKNOWN in (text or ""):
         ask_for(str(text), "the launcher")
     match = re.fullmatch(r"(?:\d+:)?(\d+)", text or "")
@@ -222,7 +249,11 @@ def _whole(text: str | None) -> int | None:
 def _parallelism(
     flags: _Flags, launcher: Mapping[str, str], devices: int | None, cluster: Cluster, assumed: list[str]
 ) -> tuple[Parallelism, int, int]:
-    """Return the parallel sizes, the number of nodes, and the devices of each node. ``assumed`` grows if nodes are open."""
+    """Return the parallel sizes, the number of nodes, and the number of devices of each node.
+
+    A sentence is added to ``assumed`` if the command leaves the number of nodes open. Raise a ConfigError if
+    the number of devices is unknown or does not fit the parallel sizes.
+    """
     tp, pp, cp, ep = (
         flags.number(f"{kind}-parallel-size") or 1
         for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
@@ -384,7 +415,11 @@ def _attention_every(text: str, layers: int) -> int:
 
 
 def _tower(flags: _Flags, assumed: list[str], images: int | None) -> Tower | None:
-    """Return the vision tower of the command's model, or ``None``, with the user's number of ``images`` or the command's."""
+    """Return the vision tower of the command's model, or ``None``.
+
+    Its number of images is ``images``, the user's, or else that of the command. If both are unknown, a sentence is
+    added to ``assumed``.
+    """
     tower: Tower | None = flags.given.get(TOWER)
     flags.asked |= {TOWER, IMAGES}
     if tower is None:
@@ -418,7 +453,11 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
 
 
 def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
-    """Return ``moe_every`` and ``dense_layers`` that ``--moe-layer-freq``, a number or ``([0]*3+[1]*58)``, describes."""
+    """Return the model settings ``moe_every`` and ``dense_layers`` that ``--moe-layer-freq`` describes.
+
+    The flag is a number, or a list like ``([0]*3+[1]*58)``. Raise a ConfigError for a list that these settings cannot
+    express.
+    """
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
         return {"moe_every": int(text)}
@@ -438,7 +477,10 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
 
 
 def _listed(text: str, flag: str) -> list[int]:
-    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``."""
+    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``.
+
+    A single value becomes a list. Raise a ConfigError for any other text.
+    """
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
@@ -456,7 +498,10 @@ def _listed(text: str, flag: str) -> list[int]:
 
 
 def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
-    """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer."""
+    """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer.
+
+    A sentence is added to ``assumed`` unless the command gives the number. Raise a ConfigError if all are unknown.
+    """
     said = flags.number("vocab-size") or flags.number("padded-vocab-size")
     if said is not None:
         return said

@@ -61,8 +61,16 @@ Statement = list[Word | Array]
 def training_command(text: str, variables: Mapping[str, str] | None = None, folder: Path | None = None) -> list[str]:
     """Return the words of the command that starts a Python program; with several, of the one with most flags.
 
-    Sizes in ``#SBATCH`` lines come before it, as options of a launcher. ``variables`` override those that the script sets, and
-    ``folder`` is the script's, for files that it reads with ``source``.
+    Sizes in ``#SBATCH`` lines come before it, as options of a launcher.
+
+    Args:
+        text: the text of a script, or a command line.
+        variables: values of shell variables, which override those that the script sets.
+        folder: the folder of the script, for files that it reads with ``source``.
+
+    Raises:
+        ConfigError: no command starts a Python program (``no-command``), or a quote or bracket has no end
+            (``bad-syntax``).
     """
     reader = _Reader(dict(variables or {}), folder)
     reader.read(text)
@@ -79,13 +87,20 @@ def training_command(text: str, variables: Mapping[str, str] | None = None, fold
 
 
 def _slurm_sizes(text: str) -> list[str]:
-    """Return the sizes in ``#SBATCH`` lines as options of a launcher; one task per node starts a launcher of its own."""
+    """Return the nodes, and the GPUs or tasks of a node, that ``#SBATCH`` lines give, as options of a launcher.
+
+    One task per node starts a launcher, which has its own number of processes.
+    """
     return [f"{name}={number}" for name, number in _SLURM.findall(text) if (name, number) != ("--ntasks-per-node", "1")]
 
 
 @dataclass
 class _Branch:
-    """An ``if``: whether the present branch runs, and whether one of its branches so far runs; ``None`` if unknown."""
+    """An ``if`` whose branches are being read.
+
+    ``runs`` is whether the present branch runs, and ``ran`` whether one of its branches so far runs; ``None`` if
+    unknown.
+    """
 
     runs: bool | None
     ran: bool | None
@@ -198,7 +213,10 @@ class _Reader:
         self.values[name] = [f"{UNKNOWN}{name}{UNKNOWN}" if _OUTPUT.fullmatch(word) else word for word in words]
 
     def _source(self, name: str) -> None:
-        """Read a sourced file, if it exists, relative to the script's folder after values that are unknown."""
+        """Read a sourced file, relative to the script's folder, if it exists.
+
+        If the path begins with unknown values, only the part after them is used.
+        """
         _, unknown, known = name.rpartition(UNKNOWN)
         known = known.lstrip("/") if unknown else known
         path = (self.folder or Path()) / known
@@ -238,7 +256,10 @@ class _Reader:
         return done + ([] if current is None else [current])
 
     def _pieces(self, part: WordPart) -> Iterator[list[str]]:
-        """Yield the words of texts and variables in a part of a word. Unquoted values are split at spaces."""
+        """Yield texts and variables' values of a part of a word, each as a list of words.
+
+        An unquoted value with spaces gives several words.
+        """
         text, place = part.text, 0
         while place < len(text):
             dollar = text.find("$", place)
@@ -264,7 +285,10 @@ class _Reader:
             place = end
 
     def _value(self, expansion: str) -> list[str]:
-        """Return the words of ``$NAME``, ``${NAME...}`` or ``$((...))``. Unknown ones are between two marks ``UNKNOWN``."""
+        """Return the words of ``$NAME``, ``${NAME...}`` or ``$((...))``. The words of ``$(...)`` are unknown.
+
+        An unknown value is a name or text between two marks ``UNKNOWN``.
+        """
         if expansion.startswith("$(("):
             inner = "".join(self._expanded([WordPart(expansion[3:-2], True)]))
             found = _arithmetic(inner, lambda name: "".join(self._lookup(name) or [UNKNOWN]))

@@ -101,7 +101,10 @@ def advise_command(
 
 
 def advise_words(words: list[str], devices: int | None) -> None:
-    """Print the advice for a training script and its flags. ``devices`` is ``None`` if the command gives their number."""
+    """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices.
+
+    ``devices`` is ``None`` if the command gives the number.
+    """
     reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
     advice = _advised(reading)
     print_facts(console(), _lines(reading, advice, measured=False))
@@ -114,7 +117,11 @@ def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
 
 
 def _known() -> dict[str, dict[str, Any]]:
-    """Return the properties of all flags that the installed Megatron accepts, by the flag with its ``--``."""
+    """Return the properties of all flags that the installed Megatron accepts, by the flag with its ``--``.
+
+    Raises:
+        UpstreamError: Megatron is not installed.
+    """
     if known := known_flags():
         return known
     raise UpstreamError("not-installed", f"flags are read by Megatron's own parser, which is not installed; {INSTALL}")
@@ -157,7 +164,10 @@ def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
 
 
 def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
-    """Return the printed answer as pairs of a name and a text. ``measured`` is whether the user gave measured prices."""
+    """Return the printed answer as pairs of a name and a text, one per line.
+
+    ``measured`` is whether the user gave measured prices.
+    """
     run, today, stock = reading.run, advice.today, advice.stock
     cut, model, cluster = run.parallelism, run.model, run.cluster
     sizes = ", ".join(
@@ -195,7 +205,10 @@ def _held(way: Way) -> str:
 
 
 def _compared(way: Way, reading: Reading, advice: Advice) -> str:
-    """Return the line about a schedule: how its step compares with the run's and tuned stock's, its memory, and the words."""
+    """Return the line about a schedule: how its step compares with the run's, its memory, and the words to add.
+
+    If tuned stock Megatron is faster than the run as it stands, the step is compared with that too.
+    """
     today, stock = advice.today, advice.stock
     against = f"a step is {_difference(way.gain(today))}"
     if stock is not None and stock is not way and stock.gain(today) >= AS_FAST:
@@ -210,7 +223,10 @@ def _difference(gain: float) -> str:
 
 
 def _addition(reading: Reading, way: Way) -> str:
-    """Return the words that make the run use ``way``, after the Python call if the program has no flag for schedules."""
+    """Return the flags or settings that make the run use ``way``, and the flags to remove.
+
+    If the program has no flag for schedules, the Python call that enables the schedule comes first.
+    """
     added, gone = changes(reading.consumer, reading.run, way)
     where, enabled = reading.consumer.where, call(way)
     lines = [enabled] if where is not None and enabled is not None else []

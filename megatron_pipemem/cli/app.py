@@ -61,7 +61,10 @@ class CommandWithExamples(TyperCommand):
 
 
 class RunCommand(CommandWithExamples):
-    """The command ``pipemem run``, whose help also lists the plugin's flags. Arguments after the script belong to it."""
+    """The command ``pipemem run``. Its help also lists the plugin's flags.
+
+    Every argument after the script belongs to the script.
+    """
 
     ignore_unknown_options = True
     allow_interspersed_args = False
@@ -140,7 +143,10 @@ class _Group(TyperGroup):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> object:
-        """Run the subcommand. Report a user's error or an interrupt in one line on stderr, and exit with its code."""
+        """Run the subcommand. Report a user's error or an interrupt in one line on stderr, without a traceback.
+
+        Exit then with ``INVALID``, ``UNUSABLE`` or ``INTERRUPTED``. All other errors are raised.
+        """
         try:
             return super().invoke(ctx)
         except PipememError as error:

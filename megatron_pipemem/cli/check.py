@@ -167,7 +167,10 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:
-    """Return the memory cap in activation units: one number, or one per device; ``None`` if there is no text."""
+    """Return the memory cap in activation units: one number, or one per device; ``None`` if there is no text.
+
+    Raise an ``UnsupportedError`` for a cap in bytes.
+    """
     cap = None if text is None else parse_caps(text)
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(

@@ -89,8 +89,9 @@ _MOST_SECONDS = 600.0
 def showing(text: str) -> Iterator[Listener]:
     """Show progress on stderr while the block runs: first ``text``, then each message of ``doing`` and ``tell``.
 
-    The block may also pass messages to the function that it gets. Within another ``showing``, that function does nothing. A
-    terminal shows the line after a second. A file gets plain lines, at longer and longer intervals.
+    The block may also pass messages to the function that it gets. It must not print to stdout. If another ``showing``
+    is active, its line shows ``text``, and the function does nothing.
+    A terminal shows the line after a second. A file gets plain lines, at longer and longer intervals.
     """
     # The command that lists all commands does not import schedules.
     from megatron_pipemem.schedule.display import doing, has_listener, listening

@@ -181,7 +181,9 @@ def _submit(job: Command, print_only: bool, as_json: bool) -> None:
 
 
 def check_script_flags(run: Run) -> None:
-    """Refuse flags of the run that Megatron does not know, unless the run has a script of its own."""
+    """Raise a ConfigError if Megatron does not know a flag of the run. Runs with a script of their own are not
+    checked.
+    """
     if run.script is None:
         from megatron_pipemem.mcore.known_flags import check_flags
 
@@ -257,12 +259,17 @@ def init(
 
 
 def _name(given: str, path: Path) -> str:
-    """Return the name of a model or cluster for the run file. A path to a YAML file becomes relative to the run file."""
+    """Return the name of a model or cluster for the run file. A path to a YAML file is made relative to the run
+    file.
+    """
     return os.path.relpath(given, path.parent) if given.endswith((".yaml", ".yml")) else given
 
 
 def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
-    """Add the precision, nodes and flags that follow from model and cluster to ``raw`` and ``flags``. Return the whole run."""
+    """Add to ``raw`` and ``flags`` the settings that follow from model and cluster, and return the whole run.
+
+    Both dicts are changed. The settings are the precision, the number of nodes, and flags such as the layout.
+    """
     if cluster.backend == "gloo":
         raw["precision"] = "fp32"
     else:
@@ -375,7 +382,11 @@ def grid(
 
 
 def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resume: bool, progress: Console) -> None:
-    """Write the points of a new grid to its folder, or those again that could not run before. Print those that cannot."""
+    """Write the points of a new grid to its folder. Print the points that cannot run.
+
+    With ``resume``, the folder may have a grid. Then write only the points that could not run before.
+    Without it, an existing grid raises an UnsupportedError.
+    """
     if not store.exists():
         store.create(grid_file, points)
     elif resume:
@@ -401,7 +412,10 @@ def grid_result(
 
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
-    """Start the points that have no result or have failed, wait for them, and return those without a result in the end."""
+    """Start the grid points that have no result or have failed, and wait until they end.
+
+    Return the indices of the points that ended without a result, as can happen under Slurm.
+    """
     settings = store.settings()
 
     def tell_ending(ending: Sequence[int]) -> None:
@@ -428,7 +442,10 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
 
 
 class _Standing:
-    """Shows the numbers of grid points that have ended and that exist, and those that run. Threads may call it."""
+    """Shows the numbers of grid points that have ended and that exist, and those that run. Threads may call it.
+
+    ``labels`` has a text per point. ``done`` is the number of points that need not run, because they have a result.
+    """
 
     def __init__(self, labels: Sequence[str], done: int, show: Listener, console: Console) -> None:
         self._labels, self._done, self._show, self._console = labels, done, show, console

@@ -49,7 +49,10 @@ from megatron_pipemem.search.result import ResultCache
 
 
 def price_layers(names: Sequence[str], asked: Question) -> Costs:
-    """Return the costs that the options give, with copies to the host. A ratio is refused if no schedule offloads."""
+    """Return the costs that the options give, including the seconds of copies to the host.
+
+    Raise an UnsupportedError for an offload ratio if none of the schedules ``names`` offloads.
+    """
     check_layers(asked.layers, asked.devices or 1)
     costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
     sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
@@ -95,7 +98,10 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
 
 
 def parse_costs(text: str, p2p: float | None) -> Costs:
-    """Return the costs from text ``F,I,W`` or from a JSON file. ``p2p`` replaces the seconds of a message."""
+    """Return the costs from text ``F,I,W`` or from a JSON file. ``p2p`` replaces the seconds of a message.
+
+    Raise a CostsError for other text, and for prices that are negative or all 0.
+    """
     if p2p is not None:
         _check_price("p2p", p2p, "seconds")
     if text.endswith(".json") or Path(text).is_file():
@@ -131,7 +137,8 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
 def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
     """Return the seconds of F, I and W together of the whole LM head, for one microbatch; ``None`` if not given.
 
-    If they are given in layers, they are the seconds of so many layers of the schedule's model.
+    If they are given in layers, they are the seconds of so many layers of the schedule's model. Raise an UnsupportedError if
+    they are no number, or if the model's number of layers is needed and unknown.
     """
     if asked.head_cost is None:
         return None if costs.part_prices is None else costs.part_prices.head
@@ -157,7 +164,10 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs with the LM head, if its price is given: cut with 1 or 2 barriers, or on the last stage if 0."""
+    """Return the costs with the LM head: cut over all devices with 1 or 2 barriers, or on the last stage if 0.
+
+    If the seconds of the head are not given, the costs stay as they are.
+    """
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
@@ -196,7 +206,10 @@ class Loaded:
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
-        """Return the schedule for another request and other costs, in this shape, with this object's memory per action."""
+        """Return the schedule for another request and other costs, in this shape, with this object's memory per action.
+
+        The memory in ``costs`` is not used.
+        """
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
         return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 
@@ -211,9 +224,10 @@ def load_schedule(
 ) -> Loaded:
     """Return the schedule that the user named, after proving that it is valid, with the request and the costs.
 
-    A file is read. Any other name is built by its family or searched for. Messages in the file are ignored. A note on stderr
-    names the letters of the file if they are not this package's. Numbers in ``size`` must equal those of the file. With
-    ``auto`` for both ``name`` and ``offload``, one search chooses both.
+    A file is read. Any other name is built by its family or searched for. Messages in the file are ignored. A note on
+    stderr names the letters of the file if they are not this package's. Numbers in ``size`` must equal those of the
+    file. ``offload`` and ``host_memory`` are the values of these options. With ``auto`` for both ``name`` and
+    ``offload``, one search chooses both.
     """
     devices, microbatches, settings = size.devices, size.microbatches, _settings(size)
     costs = costs or Costs()
@@ -264,7 +278,10 @@ def _settings(size: Size) -> dict[str, Any]:
 
 
 def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, yes: bool) -> Schedule:
-    """Return the schedule of a file, proved within the cap. A note says if Megatron cannot run it, but other programs can."""
+    """Return the schedule of a file, after proving that it is valid within the cap.
+
+    Print a note if Megatron cannot run it, but other programs can. ``yes`` allows schedules that take long to build.
+    """
     table, schedule = _read(path, dialect, None, yes)
     if table.letters != "pipemem":
         report_note(
@@ -291,7 +308,8 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
 def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]:
     """Return the table in a schedule file, and its schedule, which is not validated yet.
 
-    Microbatches in ``size`` replace those of the file. Devices and chunks must equal those of the file.
+    A number of microbatches in ``size`` replaces the number that follows from the file. Devices and chunks
+    in ``size`` must equal those of the file.
     """
     table, schedule = _read(Path(name), dialect, size.microbatches, size.yes)
     _check_counts(name, schedule, size.devices, None, _settings(size))
@@ -299,7 +317,10 @@ def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]
 
 
 def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> tuple[Table, Schedule]:
-    """Return the table in a file, and its schedule for this or its own number of microbatches, which is not validated."""
+    """Return the table in a file, and its schedule, which is not validated.
+
+    ``microbatches`` replaces the number that follows from the table. ``yes`` allows schedules that take long to build.
+    """
     text = read_schedule_file(path)
     try:
         table = read_table(text, dialect)
@@ -339,7 +360,10 @@ def _check_counts(
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
-    """Return the schedule, its simulated timeline, and the reason why ``--vocab-parallel auto`` placed the head there."""
+    """Return the schedule with its LM head, its simulated timeline, and the reason why ``auto`` placed the head there.
+
+    The reason is empty unless ``--vocab-parallel`` is ``auto``.
+    """
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)
@@ -351,7 +375,10 @@ _FINE = 2**20
 
 
 def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
-    """Return costs with a price for each slice, if --attention-share makes later slices take longer."""
+    """Return costs with a price for each slice, if --attention-share makes later slices take longer.
+
+    Without that option or slices, return ``prices``. Raise an UnsupportedError if the schedule comes from a search.
+    """
     if asked.slice_cut not in SLICE_CUTS:
         raise UnsupportedError("bad-choice", f"--slice-cut {asked.slice_cut!r} is not one of {', '.join(SLICE_CUTS)}")
     share, slices = asked.attention_share, loaded.schedule.slices

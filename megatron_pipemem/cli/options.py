@@ -197,7 +197,10 @@ def complete_families(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
-    """Return schedules, files, folders (for text that is not empty) and ``auto`` that begin so, with descriptions."""
+    """Return schedules, schedule files, folders and ``auto`` that begin with ``incomplete``, with descriptions.
+
+    For an empty text there are no files and folders.
+    """
     found = complete_families(incomplete)
     if AUTO.startswith(incomplete):
         found.append((AUTO, "the fastest that a search finds"))
@@ -211,7 +214,10 @@ def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
-    """Refuse a schedule that takes long to build, unless ``yes``. ``fitted`` is as in ``size.is_fitted``."""
+    """Raise an ``UnsupportedError`` if a schedule of this size takes long to build, unless ``yes``.
+
+    ``fitted`` is whether the time grows with the cube of the number of devices (``size.is_fitted``).
+    """
     if not yes:
         counts = f"{devices} devices and {microbatches} microbatches"
         if chunks > MAX_CHUNKS:
@@ -229,7 +235,10 @@ def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], kind: str) -> None:
-    """Check, before a command computes, that its output file has one of the suffixes and can be written."""
+    """Check, before a command computes, that its output file has one of the suffixes and can be written.
+
+    ``kind`` names the content of the file in messages, such as "a run".
+    """
     if path is not None:
         check_suffix(path, suffixes, kind)
         check_writable(path)

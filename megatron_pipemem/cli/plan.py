@@ -165,7 +165,11 @@ def _print_answer(answer: Answer, today: Plan | None, overlap: str | None) -> No
 
 
 def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
-    """Return the plan of a run as it stands; ``None`` if it does not fill its cluster, is refused, or has further features."""
+    """Return the plan of a run as it stands, or ``None``.
+
+    It is ``None`` if the run does not fill its cluster, is refused for another reason than memory, or has offload,
+    slices, vocabulary parallelism or steps without a barrier.
+    """
     choice = run.schedule
     has_further = choice.overlap_steps or (choice.slices or 1) > 1 or {choice.offload, choice.vocab_parallel} != {OFF}
     if has_further or run.parallelism.ranks != run.cluster.num_devices:
@@ -218,7 +222,10 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
-    """Return the fastest plans with and without overlap within layers, if any; ``again`` plans the run without it."""
+    """Return the fastest plans with and without overlap of messages within layers; ``None`` where there is no such plan.
+
+    ``again`` plans the run without the overlap, if all plans of ``answer`` keep it.
+    """
     if not any(run.flags.get(flag) for flag in OVERLAPS):
         return None, None
     kept = next((each for each in answer.plans if each.hides_messages), None)
@@ -227,7 +234,10 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return a sentence on the time that overlap of messages within layers saves, by the fastest plans with and without it."""
+    """Return a sentence on the time that overlap of messages within layers saves.
+
+    ``kept`` is the fastest plan with the overlap, and ``other`` the fastest without it.
+    """
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:
@@ -325,7 +335,11 @@ def _is_run(of: str) -> bool:
 
 
 def _of_cut(context: typer.Context, of: str, cut: CutOptions) -> dict[str, Any]:
-    """Return the options of the parallelism as keys of a run file, such as ``parallelism.tp``; none for a run file."""
+    """Return the options of the parallelism as keys of a run file, for example ``parallelism.tp``.
+
+    If ``of`` is a run file, it has these keys itself. Then return nothing, and raise an UnsupportedError if an option
+    is given.
+    """
     if _is_run(of):
         check_runs_own(context, cut)
         return {}
@@ -334,7 +348,10 @@ def _of_cut(context: typer.Context, of: str, cut: CutOptions) -> dict[str, Any]:
 
 
 def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
-    """Return the run that a run file or a model describes, with the options; a model has 8 microbatches per rank."""
+    """Return the run that a run file or a model describes, together with the options.
+
+    A model needs a number of pipeline ranks, and has 8 microbatches per rank by default.
+    """
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
     for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
@@ -355,7 +372,10 @@ def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], micro
 
 
 def _check_stock_groups(run: Run) -> None:
-    """Refuse numbers of microbatches that stock Megatron's interleaved schedule cannot run in its groups."""
+    """Raise an UnsupportedError if stock Megatron's interleaved schedule cannot run this number of microbatches.
+
+    It runs microbatches in groups.
+    """
     parts = run.parallelism
     if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
         return
@@ -479,6 +499,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _bar(seconds: Sequence[float], longest: float) -> str:
-    """Return a text bar with one shade per stage, as long as its seconds. A bar of ``longest`` seconds has 16 columns."""
+    """Return a text bar with one shade per stage, as long as the stage's seconds.
+
+    A bar of ``longest`` seconds has 16 columns.
+    """
     ends = [round(_BAR * end / longest) for end in accumulate(seconds, initial=0.0)]
     return "".join(_SHADES[at % len(_SHADES)] * (b - a) for at, (a, b) in enumerate(pairwise(ends)))

@@ -52,7 +52,10 @@ def main() -> None:
 
 
 def first_cause(failures: Mapping[int, Any]) -> str:
-    """Return text with the rank that failed first, its error, and advice. Ranks that were killed, not by torchrun, go first."""
+    """Return text with the rank that failed first, its error, and advice. ``failures`` are torchrun's, by rank.
+
+    If ranks were killed, and not by torchrun, only they count.
+    """
     # A killed rank reports nothing, but the ranks that lose it do.
     killed = {
         rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode != _ENDED_BY_LAUNCHER
@@ -94,10 +97,12 @@ _LOST_PEER = (
 
 @contextlib.contextmanager
 def rank_guard() -> Iterator[None]:
-    """Run one rank's script in the block. If this or another rank fails, end the process without returning to the caller.
+    """Run one rank's script in the block. If this or another rank fails, end the process without returning to the
+    caller.
 
-    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own code after ``sys.exit``. A single
-    rank, or a rank without torchrun's environment variables, prints its errors the same way and watches no other rank.
+    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own code after ``sys.exit``. A
+    single rank, or a rank without torchrun's environment variables, prints its errors the same way and watches no other
+    rank.
     """
     board = _FailureBoard.from_environment()
     done = threading.Event()
@@ -159,7 +164,10 @@ def refused_together() -> Iterator[None]:
 
 
 class _FailureBoard:
-    """The key of the job's first failure, in the store at ``host:port``, to which each thread has its own connection."""
+    """The key of the job's first failure, in the store at ``host:port``.
+
+    Each thread has its own connection, which is opened at its first use.
+    """
 
     def __init__(self, rank: int, host: str, port: int, run: str):
         self._rank = rank
@@ -205,9 +213,10 @@ class _FailureBoard:
             raise ConnectionError("the rendezvous store has closed") from error
 
     def claim(self, summary: str, seconds: float) -> bool:
-        """Write ``summary`` as the first failure unless another rank does within ``seconds``. Return whether it is the first.
+        """Write ``summary`` as the first failure, unless another rank writes one within ``seconds``.
 
-        That is assumed if the store does not exist yet. ``stay`` then writes the summary.
+        Return whether this rank's failure is the first. That is assumed if the store does not exist yet. ``stay`` then
+        writes the summary.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -225,9 +234,10 @@ class _FailureBoard:
         return False
 
     def stay(self) -> None:
-        """Wait until other ranks have had time to read this failure, and first write it if the store was not open before.
+        """Wait until other ranks have had time to read this failure.
 
-        If no launcher ends all ranks, the other ranks wait in their rendezvous until they read it.
+        If the store was not open when this rank failed, wait for it first and write the failure. If no launcher ends
+        all ranks, the other ranks wait in their rendezvous until they read it.
         """
         deadline = time.monotonic() + _KEEPER_SECONDS
         with contextlib.suppress(RuntimeError):  # the store has closed, and with it the other ranks
@@ -241,7 +251,10 @@ class _FailureBoard:
 
 
 def _follow(board: _FailureBoard, done: threading.Event) -> None:
-    """Poll the board, and end this process when another rank has failed. Return if ``done`` is set, or the store closes."""
+    """Poll the board, and end this process when another rank has failed.
+
+    Return if ``done`` is set first, or if the store closes.
+    """
     while not done.wait(_POLL_SECONDS):
         try:
             if board.announced() and not done.is_set():
@@ -257,9 +270,10 @@ def _follow_down() -> NoReturn:
 
 
 def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
-    """End the process when other ranks have had time to read ``board``, with its children.
+    """End the process when other ranks have had time to read ``board``.
 
-    ``os._exit`` is used, because Python's normal exit would wait for other ranks.
+    ``os._exit`` is used, because Python's normal exit would wait for other ranks. Child processes
+    are killed.
     """
     if board is not None:
         board.stay()
@@ -297,7 +311,10 @@ def _last_words(error: BaseException) -> list[str]:
 
 
 def _argparse_message(stop: SystemExit) -> str | None:
-    """Return the message of the argparse parser that ended the process, if any, with the nearest flag to an unknown one."""
+    """Return the message of an argparse parser that ended the process, with the nearest flag to an unknown one.
+
+    Return ``None`` if no parser ended it.
+    """
     for frame, _ in traceback.walk_tb(stop.__traceback__):
         parser = frame.f_locals.get("self")
         if frame.f_code.co_name == "exit" and isinstance(parser, argparse.ArgumentParser):
@@ -310,7 +327,9 @@ def _argparse_message(stop: SystemExit) -> str | None:
 
 @contextlib.contextmanager
 def _errors_without_usage() -> Iterator[None]:
-    """Keep argparse from printing the usage before an error while the block runs. Megatron's has a thousand lines."""
+    """Keep argparse from printing the usage before an error while the block runs. Megatron's usage has a thousand
+    lines.
+    """
     usage = argparse.ArgumentParser.print_usage
     argparse.ArgumentParser.print_usage = lambda self, file=None: None  # type: ignore[method-assign]
     try:

@@ -68,7 +68,10 @@ def report(
 
 
 def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
-    """Print a table and save a picture of the grid points with measured steps and bytes. Return all results."""
+    """Print a table and save a picture of the grid points with measured steps and bytes. Return all results.
+
+    A point without a result has ``None``. No picture is saved if no point is measured.
+    """
     settings, results = store.settings(), store.results()
     points = [each for each in results if each is not None and each.peak_bytes and each.seconds_per_step]
     drawn = picture if points else None
@@ -162,6 +165,7 @@ def read_case(path: Path, search_seconds: float) -> Case:
     """Return the measured step in a report, with its schedule and costs. ``path`` is the report file or its folder.
 
     ``search_seconds`` is the time limit of each search that ``explain`` does with the case. Nothing is searched here.
+    Raise a ConfigError if the report has no recorded step.
     """
     path = path / REPORT if path.is_dir() else path
     with report_of(path) as report:

@@ -52,8 +52,9 @@ def run_script(
 def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) -> None:
     """Run ``script`` as ``python script arguments`` would, on a rank that torchrun or srun started.
 
-    Without an argument that starts with ``--pipemem-``, the script runs on stock Megatron. A failure ends the process (see
-    ``rank_guard``). With ``--pipemem-check``, the script does not run, and advice is printed.
+    The plugin is enabled only if an argument starts with ``--pipemem-``. Without one, the script runs on stock
+    Megatron. Imports resolve from the script's folder. A failure ends the process (see ``rank_guard``).
+    With ``--pipemem-check``, the script does not run, and advice is printed.
     """
     job = os.environ
     checks = [each for each in arguments if each.partition("=")[0] == CHECK]
@@ -78,7 +79,10 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
 
 
 def _check(script: Path, arguments: list[str], devices: str) -> None:
-    """Print the advice for the launch on rank 0, for as many ``devices``, or those of torchrun's environment or the command."""
+    """Compare the launch's schedule with others and print the advice, on rank 0. ``devices`` is a number or empty.
+
+    Without it, the number comes from torchrun's environment or from the command.
+    """
     from megatron_pipemem.cli.advise import advise_words
 
     if devices and not devices.isdecimal():
@@ -89,7 +93,10 @@ def _check(script: Path, arguments: list[str], devices: str) -> None:
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
-    """Return the request of the plugin's flags, if any, and the script's own arguments, without slow imports."""
+    """Return the request of the plugin's flags, or None without such flags, and the script's own arguments.
+
+    Nothing that is slow to import is needed.
+    """
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)
         hint = f"did you mean {near[0]}?" if near else "give the script first, and its flags after it"

@@ -179,7 +179,10 @@ _COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "byt
 
 
 def _compare(names: list[str], asked: Question, as_json: bool) -> None:
-    """Print a table of several schedules, and of those of Megatron's own that can be built for these sizes."""
+    """Print a table of several schedules and of Megatron's own, one row each.
+
+    Megatron's own are left out if they cannot be built for these sizes.
+    """
     names = [named(name, asked.chunks) for name in names]
     prices, rows = price_layers(names, asked), []
     for name in [*names, *(own for own in _OWN if own not in names)]:
@@ -222,7 +225,10 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
 
 
 def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]:
-    """Return makespan, period and gain of steps without a barrier between them, and why a run would refuse them, if so."""
+    """Return makespan, period and gain of ``steps`` steps without a barrier between them, by key of ``--json``.
+
+    If a run would refuse such steps, the reason is included.
+    """
     found = stream(loaded.schedule, costs, steps=steps)
     facts: dict[str, Any] = {
         "steps": steps,
@@ -239,7 +245,10 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
-    """Return the results of a simulation by key of ``--json``. ``peak_activations`` are in activation units in any case."""
+    """Return the results of a simulation by key of ``--json``.
+
+    ``peak_activations`` are in activation units, even if the costs have bytes.
+    """
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
     in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
     activations = peaks(schedule, in_units)
@@ -377,7 +386,9 @@ def show(
 
 
 def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
-    """Return the drawn schedule as data, with ``[action, start, end, memory after it]`` for each action of a device."""
+    """Return the drawn schedule as data. ``timeline`` has, for each device, ``[action, start, end, memory after
+    it]``.
+    """
     return {
         "schedule": timeline.schedule.name,
         "devices": timeline.schedule.num_devices,
@@ -477,7 +488,10 @@ def pareto(
 
 
 def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
-    """Return costs with memory as a share of 1F1B's bytes; in activation units without bytes, or with a cut vocabulary."""
+    """Return costs with memory as a share of 1F1B's bytes, or in activation units.
+
+    They are in units if the costs have no bytes, or if the vocabulary is cut.
+    """
     if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
@@ -502,7 +516,10 @@ def _name(choice: ParetoPoint) -> str:
 
 
 def _point(choice: ParetoPoint, work: float) -> picture.Point:
-    """Return a schedule as a point of the picture. Its bubble is the fraction of its makespan beyond ``work``."""
+    """Return a schedule as a point of the picture. Its bubble is the fraction of its makespan beyond ``work``.
+
+    ``work`` is the shortest busy time of a busiest device among the compared schedules, in the unit of the costs.
+    """
     return picture.Point(
         _name(choice),
         choice.schedule.placement.name,
