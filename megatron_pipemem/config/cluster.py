@@ -39,7 +39,8 @@ class HostChannel(Limited):
     def round_trip_seconds(self, nbytes: float, sharing: int = 1) -> float:
         """Return the seconds to copy ``nbytes`` of each of ``sharing`` devices over one channel to the host and back.
 
-        One device alone copies in one direction at a time. Several take turns: one sends while another receives.
+        One device alone copies in one direction at a time. Several devices take turns: one sends while another
+        receives.
         """
         out, back = nbytes / (self.d2h_gb_per_s * 1e9), nbytes / (self.h2d_gb_per_s * 1e9)
         return out + back if sharing == 1 else sharing * max(out, back) / self.duplex
@@ -112,5 +113,8 @@ class Cluster(Limited):
         return next((len(group) for group in self.switches if device in group), 1)
 
     def link(self, devices: int, stride: int = 1) -> Link:
-        """Return the slowest link of a group of ranks with numbers ``stride`` apart, from the first rank of a node on."""
+        """Return the slowest link within a group of ``devices`` ranks whose numbers are ``stride`` apart.
+
+        The first rank of the group is the first rank of a node.
+        """
         return self.intra_node if (devices - 1) * stride < self.devices_per_node else self.inter_node

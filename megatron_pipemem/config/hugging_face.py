@@ -16,7 +16,10 @@ _SAME_SHAPE = re.compile(r"-(instruct|base|chat|it|thinking|hf|bf16|fp8|rl|sft|\
 
 
 def known_model(name: str) -> Model | None:
-    """Return the shape of a model by its name on Hugging Face, or a folder of that name; ``None`` if it is unknown."""
+    """Return the shape of a model, or ``None`` if it is unknown.
+
+    ``name`` is its name on Hugging Face, or the path of a folder whose name is that name.
+    """
     shapes: dict[str, str | dict[str, Any]] = _table()["shapes"]
     shape: str | dict[str, Any] = _key(name)
     while isinstance(shape, str) and shapes.get(shape, shape) != shape:

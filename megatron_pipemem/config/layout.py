@@ -28,7 +28,10 @@ SEGMENTS, FURTHER = "|", "/"
 
 
 def segments(pattern: str) -> list[str]:
-    """Return the layers of each stage of a hybrid pattern, without prediction ahead: ``M-|*-/E`` gives ``["M-", "*-"]``."""
+    """Return the layers of each stage of a hybrid pattern: ``M-|*-/E`` gives ``["M-", "*-"]``.
+
+    Multi-token prediction, after ``/``, is left out.
+    """
     return pattern.split(FURTHER)[0].split(SEGMENTS)
 
 
@@ -53,7 +56,10 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:
-    """Return an uncut hybrid pattern, cut into stages with these numbers of layers; what follows ``/`` stays at the end."""
+    """Return a hybrid pattern without ``|``, cut into stages with these numbers of layers.
+
+    Multi-token prediction, from the first ``/`` on, stays at the end.
+    """
     layers, slash, further = pattern.partition(FURTHER)
     ends = list(accumulate(counts, initial=0))
     return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
@@ -66,12 +72,18 @@ def pattern_of(model: Model) -> str | None:
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, as even as possible. The first stage gets none of the remainder."""
+    """Return the number of layers of each stage, as even as possible.
+
+    The first stage, which also has the embedding, gets none of the layers that remain after an equal split.
+    """
     return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
 
 
 def even(model: Model, stages: int) -> tuple[int, ...]:
-    """Return the pieces of each stage, as even as possible above the tower's least, with prediction ahead on the last."""
+    """Return the number of pieces of each stage, as even as possible, with prediction ahead on the last stage.
+
+    The first stage has the layers to which a vision tower adds.
+    """
     counts = spread(model.layers, stages)
     if counts[0] < model.least_first:
         counts = (model.least_first, *spread(model.layers - model.least_first, stages - 1))
@@ -80,12 +92,18 @@ def even(model: Model, stages: int) -> tuple[int, ...]:
 
 
 def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
-    """Return the number of pieces of each stage in Megatron's default cut; ``None`` if layers do not divide evenly."""
+    """Return the number of pieces of each stage in Megatron's default cut; ``None`` if layers do not divide evenly.
+
+    The default cut gives every stage the same number of layers.
+    """
     return None if model.layers % stages else even(model, stages)
 
 
 def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
-    """Return the flags that cut a model into stages with these numbers of pieces; none if Megatron does so by itself."""
+    """Return the flags that make Megatron cut a model into stages with these numbers of pieces.
+
+    There are none for one stage, and for a GPT if Megatron's default cut is the same.
+    """
     pattern = pattern_of(model)
     if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
         return {}
@@ -95,7 +113,10 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
 
 
 def with_cut(run: Run, counts: Sequence[int]) -> Run:
-    """Return the run with flags that cut its model into stages with these numbers of pieces, in place of earlier ones."""
+    """Return the run with flags that cut its model into stages with these numbers of pieces (``Model.pieces``).
+
+    Earlier flags for the cut are removed.
+    """
     others = {
         key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, *ACCOUNTED, PATTERN)
     }
@@ -157,7 +178,10 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
 
 
 def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the layers of every stage by flags for the first and last rank, or embedding and loss; ``None`` if impossible."""
+    """Return the layers of every stage by the flags for the first and last rank, or for embedding and loss.
+
+    The result is ``None`` if Megatron cannot cut the model by these flags, or another placement has several chunks.
+    """
     p, given = run.parallelism.pp, run.flags
     chunks = stages // p
     if run.schedule.name != STOCK and chunks > 1:

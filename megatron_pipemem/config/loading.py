@@ -118,7 +118,9 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: Any, flow: bool = False) -> str:
-    """Return YAML text that ``read_yaml`` reads as this value. ``flow`` puts innermost lists and mappings on one line."""
+    """Return YAML text that ``read_yaml`` reads as this value. ``flow`` puts each innermost list or mapping on one
+    line.
+    """
     style = {"default_flow_style": None, "width": 10_000} if flow else {}
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
@@ -129,7 +131,10 @@ SHIPPED = Path(__file__).parent
 
 
 def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a configuration from a file, by path or name. Changes like ``model.layers=16`` come before its base is read."""
+    """Read a configuration from a file, given by path or name, with changes like ``model.layers=16``.
+
+    They are applied before the files that this file refers to are read.
+    """
     path = locate(str(source), kind)
     raw = read_raw(path)
     for text in overrides:
@@ -138,7 +143,10 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, empty for an empty file. Its keys are not checked, and no other file is read."""
+    """Return the mapping in a YAML file without checking its keys. Files that it refers to are not read.
+
+    An empty file gives an empty mapping. Raise a ConfigError if the file cannot be read or has no mapping.
+    """
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -159,7 +167,8 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, prefix: str = "") -> T:
     """Return a mapping as a dataclass of type ``kind``.
 
-    Names of files are looked up from ``file``, and errors name it with the key, after ``prefix``, such as ``model.``.
+    ``file`` is the file that has the mapping. Names of files are looked up from there. Errors name ``file`` and the
+    key, with ``prefix`` before it, such as ``model.``.
     """
     return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
 
@@ -191,7 +200,10 @@ def override(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
-    """Refuse a dotted key that a dataclass does not have. The error names ``file``, and the key after ``user``."""
+    """Raise a ConfigError if a dataclass has no such dotted key. In a field of type ``dict``, any key is allowed.
+
+    The error names ``file``, and the key with ``user`` before it.
+    """
     here: Any = kind
     for part in key.split("."):
         if get_origin(here) is dict:
@@ -222,9 +234,10 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
-    """Return the file for a name or path that the file ``user`` has at ``key``, or a command line if ``user`` is ``None``.
+    """Return the file for a name or path that the file ``user`` has at ``key``, or that a command line has.
 
-    With ``siblings``, the folder of ``user`` is searched first.
+    On a command line, ``user`` is ``None``. With ``siblings``, the folder of ``user`` is searched first.
+    Raise a ConfigError if there is no such file.
     """
     path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
     if name.endswith((".yaml", ".yml")):
@@ -262,9 +275,11 @@ def _absence(path: Path) -> str:
 
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Return ``raw`` with names of files replaced by the mappings in them. Keys that ``kind`` does not have are refused.
+    """Return ``raw`` with names of files replaced by the mappings in them. Raise a ConfigError for keys unknown to
+    ``kind``.
 
-    ``trail`` has the files that led to this one, to find a file that is based on itself.
+    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. ``trail`` has the files that led to this
+    one, to find a file that is based on itself.
     """
     hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
     own = {BASE: raw} if isinstance(raw, str) else raw
@@ -313,7 +328,11 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 
 
 def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
-    """Return a mapping without names of files as a dataclass; if not ``is_whole``, only check the values that are there."""
+    """Return a mapping without names of files as a dataclass.
+
+    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. If not ``is_whole``, keys may be missing:
+    only check the values, and return ``None``. Raise a ConfigError for a missing or wrong value.
+    """
     arguments = {}
     for name, parameter in _parameters(kind).items():
         inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"

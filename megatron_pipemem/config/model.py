@@ -228,7 +228,9 @@ class Model(Limited):
 
     @property
     def fuses_experts(self) -> bool:
-        """Whether Megatron has a fused activation for the experts, as it has not for gated experts with biases."""
+        """Whether Megatron has a fused activation function for the experts. It has none for gated experts with
+        biases.
+        """
         return not (self.gated and self.bias == "all")
 
     @property
@@ -402,7 +404,10 @@ class Execution(Limited):
         return max(1, model.key_heads // self.tp)
 
     def expert_visits(self, model: Model) -> float:
-        """Return the visits of tokens, of all tensor-parallel ranks, to the experts of a rank, per token of a microbatch."""
+        """Return the number of token visits that the experts of one rank get, per token of a microbatch.
+
+        A token visits several experts. Tokens of all tensor-parallel ranks count.
+        """
         return model.experts_per_token * self.expert_load * self.expert_tp / self.tp
 
     def recomputes(self, *modules: str) -> bool:

@@ -348,7 +348,8 @@ _DELAYED_SCALES = (
 def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
     """Raise an UnsupportedError if one of the features ``wanted`` refuses the value of an attribute.
 
-    ``value_of`` returns the value of an attribute of Megatron's configuration; ``None`` if there is no such attribute.
+    ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
+    exist.
     """
     for each in wanted:
         for attribute, sentence in each.sentences.items():
@@ -391,7 +392,10 @@ def _is_packed(value_of: Callable[[str], Any]) -> bool:
 
 
 def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:
-    """Refuse settings that a schedule with split backwards or recomputation cannot have with Transformer Engine's layers."""
+    """Raise an UnsupportedError for settings that a schedule cannot have with Transformer Engine's layers.
+
+    ``splits`` says that the schedule splits the backward, and ``recomputes`` that it recomputes activations.
+    """
     if recomputes and value_of("fp8") and value_of("fp8_recipe") == "delayed":
         raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALING)
     if splits:
@@ -421,7 +425,10 @@ def refuse_asynchronous(run: Run, name: str) -> None:
 
 
 def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
-    """Refuse settings that need a barrier between steps. ``delays`` says that optimizer steps are never undone."""
+    """Raise an UnsupportedError for settings that need a barrier between steps.
+
+    ``delays`` says that optimizer steps are taken only when their norm is known, so that they are never undone.
+    """
     refuse(value_of, OVERLAPPED)
     if delays:
         refuse(value_of, DELAYED)
@@ -432,12 +439,19 @@ def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
 
 
 def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
-    """Return the refusals of asynchronous schedules that update weights once per batch, or after every microbatch."""
+    """Return the refusals of asynchronous schedules.
+
+    With ``per_batch`` the schedules update weights once per batch, and otherwise after every microbatch.
+    """
     return (ASYNCHRONOUS,) if per_batch else (ASYNCHRONOUS, PER_MICROBATCH)
 
 
 def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
-    """Return a function from a configuration's attribute to its value by a run's flags, or Megatron's default."""
+    """Return a function that returns the value of a configuration attribute, given the flags of a run.
+
+    The names of ``flags`` have no dashes in front. A flag that is missing or ``False`` has the value in ``_DEFAULTS``, or
+    ``None``.
+    """
 
     def value_of(attribute: str) -> object:
         given = flags.get(_flag(attribute))

@@ -122,7 +122,10 @@ class ScheduleChoice(ScheduleOptions, Limited):
 
     @property
     def recomputes_by_action(self) -> bool:
-        """Whether selective recompute is an action of the schedule, RS. Otherwise Megatron itself recomputes."""
+        """Whether selective recompute is an action of the schedule, RS.
+
+        Otherwise Megatron itself recomputes, if ``recompute`` is not ``none``. ``full`` is always Megatron's.
+        """
         return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
 
     def __post_init__(self) -> None:
@@ -269,8 +272,9 @@ class Run:
     def _expert_load(self) -> float:
         """Return the number of tokens that the experts of the fullest rank get, as a multiple of even routing.
 
-        It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity for an
-        ``expert_load`` of at most 1. Experts that are padded get their capacity. A rank with all experts gets 1.
+        It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity
+        for an ``expert_load`` of at most 1. If experts are padded to their capacity, it is the capacity. Otherwise it
+        is 1 if a rank has all experts.
         """
         load, capacity = self.parallelism.expert_load, self.flags.get("moe-expert-capacity-factor")
         if capacity is not None and self.flags.get("moe-pad-expert-input-to-capacity"):

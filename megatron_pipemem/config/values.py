@@ -70,7 +70,10 @@ def refuse_if(wrong: object, code: str, key: str, message: str) -> None:
 
 
 def check_magnitudes(value: object, key: str = "") -> None:
-    """Refuse a JSON value with a number so large that sums would not stay finite. ``key`` is its dotted key."""
+    """Raise a ConfigError if a JSON value contains a number so large that sums would not stay finite.
+
+    ``key`` is the dotted key of the value, for the message.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             check_magnitudes(inner, f"{key}.{name}" if key else name)
@@ -84,7 +87,12 @@ def check_magnitudes(value: object, key: str = "") -> None:
 def converted(value: Any, hint: Any) -> Any:
     """Return a value of YAML or JSON as the type of an annotation: a list as a tuple, a whole number as a float.
 
-    Raise a ValueError that says which values fit. Dataclasses are converted in ``loading``, and only ``None`` is allowed here.
+    The annotations are those of ``_WANTED``, ``Any``, enumerations, and ``tuple[T, ...]``, ``list[T]``, ``dict[K, T]``
+    and ``Literal``, each also with ``| None``. Dataclasses are converted in ``loading``. For them, only ``None`` is
+    allowed here.
+
+    Raises:
+        ValueError: the value does not fit. The message says which values do.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:

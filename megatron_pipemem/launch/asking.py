@@ -18,10 +18,11 @@ MARK = "ANSWER "
 
 
 def answers(arguments: Sequence[str], seconds: float, asked: str) -> list[Any]:
-    """Run Python in a new process with these ``arguments``, and return the JSON values that it prints after ``MARK``.
+    """Run Python in a new process, and return the JSON values that it prints on lines that begin with ``MARK``.
 
-    Its errors are UpstreamErrors whose messages begin with ``asked``: ``no-answer`` if it took longer than ``seconds``
-    or did not start, and ``not-installed`` if it failed.
+    ``arguments`` are those of Python, such as ``-m MODULE``. The process may take ``seconds``. ``asked`` begins the
+    message of an UpstreamError, for example "Megatron's parser". The error's code is ``no-answer`` if the process took
+    longer or did not start, and ``not-installed`` if it failed.
     """
     try:
         done = subprocess.run(

@@ -72,9 +72,10 @@ class Command:
 
 
 def command(run: Run, nodes: Nodes | None = None) -> Command:
-    """Return the torchrun command that starts a run's ranks on one of its nodes, by default on as few nodes as they fill.
+    """Return the torchrun command that starts the ranks of a run on one of its nodes.
 
-    Raise a ConfigError if a key has no flag or contradicts another one, or if several nodes lack a rank or an address.
+    By default it runs on the smallest number of nodes on which the ranks fit. Raise a ConfigError if a key of the
+    configuration has no flag or contradicts another key, or if several nodes lack a rank or an address.
     """
     nodes = nodes or Nodes(count=min_nodes(run))
     own = "is not part of pretrain_gpt.py; give the run's script, or start your own program"
@@ -87,7 +88,10 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
 
 
 def min_nodes(run: Run) -> int:
-    """Return the smallest number of nodes that can share a run's ranks evenly; it may exceed that of the cluster."""
+    """Return the smallest number of nodes on which the ranks of a run fit, with equally many ranks on each node.
+
+    The number may exceed that of the cluster's nodes.
+    """
     ranks = run.parallelism.ranks
     least = -(-ranks // run.cluster.devices_per_node)
     return next(count for count in range(least, ranks + 1) if ranks % count == 0)
@@ -107,13 +111,20 @@ def script_flags(run: Run) -> list[str]:
 
 
 def all_flags(run: Run) -> Flags:
-    """Return all flags of a run's training script. Those under ``megatron:`` override defaults, but repeat no other key."""
+    """Return all flags of a run's training script.
+
+    The ``megatron:`` section of the configuration overrides defaults of this package. Raise a ConfigError if it repeats
+    another key.
+    """
     fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
     return {**fixed, **_defaults(run), **run.flags}
 
 
 def planned_flags(run: Run) -> list[str]:
-    """Return the flags on which a plan depends: model, parallelism, schedule, precision and ``megatron:``, as words."""
+    """Return the flags on which a plan depends, as words of a command line.
+
+    They are those of model, parallelism, schedule, precision, and of the ``megatron:`` section.
+    """
     return words({**_fixed(run, _planned(run)), **run.flags})
 
 
@@ -137,7 +148,10 @@ def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
 
 
 def words(flags: Flags) -> list[str]:
-    """Return flags as words of a command line; see ``Run.megatron`` for the values."""
+    """Return flags as words of a command line.
+
+    ``True`` gives a flag without a value, ``False`` and ``None`` leave the flag out, and a list gives several values.
+    """
     result: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -170,7 +184,10 @@ MAMBA_SIZES = {
 
 
 def model_flags(model: Model) -> Flags:
-    """Return the training script's flags for the sizes of a model. There is none for geglu, which is refused."""
+    """Return the training script's flags for the sizes of a model.
+
+    Raise a ConfigError for geglu, which has no flag.
+    """
     no_flag = "the training script has no flag for geglu; use swiglu to launch this run"
     refuse_if(model.activation == "geglu", "unsupported-setting", "model.activation", no_flag)
     flags: Flags = {
@@ -237,7 +254,10 @@ def _model_flags(run: Run) -> Flags:
 
 
 def _expert_layers(model: Model) -> int | str | None:
-    """Return the value of ``--moe-layer-freq``: ``2`` for every second layer, or ``([0]*1+[1]*3)``; ``None`` if not needed."""
+    """Return the value of ``--moe-layer-freq``: ``2`` for experts in every second layer, or ``([0]*1+[1]*3)``.
+
+    The result is ``None`` if every layer has experts, or if a hybrid model's pattern places them.
+    """
     if model.pattern is not None:
         return None
     if not model.dense_layers:
@@ -350,7 +370,10 @@ CPU_FLAGS: Flags = {
 
 
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
-    """Return torchrun's own flags. They give each node's rank, so that a restarted rank runs on the same node."""
+    """Return torchrun's own flags. They give each node's rank, so that a restarted rank runs on the same node.
+
+    Raise a ConfigError if there are several nodes and this node's rank or the address of node 0 is unknown.
+    """
     flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
     if nodes.count > 1 and (nodes.address is None or nodes.rank is None):
         raise ConfigError(

@@ -45,7 +45,10 @@ def without_cut(arguments: Sequence[str]) -> list[str]:
 
 
 def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
-    """Return the cut of a model that the flags ask for; ``None`` if they ask for none, or if Megatron will refuse it."""
+    """Return the cut of a model that the flags ask for; ``None`` if they ask for none, or if Megatron will refuse it.
+
+    Flags that give layers per stage count only if the number of ``layers`` is known.
+    """
     name, pattern = given_pattern(flags)
     if name is not None:
         if not layout.is_cut(pattern):
@@ -92,8 +95,9 @@ def given_pattern(flags: Flags) -> tuple[str | None, str]:
 def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
     """Return the flag with a hybrid model's layer pattern, cut so that the slowest device is as fast as possible.
 
-    Every rank gets a layer with experts if ``check_experts`` demands that. The result is ``None`` for other models, and for a
-    pattern that Megatron refuses, or that is cut already. ``with_head`` puts the LM head on the last stage.
+    Every rank gets a layer with experts if ``check_experts`` demands that. The result is ``None`` for other models, and
+    for a pattern that Megatron refuses, or that is cut already or by other flags. With ``with_head``, the last stage
+    also has the LM head.
     """
     from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
 
@@ -115,7 +119,10 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
-    """Refuse a cut pattern that leaves a rank without experts if Megatron logs their losses, because it would then hang."""
+    """Raise an UnsupportedError if a cut pattern leaves a rank without experts, and Megatron would therefore hang.
+
+    Megatron hangs when it logs the losses of the experts of all ranks.
+    """
     if not any(layout.needed_layers(pattern, flags)):
         return
     segments = layout.segments(pattern)
@@ -151,7 +158,8 @@ def checked_placements(
 ) -> tuple[Placement, ...]:
     """Return the placements that a family, ``auto`` or the schedule of a file may have on a model with these flags.
 
-    Refuse a schedule that cannot run a model cut like this, and a flag that excludes the placement.
+    Raise an UnsupportedError if the schedule cannot run a model that is cut like this, or if a flag excludes the
+    placement.
     """
     cut = cut_of(flags, num_devices, layers)
     if file is None:
@@ -167,7 +175,10 @@ def checked_placements(
 
 
 def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
-    """Refuse layers that Megatron cannot share out evenly over the stages if no flag cuts the model."""
+    """Raise an UnsupportedError if Megatron cannot share out the layers evenly over the stages and no flag cuts them.
+
+    ``layers`` is the number of layers of the model, and ``chunks`` the number of stages per pipeline rank.
+    """
     if (reason := why_not_even(flags, layers, num_devices, chunks)) is not None:
         raise UnsupportedError(
             "does-not-divide",
@@ -177,7 +188,11 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
 
 
 def why_not_even(flags: Flags, layers: int, num_devices: int, chunks: int) -> str | None:
-    """Return why Megatron cannot share out the layers evenly over the stages; ``None`` if it can, or if a flag cuts them."""
+    """Return the reason why Megatron cannot share out the layers evenly over the stages.
+
+    It is ``None`` if Megatron can, or if a flag cuts the model. ``layers`` is the number of layers of the model, and
+    ``chunks`` the number of stages per pipeline rank. Raise an UnsupportedError for fewer layers than stages.
+    """
     _check_enough(flags, layers, num_devices, chunks)
     stages = num_devices * chunks
     if _is_cut(flags) or (layers + accounted(flags)) % stages == 0:
@@ -216,7 +231,8 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
 
     A layout is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or
     wave. There the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last
-    stage likewise. The other stages share the rest evenly.
+    stage likewise. The other stages share the rest evenly. ``layers`` is the number of layers of the model. Raise an
+    UnsupportedError if there are too few layers for that.
     """
     chunks = known_chunks(placement)
     stages = num_devices * chunks
@@ -247,7 +263,10 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
-    """Refuse flags that do not work on one of these placements, by ``_REFUSED``."""
+    """Raise an UnsupportedError if a given flag does not work on one of these placements.
+
+    ``_REFUSED`` lists these flags, the placements on which they fail, and the reasons.
+    """
     for names, refused, sentence in _REFUSED:
         name = next((name for name in names if given(flags, name)), None)
         placement = next((each for each in placements if refused(each)), None)

@@ -27,7 +27,10 @@ DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def refusal(run: Run, any_size: bool = False) -> PipememError | None:
-    """Return the error that says why a run cannot work, or takes long to check unless ``any_size``; ``None`` if it can."""
+    """Return the error that says why a run cannot work; ``None`` if no check fails.
+
+    Without ``any_size``, a schedule that takes long to check is an error too.
+    """
     try:
         run = laid_out(run)
         for check in _CHECKS if any_size else (_affordable, *_CHECKS):
@@ -44,7 +47,10 @@ def feasible(run: Run, any_size: bool = False) -> str | None:
 
 
 def check_data(run: Run) -> None:
-    """Refuse a run whose data files are not on this machine. Mock data and object storage are not checked."""
+    """Raise a ConfigError if a file with a run's training data is not on this machine.
+
+    Mock data and files in object storage are not checked.
+    """
     words = run.training.data.split()
     if words == [MOCK]:
         return
@@ -66,7 +72,10 @@ def _is_number(text: str) -> bool:
 
 
 def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
-    """Refuse a run on GPUs if there are no device files of GPUs. torch is not asked, because it takes long to import."""
+    """Raise an UnsupportedError if a run needs GPUs and this machine has none.
+
+    The check looks for device files, because torch takes long to import.
+    """
     if run.on_cpu or any(any(folder.glob(pattern)) for pattern in DEVICES):
         return
     raise UnsupportedError(
@@ -142,7 +151,10 @@ def _schedules(run: Run) -> None:
 
 
 def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
-    """Refuse settings that exclude schedules of this package, or this one; ``None`` if it is searched for at the start."""
+    """Raise an error if settings of a run exclude schedules of this package, or this schedule.
+
+    ``schedule`` is ``None`` if it is searched for when the run starts.
+    """
     name, chunks, value_of = run.schedule.name, run.parallelism.chunks, refusals.flag_values(run.flags)
     if run.implementation == "transformer_engine":
         recomputes = request.recompute != "none" or (schedule is not None and bool(schedule.recomputed))
@@ -189,7 +201,10 @@ def _fits_in_memory(run: Run, request: Request) -> None:
 
 
 def _if_even(run: Run, request: Request, rank: int) -> str:
-    """Return a part of a sentence: the memory that a rank would need if its experts got an even share of the tokens."""
+    """Return a part of a sentence: the memory that a rank would need if all experts got equally many tokens.
+
+    The text is empty if the run assumes that already.
+    """
     load = run.execution.expert_load
     if load <= 1 or run.flags.get("moe-pad-expert-input-to-capacity"):
         return ""

@@ -37,14 +37,21 @@ class Options:
 
 
 def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
-    """Return the options of sbatch that request nodes and GPUs for a run, by default as few nodes as its ranks fill."""
+    """Return the options of sbatch that request the nodes and GPUs of a run.
+
+    ``nodes`` is the number of nodes, by default the smallest number on which the ranks fit. Raise a ConfigError if the
+    ranks cannot be shared evenly by the nodes.
+    """
     count = nodes or min_nodes(run)
     each = ranks_per_node(run, count)
     return (f"--nodes={count}", *(() if run.on_cpu else (f"--gpus-per-node={each}",)))
 
 
 def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
-    """Return the sbatch command for a batch file with arguments. The user's ``options`` override the options ``more``."""
+    """Return the sbatch command for a batch file of ``scripts/slurm`` with arguments, without running it.
+
+    ``more`` are options of sbatch, which the user's ``options`` override.
+    """
     for option in (*options.sbatch, *options.srun):
         if not option.startswith("-"):  # it would become an argument
             raise UnsupportedError(
@@ -98,9 +105,10 @@ def call(words: Sequence[str]) -> str:
 def array_jobs(
     folder: Path, runs: Mapping[int, Run], max_parallel: int, options: Options
 ) -> dict[tuple[int, ...], Command]:
-    """Return the commands that submit points of a grid, by the numbers of the points that each submits.
+    """Return the commands that submit the points of a grid, by the numbers of the points that each submits.
 
-    Points with equally many nodes and GPUs are one array job, of which ``max_parallel`` elements run at a time.
+    ``runs`` has the runs of the points to submit, by number of the point. Points with equally many nodes and GPUs are
+    one array job, of which ``max_parallel`` elements run at a time.
     """
     by_size: dict[tuple[str, ...], list[int]] = {}
     for index, run in runs.items():
@@ -143,7 +151,8 @@ def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
 def wait_for(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
     """Wait until all jobs of the grid have left Slurm's queue, and return the points that ended without a result.
 
-    ``on_event`` is called with the number and the result of every point that has left the queue.
+    ``indices`` has the numbers of the points to wait for, and the result has numbers of these. ``on_event`` is called
+    with the number of every point that has left the queue, and its result, as soon as there is one.
     """
     open_points = set(indices)
     while open_points:
@@ -169,7 +178,10 @@ def _standing(elements: Sequence[tuple[int, str]]) -> str:
 
 
 def _elements(store: Store) -> list[tuple[int, str]]:
-    """Return ``(number, state)`` of the grid's own points in Slurm's queue, with Slurm's short names (``R``, ``CG``)."""
+    """Return ``(number, state)`` of the grid's points in Slurm's queue, with Slurm's short names (``R``, ``CG``).
+
+    Only jobs that ``submit_points`` stored in the grid's folder count.
+    """
     jobs = _remembered(store)
     if not jobs:
         return []

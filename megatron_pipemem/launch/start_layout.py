@@ -19,14 +19,20 @@ _FLAG = "pipemem-layout"
 
 
 def at_start(run: Run) -> Balance:
-    """Return the layouts that a run with ``--pipemem-layout auto`` compares, by the prices of ``PRICED_FOR``."""
+    """Return the layouts that a run with ``--pipemem-layout auto`` compares when it starts.
+
+    A run does not know its cluster, so the prices are those of ``PRICED_FOR``, for as many nodes and devices.
+    """
     nodes, devices = run.cluster.nodes, run.cluster.devices_per_node
     cluster = replace(load(PRICED_FOR, Cluster), nodes=nodes, devices_per_node=devices)
     return balance(replace(_uncut(run), cluster=cluster))
 
 
 def laid_out(run: Run) -> Run:
-    """Return the run with the layout that it gets by ``--pipemem-layout auto``; the run unchanged without that flag."""
+    """Return the run with the layout that it gets by ``--pipemem-layout auto``; the run unchanged without that flag.
+
+    With one pipeline rank, only the flags that cut the model are dropped.
+    """
     if run.flags.get(_FLAG) != AUTO:
         return run
     uncut = _uncut(run)
@@ -39,7 +45,10 @@ def _uncut(run: Run) -> Run:
 
 
 def layers_of(run: Run, placement: Placement) -> tuple[int, ...] | None:
-    """Return the pieces of every stage, by a run's flags or by the layout that this package adds; ``None`` if unknown."""
+    """Return the number of layers of every stage, by a run's flags or by the layout that this package adds to them.
+
+    Multi-token prediction counts as one more layer. The result is ``None`` if the layers are unknown.
+    """
     counts = layout.pieces_of(run, placement.model_stages)
     if counts is not None or run.schedule.name == STOCK or run.model.pattern is not None:
         return counts

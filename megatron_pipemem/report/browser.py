@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def show(shown: Schedule | Timeline | SearchResult) -> None:
-    """Show a picture in a notebook, or print a coloured timeline in a terminal, after the placements of a search result."""
+    """Show a picture in a notebook, or print a coloured timeline in a terminal.
+
+    For a search result, a table of its placements comes first.
+    """
     console = Console()
     if console.is_jupyter:
         from IPython.display import display
@@ -54,14 +57,20 @@ def to_html(shown: Schedule | Timeline | SearchResult) -> str:
 
 
 def frame(run: Timeline, content: str) -> str:
-    """Return the HTML element that shows the page of one timeline at its full height, by ``srcdoc='...'`` or ``src='...'``."""
+    """Return the HTML element that shows the page of one timeline at its full height.
+
+    ``content`` is the element's attribute with the page: ``srcdoc='...'`` with its text, or ``src='...'``.
+    """
     height = 48 * run.schedule.num_devices + 225  # pixels
     style = f"width:100%;height:{height}px;border:0;background:#fff"
     return f"<iframe title='{escape(DrawnRun(run).headline)}' style='{style}' {content}></iframe>"
 
 
 def to_dataframe(timeline: Timeline) -> Any:
-    """Return a ``pandas.DataFrame`` with a row per action (see ``Timeline.to_dataframe``)."""
+    """Return a ``pandas.DataFrame`` with a row per action (see ``Timeline.to_dataframe``).
+
+    Raise an UnsupportedError if pandas is not installed.
+    """
     try:
         import pandas
     except ModuleNotFoundError as error:
@@ -94,7 +103,9 @@ _MICROSECONDS = 1e6
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, object]:
-    """Return the timelines as a Perfetto trace, an object for JSON, with one second per second of the costs."""
+    """Return the timelines as a Perfetto trace, an object for JSON. One second of the costs is one second of the
+    trace.
+    """
     flow_ids = count(1)
     events: list[dict[str, object]] = []
     for process, timeline in enumerate(timelines):

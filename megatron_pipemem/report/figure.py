@@ -79,7 +79,10 @@ def figure_of(axes: Axes) -> Figure:
 
 
 def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Axes:
-    """Make a new figure for points, and return its empty axes. ``size`` is in inches."""
+    """Make a new figure for points, and return its empty axes.
+
+    ``size`` is the width and height in inches. ``x`` and ``y`` are the labels of the axes.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=_DPI, facecolor="white", layout="constrained")
@@ -154,7 +157,10 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
 
 
 def _places_around(spot: _Spot, width: float, height: float, reach: float) -> Iterator[_Box]:
-    """Yield boxes of this size at growing distances (in points) from a point, those to the right first."""
+    """Yield boxes of this size at growing distances from a point. At each distance, those to the right come first.
+
+    All lengths are in points. No box is farther away than ``reach``.
+    """
     ring = _MARKER + 1
     while ring <= reach:
         for turn in sorted(range(-7, 9), key=abs):
@@ -170,7 +176,10 @@ def _overlaps(box: _Box, others: Iterable[_Box]) -> bool:
 
 
 def _is_beside(box: _Box, spot: _Spot, spots: Iterable[_Spot]) -> bool:
-    """Return whether a name in this box needs no line: it is close to its point, and closer than to all others."""
+    """Return whether a name in this box needs no line: it is close to its point, and closer than to all others.
+
+    ``spot`` is its point, and ``spots`` are all points.
+    """
 
     def gap(x: float, y: float) -> float:
         return math.hypot(max(box[0] - x, x - box[2], 0), max(box[1] - y, y - box[3], 0))
@@ -220,7 +229,11 @@ class PicturedRun(DrawnRun):
 
 
 def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float) -> set[str]:
-    """Draw one timeline into its axes, and return what was left out for lack of room. ``points`` is the width of a second."""
+    """Draw one timeline into its axes, and return what was left out for lack of room.
+
+    ``points`` is the width of a second in points, ``end`` the end of the time axis, and ``top`` that of the memory
+    axis.
+    """
     left_out: set[str] = set()
     row_points = axes.get_position().height * figure_of(axes).get_figheight() * 72 / len(run.rows)
     axes.set_xlim(0.0, end)
@@ -244,7 +257,10 @@ def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float
 
 
 def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[float, float], **look: Any) -> None:
-    """Draw bars that look alike. Each span is ``(device, start, end)``. ``rows`` has the edges in a device's row."""
+    """Draw bars that look alike. Each span is ``(device, start, end)``.
+
+    ``rows`` has the upper and the lower edge of the bars in a device's row, as parts of the row's height from the top.
+    """
     from matplotlib.collections import PolyCollection
 
     low, high = rows
@@ -272,7 +288,11 @@ def _draw_boxes(axes: Axes, run: PicturedRun, points: float) -> None:
 
 
 def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
-    """Return the font size in points of numbers that fit the shortest box, or 0 if they would be too small or too many."""
+    """Return the font size in points of numbers that fit the shortest box, or 0 if there should be no numbers.
+
+    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. There are none if
+    they would be too small or too many.
+    """
     boxes = [box for row in run.boxes for box in row]
     digits = len(str(max((box.action.microbatch or 0 for box in boxes), default=0)))
     size = min(8.0, run.shortest * points / (0.62 * digits + 0.25), 0.8 * _ACTION_HEIGHT * row_points)
@@ -280,7 +300,11 @@ def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
 
 
 def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
-    """Write, in each bubble, the action that the device waits for, in the longest form that fits. Return what is left out."""
+    """Write, in each bubble, the action that the device waits for, in the longest form that fits.
+
+    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. Return
+    the footnote's name for the texts of bubbles that are too narrow; empty if there are none.
+    """
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)
     for row in run.bubbles:
@@ -310,7 +334,10 @@ def _draw_transfers(axes: Axes, run: PicturedRun) -> None:
 
 
 def _draw_held(axes: Axes, run: PicturedRun, top: float) -> None:
-    """Draw the memory of each device over time, on a scale from 0 to ``top``, and 1F1B's peak if in activation units."""
+    """Draw the memory of each device over time, on a scale from 0 to ``top``.
+
+    A dashed line shows 1F1B's peak if the memory is in activation units.
+    """
     from matplotlib.collections import LineCollection, PolyCollection
 
     height, curves, areas = _FLOOR - run.upper, [], []
@@ -380,12 +407,18 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
 
 
 def _row_inches(devices: int, runs: int) -> float:
-    """Return the height in inches of a device's row: its actions and its memory."""
+    """Return the height in inches of a device's row: its actions and its memory.
+
+    ``devices`` is the number of rows of the timeline, and ``runs`` the number of timelines in the picture.
+    """
     return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
 
 
 def _panels(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """Return a new figure, and the empty axes of each timeline in it, from top to bottom. Sizes are in inches."""
+    """Return a new figure, and the empty axes of each timeline in it, from top to bottom.
+
+    ``width`` is that of the figure, and ``heights`` are those of the axes, in inches.
+    """
     from matplotlib.figure import Figure  # without pyplot, a Figure draws with Agg and leaves no global state
 
     above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5

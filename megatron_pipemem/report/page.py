@@ -27,7 +27,10 @@ def page(timelines: Sequence[Timeline]) -> str:
 
 
 def page_data(timelines: Sequence[Timeline], limit: float = 1.0) -> dict[str, object]:
-    """Return all data that ``page.js`` draws, as an object for JSON, with a dashed memory line at ``limit`` units."""
+    """Return all data that ``page.js`` draws, as an object for JSON.
+
+    ``limit`` is the place of the dashed memory line, in activation units.
+    """
     runs = [DrawnRun(timeline) for timeline in timelines]
     return {
         "kinds": {kind.value: kind.spec.says for kind in COMPUTE},
@@ -39,9 +42,10 @@ def page_data(timelines: Sequence[Timeline], limit: float = 1.0) -> dict[str, ob
 
 
 def filled(data: object, title: str, facts: str, **more: str) -> str:
-    """Return the text of ``page.html`` with this data for ``page.js``, this title, and text for browsers without JavaScript.
+    """Return the text of ``page.html`` with this data, title and text. No file is written.
 
-    ``more`` has HTML for ``controls``, and text that is added to ``style`` and ``script``.
+    ``data`` is the result of ``page_data``, or other data for ``page.js``. ``facts`` is the text for browsers without
+    JavaScript. ``more`` has HTML for ``controls``, and text that is added to ``style`` and ``script``.
     """
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     parts = {

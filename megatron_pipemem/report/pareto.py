@@ -45,7 +45,10 @@ class Point:
 
 
 def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
-    """Return a table of the points, sorted by peak. Points that are not dominated have a mark, the others are dim."""
+    """Return a table of the points, sorted by peak. Points that are not dominated have a mark, the others are dim.
+
+    With ``in_bytes`` the caption says that peaks are shares of 1F1B's bytes, otherwise activation units.
+    """
     columns = ("front", "schedule", "placement", "peak", "bubble")
     rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=f"peak: in {_unit(in_bytes)}")
     for point in sorted(points, key=_by_peak):
@@ -70,7 +73,9 @@ def draw(
     """Return a figure with bubble on the vertical and peak on the horizontal axis; lower is better for both.
 
     A staircase joins the points that are not dominated. Dominated points are hollow, and searched schedules are stars.
-    ``bound`` has pairs ``(memory, bubble rate)``, sorted by memory. No schedule within that memory has a smaller bubble.
+    ``bound`` has pairs ``(memory, bubble rate)``, sorted by memory. No schedule within that memory has a smaller
+    bubble. With ``in_bytes`` the peak axis is labelled as shares of 1F1B's bytes, otherwise as activation units. Raise an
+    UnsupportedError if there are no points.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
@@ -129,7 +134,11 @@ def _limits(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def _note(points: Sequence[Point], inside: Sequence[Point], unnamed: int) -> str:
-    """Return the text below the picture, whose number of lines does not depend on the number ``unnamed``."""
+    """Return the text below the picture: points beyond its limits, and the number of points without a name.
+
+    ``inside`` has the points within the limits, and ``unnamed`` is the number of those without a name. The number of
+    lines does not depend on ``unnamed``.
+    """
     beyond = [f"{p.name} ({p.peak:.3g}, {p.bubble_rate:.0%})" for p in sorted(points, key=_by_peak) if p not in inside]
     lines = textwrap.wrap(f"Beyond the picture: {', '.join(beyond)}.", _NOTE) if beyond else []
     return "\n".join([*lines, f"Dominated points without a name, for lack of room: {unnamed}." if unnamed else " "])

@@ -33,14 +33,17 @@ def announcement(timeline: Timeline) -> str:
 
 
 def typical[T](steps: Sequence[T]) -> Sequence[T]:
-    """Return all steps but the first, if there are others. It opens channels and fills the allocator's cache."""
+    """Return all steps but the first, which opens channels and fills the allocator's cache. A single step is
+    kept.
+    """
     return steps[1:] or steps
 
 
 def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
     """Return the idle share of a rank's training steps, from 0 to 1: the median over all steps but the first.
 
-    Each step is a pair of seconds: of the rank's actions, and of its whole pipeline. Steps of 0 seconds do not count.
+    Each step is a pair of seconds: the time of the rank's actions, and the time from the first start to the last end on all
+    ranks of its pipeline. Steps of 0 seconds do not count. Without others, the result is ``None``.
     """
     rates = [1 - work / makespan for work, makespan in steps if makespan]
     return median(typical(rates)) if rates else None
@@ -140,7 +143,10 @@ def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _predicted(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return the lowest and the highest peak in bytes that is predicted for a rank; ``None`` if nothing is predicted."""
+    """Return the lowest and the highest peak in bytes that is predicted for a rank.
+
+    They differ if experts may get different numbers of tokens. Both are ``None`` if nothing is predicted.
+    """
     most = rank["predicted_peak_bytes"]
     least = rank.get("predicted_least_peak_bytes")  # reports of earlier versions have none
     return most if least is None else least, most
@@ -163,7 +169,10 @@ _NANOSECONDS = 1e9
 
 
 def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return lines with the two main causes of idle time, and the makespan, by ``facts`` of ``planner.explanation``."""
+    """Return lines of text with the two main causes of idle time, and the simulated makespan of the run's own schedule.
+
+    ``facts`` is the result of ``planner.explanation.explain``.
+    """
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
     total = Counter({cause: sum(each["causes_ns"][cause] for each in idle) for cause in CAUSES})
     found = [
@@ -189,7 +198,10 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def idle_table(facts: Mapping[str, Any]) -> FittingTable:
-    """Return a table with each device's work and idle time, and the part of each cause that occurs."""
+    """Return a table with each device's work and idle time, and the part of each cause that occurs.
+
+    ``facts`` is the result of ``planner.explanation.explain``.
+    """
     causes = [cause for cause in CAUSES if any(each["causes_ns"][cause] for each in facts["idle"])]
     unit, scale = _unit(facts["seconds"])
     rows = FittingTable(
@@ -210,7 +222,10 @@ def idle_table(facts: Mapping[str, Any]) -> FittingTable:
 
 
 def change_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return lines with the changes that would save most time, and their memory; or one if none saves 1 % of the step."""
+    """Return lines of text with the changes that would save most time, and the memory that each needs.
+
+    ``facts`` is the result of ``planner.explanation.explain``. If no change saves 1 % of the step, one line says so.
+    """
     own = facts["simulated_seconds"]
     if not facts["changes"]:
         why = next(iter(facts["refused"].values()), "")
@@ -236,7 +251,10 @@ def _unit(amount: float) -> tuple[str, float]:
 
 
 def _change_in_memory(peak: float, facts: Mapping[str, Any]) -> str:
-    """Return text that compares ``peak``, the highest peak after a change, with the present one."""
+    """Return text that compares ``peak``, the highest peak after a change, with the present one.
+
+    Both are in bytes or in activation units, as ``facts`` says.
+    """
     now = facts["peak"]
     if peak == now:
         return "same activation memory"

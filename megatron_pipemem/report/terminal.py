@@ -31,7 +31,10 @@ _INDENT = 4
 
 @dataclass
 class FittingTable:
-    """A table that rich prints within the console's width, without empty columns, or as blocks of lines if it is too narrow."""
+    """A table that rich prints within the console's width. Columns in which all rows are empty are left out.
+
+    If the console is too narrow for a table, each row becomes a block of lines.
+    """
 
     columns: Sequence[str]
     # columns that are left-aligned and may wrap; all others are right-aligned and do not wrap
@@ -41,7 +44,10 @@ class FittingTable:
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "") -> None:
-        """Add a row with one cell for each column. ``style`` is a style of rich, for example ``dim``."""
+        """Add a row with one cell for each column. ``style`` is a style of rich, for example ``dim``.
+
+        Raise a ValueError for another number of cells.
+        """
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self._rows.append((cells, style))
@@ -95,7 +101,10 @@ def _widest(texts: Iterable[str], parts: Callable[[str], Sequence[str]]) -> int:
 
 
 def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | None:
-    """Return how many blanks separate two cells, and the width of each column; ``None`` if some word would not fit."""
+    """Return how many blanks separate two cells, and the width of each column of the table in characters.
+
+    The result is ``None`` if some word would not fit. ``width`` is that of the console.
+    """
     for gap in _PADDINGS:
         room = width - _EDGES - gap * (len(columns) - 1)
         enough = sum(column.natural for column in columns) if gap == max(_PADDINGS) else 0
@@ -105,7 +114,10 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the widths of the columns, ``room`` at most in all. What is left goes to the narrowest ones that want more."""
+    """Return the width of each column in characters, ``room`` at most in all.
+
+    Room beyond the least widths goes to the narrowest column, up to its natural width.
+    """
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:
@@ -138,7 +150,8 @@ class TerminalTimeline:
 
     A letter gives the kind of an action: upper case for the first chunk, lower case for later ones. The number of its
     microbatch follows if there is room, then dashes until the action ends. Blanks are idle time. If the timeline is too
-    long for the width, a column shows the action or idle time that takes the largest part of it.
+    long for the width, a column covers several actions. It has the letter of the action that takes the largest part of
+    it, or is blank if more of it is idle time.
     """
 
     timeline: Timeline
@@ -181,7 +194,10 @@ class TerminalTimeline:
 
 
 def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:
-    """Return the console's columns per second, ``room`` at most in all, and whether the shortest action has less than one."""
+    """Return the console's columns per second, and whether the shortest action has less than one column.
+
+    The longest of the timelines gets at most ``room`` columns.
+    """
     seconds = [end - start for timeline in timelines for spans in timeline.spans for start, end in spans]
     shortest = min((length for length in seconds if length > 0), default=1.0)
     longest = max(timeline.makespan for timeline in timelines)
@@ -210,7 +226,10 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
 
 
 def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
-    """Return the line that shows a device's copies to the host (``>``) and back (``<``)."""
+    """Return the line that shows a device's copies to the host (``>``) and back (``<``).
+
+    ``scale`` is the number of columns per second. ``width`` is that of the timeline, and ``margin`` that before it.
+    """
     signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
     cells = [" "] * width
     for copy in lane:
@@ -222,7 +241,10 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
 
 
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle."""
+    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle.
+
+    ``scale`` is the number of columns per second, and ``width`` the number of columns.
+    """
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale

@@ -25,9 +25,10 @@ _PALEST = 0.58
 
 
 class Box(NamedTuple):
-    """An action as it is drawn, with the index of its stage on its device, and the device's memory after it.
+    """An action as it is drawn. Times count from the first start in the timeline.
 
-    Times count from the first start in the timeline. Actions on memory take no time and only change ``held``.
+    ``chunk`` is the index of the action's stage on its device, and ``held`` the device's memory after the action.
+    Actions on memory take no time and only change ``held``.
     """
 
     action: Action
@@ -70,7 +71,8 @@ class DrawnMessage(NamedTuple):
 class Bubble(NamedTuple):
     """Idle time of a device before ``consumer``, which is None at the end of the timeline.
 
-    ``producer`` is the last action on another device that ``consumer`` waits for, if any.
+    ``producer`` is the action on another device that ``consumer`` waits for last, or None if it waits for no other
+    device.
     """
 
     device: int
@@ -81,7 +83,10 @@ class Bubble(NamedTuple):
 
 
 def common_end(timelines: Sequence[Timeline]) -> float:
-    """Return the end of the time axis that compared timelines share: that of the longest up to twice the median."""
+    """Return the end of the time axis that compared timelines share, in seconds: the makespan of the longest one.
+
+    Timelines more than twice as long as the median do not count.
+    """
     ends = sorted(timeline.makespan for timeline in timelines)
     return max(end for end in ends if end <= 2 * ends[(len(ends) - 1) // 2])
 
@@ -92,10 +97,12 @@ def bytes_text(held: float) -> str:
 
 
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
-    """Return ``(time, held)`` for each change of a device's memory, in order of time, beginning with ``(0.0, 0.0)``.
+    """Return ``(time, held)`` for each change of a device's memory, in order of time. ``held`` is the level after it.
 
-    Memory is taken at the start of an action, and freed at its end. If one action frees memory and the next takes it at the
-    same time, the level between them is left out.
+    The list begins with ``(0.0, 0.0)``.
+
+    ``row`` has the boxes of the device. Memory is taken at the start of an action, and freed at its end. If one action
+    frees memory and the next takes it at the same time, the level between them is left out.
     """
     steps = [(0.0, 0.0)]
     for box in row:
@@ -111,7 +118,10 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """Return a colour as ``#rrggbb``. Each kind of action has its hue, and later chunks, from 0 on, are paler."""
+    """Return a colour as ``#rrggbb``. Each kind of action has its hue, and later chunks are paler.
+
+    ``chunk`` counts from 0, and ``num_chunks`` is the number of chunks per device.
+    """
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in kind.spec.colour)
 
@@ -144,7 +154,10 @@ class DrawnRun:
 
     @cached_property
     def columns(self) -> tuple[Columns, ...]:
-        """The actions of each device that have a box, in order. Vocabulary actions without duration have none."""
+        """The actions of each device that have a box, in order.
+
+        Vocabulary actions without duration have no box. Their change in memory appears in the next box.
+        """
         schedule, origin = self.timeline.schedule, self.origin
         columns = []
         for order, spans, levels in zip(schedule.orders, self.timeline.spans, self._held, strict=True):
@@ -224,9 +237,10 @@ class DrawnRun:
 
     @cached_property
     def sources(self) -> list[int]:
-        """For each box of all devices, the index of the box on another device that it waits for last, -1 if there is none.
+        """For each box of all devices, the index of the box on another device that it waits for, -1 if there is none.
 
-        Indices count the boxes of all devices in turn.
+        Indices count the boxes of all devices in turn. If a box needs several results, it waits for the one that comes
+        last.
         """
         found, schedule = self._waits, self.timeline.schedule
         plain = not (schedule.pairs or schedule.vocabulary_barriers)
@@ -289,7 +303,10 @@ class DrawnRun:
         return colour(kind, chunk, self.num_chunks)
 
     def memory_scale(self, runs: Sequence[DrawnRun]) -> float:
-        """Return the top of this timeline's memory axis, which ``runs`` in the same unit share; in units it contains 1."""
+        """Return the top of this timeline's memory axis, if ``runs`` are drawn together.
+
+        Timelines in bytes share one axis. Timelines in activation units share another one, which contains 1.
+        """
         tops = [max(run.timeline.peak, float(run.in_units)) for run in runs if run.in_units == self.in_units]
         return 1.12 * (max(tops) or 1.0)
 

@@ -21,7 +21,10 @@ _AGREEMENT = {True: "=", False: "≠", None: " "}
 
 
 def front(points: Sequence[Result]) -> list[Result]:
-    """Return the points that no other point dominates in throughput and peak memory, sorted by peak memory."""
+    """Return the points that no other point dominates, sorted by peak memory.
+
+    A point dominates another one if it is no worse in throughput and peak memory, and better in one of them.
+    """
     best: list[Result] = []
     for point in sorted(points, key=lambda point: (_peak(point), -_speed(point), point.index)):
         twin = best and (_peak(best[-1]), _speed(best[-1])) == (_peak(point), _speed(point))
@@ -57,7 +60,11 @@ def table(points: Sequence[Result]) -> FittingTable:
 
 
 def draw(points: Sequence[Result], title: str = "") -> Figure:
-    """Draw the points by peak memory (x axis) and throughput (y axis), those of ``front`` filled and with names."""
+    """Draw the points by peak memory (x axis) and throughput (y axis).
+
+    Points that no other one dominates are filled and have names. The others are hollow and have numbers. Raise an
+    UnsupportedError without points.
+    """
     if not points:
         raise UnsupportedError("nothing-to-draw", "no run has ended without an error; start failed runs again first")
     axes = axes_for_points(

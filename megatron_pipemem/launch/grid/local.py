@@ -30,7 +30,11 @@ Event = Callable[[int, Result | None], object]
 
 
 class LocalRunner:
-    """Trains the points of a grid, each in a process of its own. ``on_event`` is called from several threads."""
+    """Trains the points of a grid, each in a process of its own.
+
+    ``on_event`` is called from several threads. ``command_of`` returns the command that trains a point, by default a
+    torchrun command for this machine.
+    """
 
     def __init__(self, store: Store, on_event: Event, command_of: Callable[[Store, int], Command] | None = None):
         self._store = store
@@ -45,7 +49,8 @@ class LocalRunner:
     ) -> None:
         """Train the points with these numbers, ``max_parallel`` at a time, until all have a result.
 
-        After an exception, for example an interrupt, all running points get SIGTERM, and ``on_stop`` their number.
+        After an exception, for example an interrupt, all running points are told to end by SIGTERM. ``on_stop`` is then
+        called with the number of running points.
         """
         with ThreadPoolExecutor(max_parallel, "grid") as pool:
             futures = [pool.submit(self._train, index) for index in indices]
@@ -120,7 +125,10 @@ def _on_this_node(store: Store, index: int) -> Command:
 
 
 def _end_left_over(lock: IO[str], place: Path) -> None:
-    """End the training process that a killed grid has left, and take over its lock; it may be on another machine."""
+    """End the training process that a killed grid has left, and take over its lock.
+
+    Raise an UnsupportedError if the lock is not free after 60 seconds: the process may be on another machine.
+    """
     lock.seek(0)
     try:
         holder = json.load(lock)

@@ -78,8 +78,10 @@ def label(settings: Settings) -> str:
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[GridPoint]:
     """Read a grid, by the path of its file or its name, and return the points that its filters keep.
 
-    Points that cannot work are included, with the reason, whatever the filters. ``overrides`` change all points, like the key
-    ``set``. With ``any_size``, points are not refused because their schedules take long to check.
+    Points that cannot work are included, with the reason. Filters are not applied to points whose run is not valid.
+    ``overrides`` change all points, like the key ``set``. With ``any_size``, points are not refused because their
+    schedules take long to check. Raise a ConfigError if there are over 10,000 points, if two are equal, or if none is
+    valid or kept.
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
@@ -167,8 +169,9 @@ def _filter(
 ) -> Callable[[Run], bool]:
     """Return a function that returns whether the grid's keys ``only`` and ``exclude`` keep a run.
 
-    Values in patterns are converted like those of a run, so that ``1e-4`` equals ``0.0001``. A key that no point sets, and a
-    value that no point can have, are refused.
+    Values in patterns are converted like those of a run, so that ``1e-4`` equals ``0.0001``. ``changed_run`` makes the
+    run with given changes, ``changes`` has those of every point, and ``runs`` the valid runs. Raise a ConfigError if a
+    pattern has a key that no point sets, or a value that no point can have.
     """
 
     def normal(name: str, value: Any, key: str) -> Any:

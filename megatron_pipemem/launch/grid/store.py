@@ -84,7 +84,11 @@ def _most(peaks: Sequence[int | None]) -> int | None:
 
 
 def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
-    """Return the result of a point whose training has ended, from its log and the run's report. No file is written."""
+    """Return the result of a point whose training has ended, from its log and the run's report.
+
+    ``index`` is the number of the point, and ``exit_code`` that of its training. No file is written. The status is
+    ``failed`` if the exit code is not 0, or if the report is missing or wrong.
+    """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     path = run.report
     if exit_code or not path.exists():
@@ -102,7 +106,11 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
 
 @contextmanager
 def report_of(path: Path) -> Iterator[Any]:
-    """Yield the JSON of a run's report. A missing key or a wrong type that the block finds becomes a ConfigError."""
+    """Yield the JSON of a run's report.
+
+    If the block finds that a key is missing or a value has another type, a ConfigError with the name of the file is
+    raised.
+    """
     report = read_json(path, "the report of a run")
     try:
         yield report
@@ -140,7 +148,10 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result | None:
-    """Read a point's result from a JSON file; return ``None`` if the file does not exist."""
+    """Read a point's result from a JSON file; return ``None`` if the file does not exist.
+
+    Raise a ConfigError if the file is not a result.
+    """
     if not path.exists():
         return None
     return _read(read_json(path, "a result"), path)
@@ -205,7 +216,10 @@ class Store:
         check_writable(self.folder / ".lock")
 
     def create(self, source: Path, points: Sequence[GridPoint]) -> None:
-        """Write the configuration of every point, and the results of points that cannot work; ``grid.json`` comes last."""
+        """Write the configuration of every point, and the results of points that cannot work.
+
+        The file ``grid.json`` is written last. A folder without it is incomplete, and is written again.
+        """
         for point in points:
             self._write(point)
         index = {
@@ -215,14 +229,20 @@ class Store:
         write_whole(self._index, json.dumps(index, indent=2) + "\n")
 
     def resume(self, points: Sequence[GridPoint]) -> None:
-        """Write the points again that could not work before. A grid with other points than the folder's is refused."""
+        """Write the points again that could not work before, because they may be able to work now.
+
+        Raise an UnsupportedError if the grid has other points than the folder.
+        """
         self._check_same(points)
         for point, result in zip(points, self.results(), strict=True):
             if result is not None and result.status == "infeasible":
                 self._write(point)
 
     def settings(self) -> list[Settings]:
-        """Return the settings of all points, in the order of the grid's file."""
+        """Return the settings of all points, in the order of the grid's file.
+
+        Raise a ConfigError if the folder has no grid.
+        """
         return [entry.settings for entry in self._entries()]
 
     def run(self, index: int) -> Run:
@@ -250,7 +270,10 @@ class Store:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Lock the folder within this block, so that no other process starts points of the grid."""
+        """Lock the folder within this block, so that no other process starts points of the grid.
+
+        Raise an UnsupportedError if another process has locked it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as lock:
             if not try_lock(lock):
@@ -305,7 +328,10 @@ class Store:
 
 
 def store_of_point(place: Path) -> tuple[Store, int]:
-    """Return the grid's store and the point's number, by a folder like ``FOLDER/points/007``."""
+    """Return the grid's store and the point's number, given the folder of a point.
+
+    Raise a ConfigError if the path is not one like ``FOLDER/points/007``.
+    """
     place = place.absolute()
     if place.parent.name != "points" or not place.name.isdigit():
         raise ConfigError("wrong-file", "is not the folder of a point; give one like FOLDER/points/007", file=place)
