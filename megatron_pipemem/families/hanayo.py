@@ -75,7 +75,11 @@ def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _block(placement: Placement, delay: int) -> Block:
-    """Return the block of passes as early as ``_Rhythm`` allows; later chunks begin ``delay`` slots after earlier ones."""
+    """Return the block whose passes start in the first slots after their input is ready that ``_Rhythm`` allows.
+
+    Only the first forward of every later chunk waits longer: at least ``delay`` slots after the end of the previous
+    chunk's last forward.
+    """
     p, chunks = placement.num_devices, placement.num_chunks
     interval = chunks * (SLOTS[Kind.F] + SLOTS[Kind.B])
     rhythms = [_Rhythm(interval, chunks) for _ in range(p)]
@@ -100,7 +104,10 @@ class _Rhythm:
         self._forwards = forwards  # still to come; each can close one odd gap
 
     def take(self, earliest: int, kind: Kind) -> int:
-        """Take the earliest slots that leave room for the passes still to come, and return the first of them."""
+        """Take the slots of a pass in every interval, and return the first of them.
+
+        It is the earliest slot from ``earliest`` on that leaves room for the passes still to come.
+        """
         self._forwards -= kind is Kind.F
         for start in range(earliest, earliest + self._interval):
             slots = {slot % self._interval for slot in range(start, start + SLOTS[kind])}

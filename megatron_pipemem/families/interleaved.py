@@ -72,7 +72,10 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
 
 
 def _group(p: int, n: int) -> int:
-    """Return the slices in the smallest group of whole microbatches, with ``n`` slices each, of at least ``p`` slices."""
+    """Return the number of slices in the smallest group of whole microbatches with at least ``p`` slices.
+
+    ``n`` is the number of slices of a microbatch.
+    """
     return -(-p // n) * n
 
 
@@ -182,7 +185,10 @@ def gis_h(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: 
 
 
 def grouped_slots(num_devices: int, chunks: int, group_size: int) -> tuple[list[int], list[int]]:
-    """Return a first microbatch's start slots per chunk, from its first F: of F on device 0, and of I on the last device."""
+    """Return two lists of start slots, with one slot per chunk: of F on device 0, and of I on the last device.
+
+    They are those of a group's first microbatch, counted from its first F. F, I and W of a chunk take one slot each.
+    """
     p, v, g = num_devices, chunks, group_size
     turns = -(-((p + 1) // 2) // g)
     distinct = v // gcd(v, turns)
@@ -205,7 +211,11 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
 
 
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
-    """Return a device's passes: some forwards, then I, W and F in turn. For large equal groups, ``_in_slots`` agrees."""
+    """Return the passes of a device: first some forwards, then I, W and F in turn.
+
+    ``v`` is the number of chunks, and ``sizes`` has the number of microbatches of every group. For groups of equal
+    size, each at least half of the devices, the order is that of ``_in_slots``.
+    """
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
     warm_up = max(sizes) * (v - 1) + p - device
@@ -219,7 +229,10 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 
 
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
-    """Return the passes of a device in the order of their slots. The last group may have fewer microbatches."""
+    """Return the passes of a device in the order of their slots.
+
+    ``v`` is the number of chunks, and ``group`` the number of microbatches of a group. The last group may have fewer.
+    """
     forward, backward = grouped_slots(p, v, group)
     timetable = []
     for microbatch in range(m):

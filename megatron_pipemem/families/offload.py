@@ -26,7 +26,11 @@ _MOST_WAITING = 4
 
 
 def with_prompt_weights(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """Yield five schedules with at most 0 to 4 W waiting on a device, which run while it is idle; none without W."""
+    """Yield five schedules with W moved: with at most 0, 1, 2, 3 or 4 W waiting on a device.
+
+    A W also runs where its device would be idle for as long as the W takes. Nothing is yielded for a schedule without
+    W.
+    """
     if not any(action.kind is Kind.W for order in schedule.orders for action in order):
         return
     timeline = simulate(schedule, costs)
@@ -56,7 +60,10 @@ def _prompt(timeline: Timeline, device: int, most: int) -> Order:
 def uniform_repeating(
     num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
 ) -> Schedule:
-    """Build forwards at the steady rate from the beginning, and no waiting W, over ``interleaved``, or a ``v`` of 2 chunks."""
+    """Build a schedule with uniform repeating: forwards run at the steady rate from the beginning, and no W waits.
+
+    ``placement`` is ``interleaved``, or ``v`` with 2 chunks. Raise an UnsupportedError for any other.
+    """
     if placement == "interleaved":
         return gis_h(num_devices, num_microbatches, chunks, group_size=1)
     if placement != "v" or chunks != 2:

@@ -124,7 +124,10 @@ def _can_join(placement: Placement) -> bool:
 
 
 def _joined(values: Sequence[float], placement: Placement) -> list[float]:
-    """Add up the values of the neighbouring stages and slices of the first replica that make up each stage of 1F1B."""
+    """Add up the values of the neighbouring stages, and of their slices, that make up each stage of 1F1B.
+
+    ``values`` has one value per stage, or per stage and slice. Only the first replica counts.
+    """
     # The stages of the first replica come first.
     one_replica = values[: len(values) // placement.replicas]
     size = len(one_replica) // placement.num_devices

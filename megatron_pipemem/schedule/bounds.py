@@ -68,7 +68,10 @@ class Chain:
         return sum(min(0, *self.held[s]) for s in stages)
 
     def lives(self, stages: Sequence[int]) -> float:
-        """Return memory times the least seconds of holding it, over a device's stages; 0 if it is negative after any pass."""
+        """Return the microbatch's memory times the least seconds that it is held, summed over a device's stages.
+
+        The result is 0 if memory is negative after any pass.
+        """
         if any(min(self.held[s]) < 0 for s in stages):
             return 0.0  # negative memory could last for any time
         # During W, a split backward holds the memory after I, a full one that after F.
@@ -112,7 +115,11 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
 
 
 def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits: bool, slices: int = 1) -> list[Chain]:
-    """Return one chain for all microbatches if they are alike, else one each, in order; with slices, one per slice."""
+    """Return one chain for all microbatches if they are alike, else one per microbatch; with slices, one per slice.
+
+    Chains are in the order of microbatches and, within a microbatch, of slices. ``splits`` says whether backwards may
+    run as I and W.
+    """
     prices, held, devices = costs.seconds(placement, slices), _held(placement, costs, splits, slices), placement.devices
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [
@@ -139,7 +146,10 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
 
 
 def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[Held]:
-    """Return a ``Held`` per stage and slice, in the unit of ``Costs.memory_changes``; lower bounds with several slices."""
+    """Return a ``Held`` for every stage and slice, stage by stage, in the unit of ``Costs.memory_changes``.
+
+    With several slices, these are lower bounds (``_settled``).
+    """
     changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
@@ -189,7 +199,10 @@ def _backward(
 
 
 def _joined(slices: list[Chain]) -> list[Chain]:
-    """Lengthen the least times of a microbatch's slices, in place: F waits for the slice before, I for the one after."""
+    """Lengthen the least times in the chains of a microbatch's slices, in place, and return the same chains.
+
+    The F of a slice waits for the slice before it, and its I for the slice after it.
+    """
     if len(slices) == 1:
         return slices
     top, final = len(slices[0].held) - 1, len(slices) - 1
@@ -317,7 +330,10 @@ class _Step:
         self._first, self._last = self._chains[::slices], self._chains[slices - 1 :: slices]
 
     def least_held(self, device: int) -> float:
-        """Return the lowest memory cap with which a device can run: the peak of one microbatch after another."""
+        """Return the lowest memory cap with which a device can run, in the unit of ``Costs.memory_changes``.
+
+        It is the peak of a device that runs one microbatch after another.
+        """
         stages, steps = self._stages[device], self._steps
         given = [sum(chain.least_given(stages) for chain in step) for step in steps]
         return max(
@@ -334,7 +350,10 @@ class _Step:
         return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return a lower bound of a step's seconds by a device's work and cap, in the unit of ``Costs.memory_changes``."""
+        """Return a lower bound of a step's seconds, from the work and the cap of one device.
+
+        ``cap`` is in the unit of ``Costs.memory_changes``.
+        """
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]
@@ -373,7 +392,10 @@ class _Step:
         return _most(shares, cap, whole)
 
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
-        """Return the shares that ``together`` makes of each microbatch on these stages, and whether each is one slice."""
+        """Return the shares that ``together`` makes of every microbatch on every one of these stages.
+
+        The second value is True if each share is a single slice, so that no slices were joined.
+        """
         shares = [share for step in self._steps for s in stages for share in together(step, s, seconds)]
         return shares, len(shares) == len(self._chains) * len(stages)
 

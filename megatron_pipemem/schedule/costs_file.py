@@ -216,7 +216,10 @@ class FileWeights(NamedTuple):
     one_for_all: bool
 
     def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchWeights:
-        """Return the weights of one training step, counted from 0; refuse a step or a number that the file lacks."""
+        """Return the weights of the microbatches of one training step. ``iteration`` counts steps from 0.
+
+        Raise a CostsError if the file lacks the step, or has another number of microbatches for it.
+        """
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",

@@ -195,7 +195,10 @@ class Table:
                 )
 
     def placement(self) -> Placement:
-        """Return the placement in the header, or else by the stages on every line; refuse a stage on two devices or none."""
+        """Return the placement in the header, or else the one that follows from the stages on every device's line.
+
+        Raise a ScheduleFormatError if there are no actions, or if a stage is on two devices or on none.
+        """
         if not any(self.orders):
             raise ScheduleFormatError(
                 "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
@@ -270,7 +273,10 @@ def read_schedule_file(path: str | Path) -> str:
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:
-    """Return the contents of a schedule file, given its text and a name of ``DIALECTS``. Orders are not checked."""
+    """Return the contents of a schedule file, given its text. ``dialect`` is one of ``DIALECTS``.
+
+    Raise a ScheduleFormatError for a wrong header, or for a cell that is not an action. Orders are not checked.
+    """
     if dialect not in DIALECTS:
         raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)
@@ -361,7 +367,10 @@ def _cells(line: str) -> list[str]:
 
 
 def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str, str]:
-    """Return the key of ``LETTERS`` in which a file is written, and the reason: ``stated``, or the sign that showed it."""
+    """Return the key of ``LETTERS`` in which a file is written, and the reason as text.
+
+    The reason is ``stated`` if ``dialect`` is such a key, and otherwise the sign by which it was detected.
+    """
     if dialect not in ("auto", "torch"):
         return dialect, "stated"
     cells = [cell for row in lines for _, _, cell in row]

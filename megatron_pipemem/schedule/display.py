@@ -41,7 +41,10 @@ def brief(value: object) -> str:
 
 
 def changed_fields(instance: Any) -> str:
-    """Return the text of a dataclass instance, its class and fields without defaults, in at most 190 characters."""
+    """Return the text of a dataclass instance: its class and the fields that differ from their defaults.
+
+    It has at most 190 characters. Fields beyond that are replaced by "...".
+    """
     progress = [
         f"{field.name}={brief(getattr(instance, field.name))}"
         for field in fields(instance)
@@ -110,7 +113,10 @@ _progress: ContextVar[_Progress | None] = ContextVar("progress", default=None)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call ``listener`` within this block with all messages of ``doing``, and at most ten a second of ``tell``."""
+    """Call ``listener`` with progress messages within this block.
+
+    These are all messages of ``doing``, and at most ten a second of ``tell``.
+    """
     token = _progress.set(_Progress(listener))
     try:
         yield
@@ -148,7 +154,10 @@ def tell(status: Callable[[], str]) -> None:
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Let the garbage collector run rarely. Searches make no cycles, and looking for them takes a fifth of the time."""
+    """Let Python's garbage collector run rarely within this block.
+
+    Searches and plans make no reference cycles, and the collector's search for them takes a fifth of their time.
+    """
     before = gc.get_threshold()
     gc.set_threshold(max(200_000, before[0]) if before[0] else 0, *before[1:])
     try:

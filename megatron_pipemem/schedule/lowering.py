@@ -68,7 +68,10 @@ class Horizons:
         self._lanes, self._needed = found.lanes, last_needed(found)
 
     def place(self, device: int, position: int, other: int) -> int:
-        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``."""
+        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``.
+
+        The needs of the action at ``position`` itself do not count.
+        """
         if position == 0:
             return 0
         return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
@@ -197,7 +200,11 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Change ``places``: sums over replicas come after the last gradient of the stage, and after sums of deeper stages."""
+    """Change ``places`` so that every sum over replicas comes right after the stage's last gradient.
+
+    It comes later if a deeper stage's sum does. ``places`` has, per stage of the device, the number of actions of its
+    order before the sum.
+    """
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED
@@ -207,12 +214,18 @@ def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
 
 
 def _keep_order(places: dict[int, int]) -> None:
-    """Move sums over replicas later, so that none comes before that of a deeper stage, which is first in ``places``."""
+    """Change ``places`` so that no sum over replicas comes before that of a deeper stage. Sums only move later.
+
+    Deeper stages come first in ``places``.
+    """
     places |= zip(places, accumulate(places.values(), max), strict=True)
 
 
 def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Horizons) -> bool:
-    """Move sums in ``places`` after the actions that another replica's sum depends on; return whether any has moved."""
+    """Move sums over replicas after the actions that another replica's sum depends on; return whether any has moved.
+
+    ``places`` has, per device and stage, the number of actions of the order before the sum. It is changed.
+    """
     moved = False
     for device, own in enumerate(places):
         for stage, place in own.items():
@@ -244,7 +257,10 @@ def _with_sums(actions: Order, places: dict[int, int]) -> Order:
 def add_messages_in_sequence(
     schedule: Schedule, actions: Iterable[tuple[int, Action]] | None = None
 ) -> tuple[Order, ...]:
-    """Return every device's actions with each send and its receive at one place of ``actions``, or of ``sequence``."""
+    """Return every device's actions with each send and its receive at the same place of one sequence of all actions.
+
+    ``actions`` is that sequence, by default the result of ``sequence``, which raises a ScheduleError if there is none.
+    """
     router = Router(schedule.placement)
     lowered: list[list[Action]] = [[] for _ in schedule.orders]
     for device, action in sequence(schedule) if actions is None else actions:
@@ -350,7 +366,10 @@ class _Run:
         self._events: list[tuple[float, int]] = [(0.0, device) for device in range(len(self._orders))]
 
     def lists(self) -> tuple[Order, ...]:
-        """Run all devices to their ends, and return their orders; refuse waits for messages that never come."""
+        """Run all devices to their ends, and return their orders with messages.
+
+        Raise a ScheduleError if a device waits for a message or collective that never comes.
+        """
         while self._events:
             now = self._events[0][0]
             while self._events and self._events[0][0] == now:
@@ -429,7 +448,10 @@ class _Run:
         return ran
 
     def _should_wait(self, device: int, now: float, end: float) -> bool:
-        """Return whether computing until ``end`` delays a message's destination by more than a wait for it takes."""
+        """Return whether a device should first wait for the destination of a message, and not compute until ``end``.
+
+        It should if computing delays the destination by more than the wait takes.
+        """
         for message in self._heads(device):
             other = message.edge[1]
             wait = self._busy_until[other] - now

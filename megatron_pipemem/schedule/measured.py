@@ -130,7 +130,10 @@ def costs_from(
 
 
 def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
-    """Return the measured costs of vocabulary passes, without collectives; those of ``before`` if no such pass has run."""
+    """Return the measured costs of the vocabulary passes; those of ``before`` if no such pass has run.
+
+    The collectives of the passes are not measured.
+    """
     if (Kind.S, 0) not in medians:
         return before.vocabulary
     score, gradient, embed, embed_gradient = (
@@ -283,7 +286,10 @@ class MeasuredStep:
 
     @cached_property
     def usual(self) -> dict[tuple[Kind, int], int]:
-        """Return the median nanoseconds of actions in no pair, per kind, stage (of vocabulary passes: device) and slice."""
+        """Return the median nanoseconds per kind, stage and slice; for vocabulary passes per kind, device and slice.
+
+        They are those of actions in no pair.
+        """
         durations: dict[tuple[Kind, int], list[int]] = {}
         for node in self.alone:
             durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
@@ -317,7 +323,10 @@ class MeasuredStep:
 
     @cached_property
     def links(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a message per link: the median delay of actions that waited for it, at least 0."""
+        """Return the seconds of a message per (source, destination): the median delay of actions that waited for it.
+
+        A negative median counts as 0. Links for whose messages no action waited are left out.
+        """
         found: dict[tuple[int, int], list[int]] = {}
         graph = self._graph[0]
         for node in self._by_node:
@@ -356,7 +365,10 @@ class MeasuredStep:
         return {(a, b): measured.get((a, b), mean) for a in devices for b in devices if a != b}
 
     def costs(self, memory: Mapping[Kind, tuple[float, ...]] | None = None) -> Costs:
-        """Return costs with the median seconds of every stage, and this memory, to simulate the step's own schedule."""
+        """Return costs with the median seconds of every stage, with which the step's own schedule can be simulated.
+
+        ``memory`` becomes ``Costs.memory``: per kind, the change of memory of every stage and slice.
+        """
         usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.usual.items()}
         together = {pair: nanoseconds / NANOSECONDS for pair, nanoseconds in self.usual_pairs.items()}
         # A stage that ran no pass of a kind has no time of it.
@@ -465,14 +477,20 @@ def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int
 
 
 def _late_alone(step: MeasuredStep, usual: list[int], late: int) -> list[int]:
-    """Return the idle nanoseconds of every device if only the actions of device ``late`` do not take ``usual`` times."""
+    """Return the idle nanoseconds of every device if only the actions of device ``late`` take their measured times.
+
+    All other actions take their times in ``usual``, which has nanoseconds per node. All delays are the measured ones.
+    """
     nodes = zip(step.lanes, step.seconds, usual, strict=True)
     seconds = [real if device == late else one for device, real, one in nodes]
     return _idle(step, seconds, step.delays)
 
 
 def _shared(amount: int, weights: list[int]) -> dict[int, int]:
-    """Return the part of ``amount`` per device by ``weights``, or equal parts; the largest weight takes rounding errors."""
+    """Return the part of ``amount`` for every device in the ratio of ``weights``. Devices without a part are left out.
+
+    The device with the largest weight takes the rounding error. If all weights are 0, the parts are equal.
+    """
     total = sum(weights)
     if not amount:
         return {}
@@ -484,7 +502,11 @@ def _shared(amount: int, weights: list[int]) -> dict[int, int]:
 
 
 def _period(step: MeasuredStep) -> int:
-    """Return the nanoseconds from step to step without a barrier; those of a step with replicas or asynchronous updates."""
+    """Return the nanoseconds from step to step without a barrier, at most the length of the step.
+
+    With replicas of the model, whose gradients are summed at the end of a step, and for asynchronous schedules the
+    result is the length of the step.
+    """
     if step.schedule.placement.replicas > 1 or step.schedule.updates is not None:
         return step.length
     begins: list[int] = [0] * step.schedule.num_devices

@@ -57,7 +57,10 @@ def per_device(limit: float | Sequence[float], num_devices: int, subject: str = 
 
 
 def parse_caps(value: float | str) -> MemoryCap:
-    """Read one cap as ``parse_cap`` does, or one per rank in the same unit: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``."""
+    """Read one cap as ``parse_cap`` does, or one per pipeline rank: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``.
+
+    Raise an UnsupportedError if the units differ.
+    """
     caps = [parse_cap(part) for part in str(value).split(",")]
     if len(caps) == 1:
         return caps[0]
@@ -69,7 +72,10 @@ def parse_caps(value: float | str) -> MemoryCap:
 
 
 def parse_cap(value: float | str) -> MemoryCap:
-    """Read ``0.6`` (activation units), or ``6GiB``, ``800MiB``, ``64KiB``, ``123456B`` (bytes per rank); all above 0."""
+    """Read ``0.6`` (activation units) or ``6GiB``, ``800MiB``, ``64KiB``, ``123456B`` (bytes of activations per rank).
+
+    Raise an UnsupportedError for anything else, 0 and negative numbers included.
+    """
     text = str(value).strip()
     if (number := _bytes(text)) is not None:
         return MemoryCap(number, True)

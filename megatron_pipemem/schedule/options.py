@@ -118,7 +118,10 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
 
 
 def slice_counts(given: object) -> tuple[int, ...]:
-    """Read the numbers of sequence slices that a search may choose, sorted: from a number, a list, or ``1,2,4``."""
+    """Read the numbers of sequence slices that a search may choose: from a number, a list, or ``1,2,4``.
+
+    The result is sorted and has no duplicates. Raise an UnsupportedError unless all are whole numbers of at least 1.
+    """
     counts: list[object] = [given]
     if isinstance(given, list | tuple):
         counts = list(given)

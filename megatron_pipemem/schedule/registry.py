@@ -182,7 +182,10 @@ def megatrons_own(chunks: int | None) -> str:
 
 
 def synchronous_families(sliced: bool = False) -> Iterator[Family]:
-    """Yield synchronous families with one replica and no offload; with ``sliced``, those with the option ``slices``."""
+    """Yield the synchronous families with one replica that do not offload.
+
+    They are those that do not cut microbatches by default; with ``sliced``, those with the option ``slices``.
+    """
     for each in families():
         fits = "slices" in each.options if sliced else each.slices == 1
         if fits and not (each.offloads or each.asynchronous or each.replicas > 1):
@@ -242,7 +245,10 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
 
 @lru_cache(maxsize=1)
 def _offered(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points of families, cached for the last ``sys.path``, because finding them takes 20 ms or more."""
+    """Return the entry points of families in all packages on ``sys.path``. Pass ``sys.path``, which is the cache's key.
+
+    The result for the last path is cached, because finding them takes 20 ms or more.
+    """
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
@@ -268,7 +274,10 @@ def _table() -> dict[str, Family]:
 
 
 def import_target(subject: str, target: str) -> ModuleType:
-    """Import a module by its Python file (``mine.py``) or its full name; ``subject`` begins the message of a failure."""
+    """Import a module by the path of its Python file (``mine.py``) or by its full name (``package.module``).
+
+    ``subject`` begins the message of the UnsupportedError if the module does not exist or cannot be imported.
+    """
     return _import(subject, partial(_module, target), "give a Python file, or the name of a module on the Python path")
 
 

@@ -147,7 +147,10 @@ def _check_numbering(schedule: Schedule) -> None:
 
 
 def _cell(table: Table, error: ScheduleError) -> Cell | None:
-    """Return the cell of an error's action, the second if it stands twice; ``None`` if it has no cell on the device."""
+    """Return the cell of the action that an error names, the second one if the device has the action twice.
+
+    The result is ``None`` if the error names no device, or if the device's line lacks the action.
+    """
     if error.device is None or error.device >= len(table.rows):
         return None
     found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]

@@ -39,19 +39,28 @@ class ScheduleSize:
 
 
 def is_fitted(name: str) -> bool:
-    """Return whether computing an order takes cubic time in the devices: for ``auto``, and if stages are not round robin."""
+    """Return whether computing an order is assumed to take time that grows with the cube of the number of devices.
+
+    That holds for ``auto``, and for families that do not place stages round robin.
+    """
     return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:
-    """Estimate a schedule's actions, seconds and bytes within a factor of about three; ``fitted`` is by ``is_fitted``."""
+    """Estimate the actions, seconds and bytes of a schedule, within a factor of about three.
+
+    ``chunks`` counts stages per device. ``fitted`` is the result of ``is_fitted`` for the schedule.
+    """
     actions = 3 * devices * microbatches * chunks
     seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
     return ScheduleSize(actions, seconds, actions * _ACTION_BYTES)
 
 
 def check_affordable(devices: int, microbatches: int, chunks: int, subject: str, fitted: bool = True) -> None:
-    """Refuse a schedule that takes too much time or memory. ``subject`` begins the message: ``--devices 900 makes``."""
+    """Raise an UnsupportedError for a schedule that takes too much time or memory to compute.
+
+    ``subject`` begins the message, for example "--devices 900 makes". The other parameters are those of ``estimated``.
+    """
     size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
         raise UnsupportedError(

@@ -51,7 +51,10 @@ class Moment:
 
 
 def horizon(num_devices: int, batch: int) -> int:
-    """Return how many later batches can have forwards in a window: 1F1B runs at most ``p - 1`` forwards ahead."""
+    """Return how many later batches can have forwards in a window: 1F1B runs at most ``p - 1`` forwards ahead.
+
+    ``batch`` is the number of microbatches per call of the training loop.
+    """
     return -(-(num_devices - 1) // batch)
 
 
@@ -123,12 +126,18 @@ def steady(num_devices: int, batch: int) -> Moment:
 
 
 def updates_per_batch(name: str) -> bool:
-    """Return whether a family updates its weights once per batch, and not after every microbatch."""
+    """Return whether a family updates its weights once per batch, between two calls of the training loop.
+
+    Other families update after every microbatch.
+    """
     return UPDATE_EVERY in family(name).options
 
 
 def check_batch(name: str, num_devices: int, batch: int) -> None:
-    """Refuse a family that updates once per batch if ``batch`` is so small that two weight versions are too few."""
+    """Raise an UnsupportedError if a family that updates once per batch would need more than two weight versions.
+
+    It would if ``batch``, the number of microbatches per step, is smaller than the number of devices.
+    """
     if updates_per_batch(name) and batch < num_devices:
         raise UnsupportedError(
             "needs-microbatches",
@@ -140,7 +149,10 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
 def family_window(
     name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: Any
 ) -> Window:
-    """Return the window of an asynchronous family at a moment of its stream; ``arguments`` are for ``build_schedule``."""
+    """Return the window of an asynchronous family at a moment of its stream.
+
+    ``batch`` is the number of microbatches per call. ``arguments`` are further arguments of ``build_schedule``.
+    """
     per_batch = updates_per_batch(name)
     if per_batch:
         arguments = {**arguments, UPDATE_EVERY: batch}
@@ -185,7 +197,10 @@ def family_window(
 
 
 def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) -> list[Order]:
-    """Return a window's actions with messages inserted anew for single queues. It sends every message that it receives."""
+    """Return the actions of a window, with messages inserted anew for devices that have a single queue.
+
+    Every message that a window receives is also sent in the same window (``_check_messages``).
+    """
     router = Router(stream.placement)
     orders = tuple(tuple(a for a in row if a.kind not in MESSAGES) for row in actions)
     computed = [action for order in orders for action in order]
@@ -195,7 +210,11 @@ def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) 
 
 
 def _window_numbers(actions: Order, batch: int) -> list[int]:
-    """Number each action's window from 0: windows end after the last backward of their batch, and its message."""
+    """Return the number of the window of every action of a device, counted from 0.
+
+    ``batch`` is the number of microbatches per window. A window ends after the last backward of its batch, and after
+    the message with the gradient of that backward.
+    """
     last = {action.microbatch // batch: at for at, action in enumerate(actions) if action.kind in COMPLETING}
     numbers: list[int] = []
     current = 0
@@ -207,7 +226,11 @@ def _window_numbers(actions: Order, batch: int) -> list[int]:
 
 
 def _check_messages(program: Program, number: Mapping[Action, int], last: int) -> None:
-    """Check that each message up to window ``last`` is sent and received in one, so that evaluation can run in between."""
+    """Check that every message is sent and received in the same window, for all windows up to number ``last``.
+
+    ``number`` has the number of every action's window, from 0. A ScheduleError is raised for the first violation.
+    Evaluation can then run between two windows without receiving their messages.
+    """
     router = Router(program.placement)
     for order in program.schedule.orders:
         for action in order:
@@ -228,7 +251,11 @@ def _check_messages(program: Program, number: Mapping[Action, int], last: int) -
 def _weights(
     stream: Schedule, batch: int, first: int, behind_messages: bool
 ) -> tuple[dict[Action, int], dict[Action, frozenset[int]]]:
-    """Return ``versions`` and ``updates`` of a window; ``behind_messages`` updates after messages that others wait for."""
+    """Return ``versions`` and ``updates`` of the window whose batch begins with microbatch ``first`` of the stream.
+
+    With ``behind_messages`` an update comes after the message that follows its action, because another device waits
+    for the message.
+    """
     assert stream.updates is not None
     newest = first // stream.updates.every
     router = Router(stream.placement)
@@ -308,7 +335,11 @@ def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: 
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
-    """Return the timeline of several steps without a barrier, as one schedule; refuse replicas and unequal microbatches."""
+    """Return the simulated timeline of several steps without a barrier, as one long schedule. Nothing is drawn yet.
+
+    The steps have the schedule and costs of ``timeline``, and ``steps`` is their number.
+    Raise an UnsupportedError for a schedule with replicas, and for costs with weights of microbatches.
+    """
     schedule, costs = timeline.schedule, timeline.costs
     if schedule.placement.replicas > 1:
         raise UnsupportedError(
@@ -375,7 +406,11 @@ class _Windows:
         """ends of the forwards of the previous step, with microbatches numbered as in the next step"""
 
     def run(self, number: int, begins: Sequence[float]) -> list[float]:
-        """Simulate step ``number``, and return the end of each device's part. Steps come in turn: 0 fills the pipeline."""
+        """Simulate step ``number`` from each device's start on, and return the end of every device's part.
+
+        Step 0 fills the pipeline. Steps must be simulated one after the other from 0: each uses the forwards that the
+        previous one ran for it.
+        """
         far = horizon(*self._size[1:])
         moment = Moment(min(number, far), far if number else 0, far)
         if moment not in self._found:
@@ -410,7 +445,10 @@ class _Windows:
 
 
 def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
-    """Return when every device ends its last action or sum over replicas; when it begins if it has no actions."""
+    """Return the time at which every device ends its last action, or its last sum over replicas.
+
+    A device without actions ends when it begins. ``begins`` has the time at which every device begins.
+    """
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
     for each in timeline.replica_reductions:
         for device in timeline.schedule.placement.holders(each.stage):

@@ -129,7 +129,10 @@ the algorithm. Schedules have the number of barriers."""
 
 
 def check_placement(placement: Placement) -> None:
-    """Refuse a placement without stage ``d`` on device ``d``, which has shard ``d``, for the first stages of one replica."""
+    """Raise an UnsupportedError unless stage ``d`` is on device ``d`` for the first stages, with one replica.
+
+    Shard ``d`` of head and embedding is on device ``d``.
+    """
     if placement.replicas > 1:
         raise UnsupportedError(
             "unsupported-placement",
@@ -145,7 +148,10 @@ def check_placement(placement: Placement) -> None:
 
 
 def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:
-    """Yield ``(action, device)`` for all vocabulary passes and posts of a step; without ``backwards``, of evaluation."""
+    """Yield ``(action, device)`` for all passes and posts of collectives that vocabulary parallelism adds to a step.
+
+    Without ``backwards`` these are the ones that evaluation runs.
+    """
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]

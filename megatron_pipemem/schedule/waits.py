@@ -53,7 +53,11 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
 
 
 def check_host_waits(program: Program, found: Dependencies) -> None:
-    """Prove that a program without a deadlock has none if a host waits for its whole device before any one action."""
+    """Prove that a program has no deadlock even if a host waits for its whole device before any one of its actions.
+
+    ``found`` has the dependencies of the program. Every send must have its receive, and the program must be free of
+    deadlock without such waits. A ScheduleError is raised if the proof fails.
+    """
     for end, other, later in refused_waits(program, found):
         raise _fault(found, end, other, later)
 
@@ -103,7 +107,10 @@ def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
 
 
 def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleError:
-    """Return the error for the post ``end``: its partner ``other`` depends on ``later``, an action of the same device."""
+    """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device.
+
+    All three are nodes. ``other`` completes together with ``end``, and depends on ``later``.
+    """
     device = found.graph.lane_of[end]
     first = found.lanes[device].start
     action, after, partner = (found.actions[node] for node in (end, later, other))
@@ -142,7 +149,13 @@ class QueueRun:
 
 
 def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
-    """Simulate a program in the strict model of one hardware queue per device, or raise a ScheduleError for a deadlock."""
+    """Simulate a program in the strict model of one hardware queue per device, and return the times of its actions.
+
+    Every send must have its receive (``check_edges``).
+
+    Raises:
+        ScheduleError: the program has a deadlock in this model.
+    """
     prices = ActionPrices(program.schedule, costs or Costs())
     lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
     meetings = _meetings(program)
