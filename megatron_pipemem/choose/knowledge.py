@@ -221,7 +221,10 @@ class Knowledge:
         return [max(received[at::slices]) for at in range(slices)]
 
     def _channel(self, placement: Placement) -> Channel:
-        """Return the channel to the hosts: the costs' own, or by the given ratio, the bandwidth, or the assumed ratio."""
+        """Return the channel between the devices and their hosts, from the first of these that is known.
+
+        They are the channel of the costs, the given ratio, the measured bandwidth, and the assumed ratio.
+        """
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:

@@ -129,7 +129,10 @@ def choices(
 
 
 def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
-    """Return whether another ``(peak, makespan)`` dominates the one at ``index``; the first of equal ones does."""
+    """Return whether another row dominates the row at ``index``. Of equal rows all but the first are dominated.
+
+    A row is ``(peak, makespan)``, and lower is better in both.
+    """
     peak, makespan = rows[index]
     for other, (other_peak, other_makespan) in enumerate(rows):
         no_worse = other_peak <= peak * (1 + _TOLERANCE) and other_makespan <= makespan * (1 + _TOLERANCE)
@@ -188,7 +191,10 @@ def _work(choice: ParetoPoint) -> float:
 
 
 def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
-    """Return seconds that no order with a point's placement can beat under ``cap``; infinity if no order keeps it."""
+    """Return seconds that no order with a point's placement can beat under ``cap``; infinity if no order keeps it.
+
+    ``choice`` is the point. ``cap`` is in the unit of the memory of ``costs``.
+    """
     schedule = choice.schedule
     if not _is_plain(schedule):
         return _work(choice)

@@ -175,7 +175,11 @@ def _under_higher_caps(
     placements: Sequence[Placement],
     deadline: float,
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield name and schedule of searches under 1, 2 and 4 times the cap, in half of the remaining time at most."""
+    """Yield name and schedule of the results of searches under 1, 2 and 4 times the request's cap.
+
+    They take at most half of the remaining time, and a search that fails is skipped. The caller offloads the memory
+    that exceeds the request's cap.
+    """
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
     for number, factor in enumerate(_HIGHER):
         left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
@@ -195,7 +199,10 @@ def _under_higher_caps(
 def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
-    """Return ``search_schedule`` without ``memory_cap`` and ``seconds``. ``effort`` holds if the request has none."""
+    """Return ``search_schedule`` with all arguments set except ``memory_cap`` and ``seconds``. Nothing is searched yet.
+
+    ``effort`` is used if the options of the request have none.
+    """
     return partial(
         search_schedule,
         num_devices=shape.num_devices,
@@ -255,7 +262,10 @@ def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple
 
 
 def _times_to_look(request: Request, knowledge: Knowledge) -> int:
-    """Return how often to search: several times if messages or vocabulary passes add memory to results under a cap."""
+    """Return how often to search at most, until a result keeps the cap.
+
+    It is 1, unless there is a cap and the memory of messages or vocabulary passes is added to a search's result.
+    """
     grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
     return _ATTEMPTS if grows and request.memory_cap is not None else 1
 
@@ -437,7 +447,11 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> C
 def _last_resort(
     request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
 ) -> Iterator[Schedule]:
-    """Yield each placement's serial schedule that keeps the cap, offloaded if allowed; refuse the request if none does."""
+    """Yield for every placement the schedule of one microbatch after another, if it keeps the cap.
+
+    All activations are offloaded unless the request's offload is off. Raise an UnsupportedError if no placement keeps
+    the cap.
+    """
     least: list[tuple[float, int, Schedule]] = []
     for placement in placements:
         serial = serial_schedule(placement, microbatches, request.schedule, better_full(placement, costs))

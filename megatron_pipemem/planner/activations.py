@@ -43,7 +43,10 @@ class Kept(Summed):
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return all tensors that a layer of a kind (the first layer's by default) keeps, recomputed or not, its input first."""
+    """Return the tensors that one layer keeps, also those that recomputation drops. The layer's input is the first.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
@@ -123,7 +126,10 @@ def _key_shards(execution: Execution) -> int:
 
 
 def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
-    """Yield flash attention's 16-bit output of ``nbytes`` if the next projection keeps it in 8 bits instead."""
+    """Yield the 16-bit output of flash attention if the next projection keeps it in 8 bits and so does not share it.
+
+    ``nbytes`` are the bytes of this output.
+    """
     if execution.fp8 != "none" and execution.attention == "flash":
         yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
 
@@ -230,7 +236,10 @@ def _delta_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
-    """Yield what a dense FFN keeps but its norm's input and output. Recomputing a module ``within`` makes all again."""
+    """Yield the tensors that a dense FFN of this width keeps, except the norm's input and output.
+
+    ``within`` names the modules whose recomputation makes all of these tensors again.
+    """
     inner = execution.tokens(model) * width / execution.tp * execution.element
     yield Saved("activation's input", inner * (model.projections - 1), "I", within)
     yield Saved("second projection's input", inner, "W", (*within, "activation"))
@@ -239,7 +248,10 @@ def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[s
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield what experts keep but the norm's input and output. A rank has all tokens of its expert-tensor group."""
+    """Yield the tensors that a mixture-of-experts block keeps, except its norm's input and output.
+
+    A rank of an expert-tensor-parallel group has all tokens of the group, and a part of each expert.
+    """
     n, e = execution.tokens(model), execution.element
     visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.expert_tp * e
@@ -310,7 +322,11 @@ _WITHIN = {
 
 
 def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
-    """Return the bytes that a layer of a kind keeps for a microbatch, with recomputation; none after I if it is frozen."""
+    """Return the bytes that one layer keeps on one rank for one microbatch, with the run's recomputation.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer. If the language model
+    is frozen, nothing is kept after I.
+    """
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
     if not execution.layers_have_weights:
@@ -321,7 +337,11 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the bytes of a layer that offload moves each way: all but norm statistics, softmax sums and experts' shares."""
+    """Return the bytes of one layer that offload moves to the host for one microbatch; as many come back.
+
+    These are all bytes that the layer keeps, except the few of norm statistics, softmax sums and experts' shares.
+    ``kind`` names the layer's blocks, by default those of the model's first layer.
+    """
     return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
 
 
@@ -391,7 +411,11 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
 
 
 def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
-    """Return the bytes of each whole tensor that W gathers for these layers; none without sequence parallelism."""
+    """Return the bytes of each tensor that W gathers over tensor-parallel ranks, for these linear layers.
+
+    They are the bytes of a microbatch's whole tensors, as the gather returns them. Without sequence parallelism, the list
+    is empty.
+    """
     if not execution.sequence_parallel:
         return []
     layers = list(layers)
@@ -401,16 +425,25 @@ def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matr
 
 
 def _input_is_shard(matrix: Matrix, execution: Execution) -> bool:
-    """Return whether a shard of a gathered input is kept for W to gather, as always in Megatron's own layers."""
+    """Return whether only a shard of a gathered input is kept until W, as always in Megatron's own layers.
+
+    W then gathers the input again.
+    """
     kept = execution.weight_inputs == "sharded" or execution.implementation == "local"
     return kept and _is_gathered(matrix, "columns")
 
 
 def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
-    """Return whether a shard of the output gradient is kept for W to gather, unless it is quantised in a gather."""
+    """Return whether only a shard of the output gradient is kept until W, which gathers it.
+
+    A gradient that is quantised while it is gathered is kept whole.
+    """
     return execution.weight_inputs == "sharded" and execution.fp8 == "none" and _is_gathered(matrix, "rows")
 
 
 def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
-    """Return whether sequence parallelism gathers a tensor of a matrix: inputs of columns, output gradients of rows."""
+    """Return whether a matrix has this cut, and sequence parallelism, if it is on, gathers a tensor of the matrix.
+
+    The tensor is the input of a matrix cut by columns, and the output gradient of one cut by rows.
+    """
     return matrix.cut == cut and matrix.waits and not matrix.routed

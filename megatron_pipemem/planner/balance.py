@@ -123,7 +123,11 @@ def balance(
 def as_cut(
     run: Run, layers_of: Callable[[Placement], tuple[int, ...] | None], pace: MeasuredSlowdown | None = None
 ) -> Layout:
-    """Return a run's layout with an uncut vocabulary, cut by ``layers_of``, or else by the planner's partition."""
+    """Return a run's layout with an uncut vocabulary, and its predicted times and bytes.
+
+    Its pieces per stage are those that ``layers_of`` returns for the run's placement; if it returns ``None``, those of
+    the planner's partition. ``pace`` has the ratios of measured to predicted seconds.
+    """
     scale = _Scale(run, _request(run).decided(0), run.cluster.memory_bytes, pace)
     return scale.layout("given", layers_of(scale.placement) or scale.partitioned)
 
@@ -264,7 +268,10 @@ class _Scale:
 
 
 def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
-    """Return the shortest layout within ``room`` bytes; if none fits, the lowest peak of those that are about the shortest."""
+    """Return the layout with the shortest step among those that fit into ``room`` bytes.
+
+    If none fits, take the layouts with about the shortest step, and of these the one with the lowest peak.
+    """
     if fitting := [each for each in layouts if max(each.held) <= room]:
         return min(fitting, key=lambda each: each.seconds)
     most = min(each.seconds for each in layouts) * (1 + AS_GOOD)
@@ -276,7 +283,10 @@ def _with_microbatches(run: Run, count: int) -> Run:
 
 
 def _request(run: Run) -> Request:
-    """Return a run's request without offload and recomputation, whose layouts are compared; refuse a single rank."""
+    """Return the request of a run for which layouts are compared: without offload and recomputation.
+
+    Raise an UnsupportedError if there is no pipeline.
+    """
     if run.parallelism.pp == 1:
         raise UnsupportedError(
             "no-pipeline",

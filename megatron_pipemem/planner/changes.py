@@ -185,7 +185,10 @@ class Case:
         return f"{self.own.peak:.0f}B" if self.in_bytes else f"{self.own.peak:.4g}"
 
     def flags(self, *flags: str) -> str:
-        """Return these flags as one text, with our schedule of the same order for a run with Megatron's own."""
+        """Return these flags as one text.
+
+        For a run with Megatron's own schedule, add ``--pipemem-schedule`` with our schedule of the same order.
+        """
         stock = megatrons_own(self.schedule.placement.num_chunks)
         ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
         return " ".join(filter(None, (ours, *flags)))
@@ -205,7 +208,10 @@ class Case:
         return partition(Loads(passes.layers, *ends), placement)
 
     def layout_flag(self, counts: tuple[int, ...]) -> str:
-        """Return Megatron's flag for these layers per stage; empty if they are equal, or the run's are unknown."""
+        """Return Megatron's flag for these layers per stage.
+
+        The text is empty if the numbers are equal, or if the run's layers are unknown.
+        """
         if self.layers is None or len(set(counts)) == 1:
             return ""
         slices = (*counts[:-1], counts[-1] + bool(self.mtp_layers))
@@ -257,7 +263,11 @@ def _all(case: Case) -> Iterator[Change]:
 
 
 def _layouts(case: Case) -> Iterator[Change]:
-    """Yield the run with balanced layers per stage; nothing if it recomputes, offloads or cuts the vocabulary."""
+    """Yield the run's schedule with other layers per stage, balanced by the measured times of layers.
+
+    Yield nothing if the layers are unknown or balanced already, or if the run recomputes, offloads or cuts the
+    vocabulary.
+    """
     placement = case.schedule.placement
     if case.layers is None or _is_extended(case.schedule):
         return
@@ -367,7 +377,10 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
 
 
 def _without(case: Case) -> Iterator[Change]:
-    """Yield the run without recomputation, without offload, and without a barrier between steps, where it may drop them."""
+    """Yield up to three changes: no recomputation, no offload, and no barrier between steps.
+
+    The first two are for runs that recompute or offload, and the third for runs whose configuration allows it.
+    """
     schedule, costs = case.schedule, case.own.costs
     for kind, dropped, words, flags in (
         ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
@@ -388,7 +401,11 @@ def _without(case: Case) -> Iterator[Change]:
 
 
 def _vocabularies(case: Case) -> Iterator[Change]:
-    """Yield the run with a cut vocabulary, once per algorithm; nothing if it is refused or extended, or the head is free."""
+    """Yield the run's schedule with embedding and head cut over all devices, once for each algorithm.
+
+    Yield nothing if the configuration refuses it, if the head takes no time, or if the run recomputes, offloads or cuts
+    the vocabulary already.
+    """
     whole, placement = case.passes, case.schedule.placement
     if "vocabulary" in case.refused or _is_extended(case.schedule) or whole.head <= 0:
         return
@@ -427,7 +444,10 @@ def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
 
 
 def _may_place(case: Case, placement: Placement, name: str) -> bool:
-    """Return whether the run's configuration and layers allow a placement of one replica for the schedule ``name``."""
+    """Return whether the run's configuration and its number of layers allow a placement for the schedule ``name``.
+
+    Placements with replicas of the model are not allowed.
+    """
     if placement.replicas > 1 or (case.layers is not None and placement.num_stages > sum(case.layers) + 2):
         return False
     if placement.num_chunks > 1 and name != megatrons_own(placement.num_chunks) and "reordered" in case.refused:

@@ -198,7 +198,10 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
 
 
 def core_flops(model: Model, execution: Execution, block: str) -> float:
-    """Return the FLOPs of F outside a block's matrices, of attention or a scan, on one rank for one microbatch."""
+    """Return the FLOPs of a block's F outside its matrices: of attention scores and values, or of a scan.
+
+    They are those of one rank and one microbatch; 0 for blocks with neither.
+    """
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Sublayer.ATTENTION:
         return 4 * n * s * model.query_width / tp
@@ -223,7 +226,10 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> Passes:
-    """Return the FLOPs of F, I (with recomputation) and W of a layer, by default the first, on a rank for a microbatch."""
+    """Return the FLOPs of F, I and W of one layer on one rank for one microbatch; I includes recomputation.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
         for each in matrices(model, execution, block):
@@ -251,13 +257,19 @@ def early_share(model: Model, execution: Execution, kind: str) -> float:
 
 @lru_cache(maxsize=1024)
 def attention_share(model: Model) -> float:
-    """Return the fraction of F's FLOPs in attention scores and values, with those that the causal mask removes."""
+    """Return the fraction of F's FLOPs, over all layers, in attention scores and values.
+
+    Scores that the causal mask removes are counted.
+    """
     passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
     return 1 - sum(each.weight for each in passes) / sum(each.forward for each in passes)
 
 
 def head_flops(model: Model, execution: Execution) -> Passes:
-    """Return the FLOPs of the output layer on one rank for one microbatch, once for each predicted token."""
+    """Return the FLOPs of the output layer on one rank for one microbatch.
+
+    With multi-token prediction, the output layer runs once for each predicted token.
+    """
     product = 2 * execution.tokens(model) * model.hidden * execution.vocabulary_rows(model)
     return Passes(product, product, product) * model.heads_of_output
 
@@ -274,7 +286,10 @@ def projection_matrices(model: Model) -> list[Matrix]:
 
 
 def model_flops(model: Model) -> float:
-    """Return the FLOPs of forward and backward of a sequence, with head and tower, without recomputation, as in MFU."""
+    """Return the FLOPs of forward and backward of one whole sequence, without recomputation, as MFU counts them.
+
+    They include the head, and a vision tower with all images of the sequence.
+    """
     layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
     if (tower := model.tower) is not None:
         projected = sum(each.products(1) for each in projection_matrices(model)) * (1 + tower.deepstack)
@@ -285,7 +300,10 @@ def model_flops(model: Model) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, execution: Execution, kind: str | None = None) -> int:
-    """Return the number of parameters of one layer, by default the first, on one rank, experts included."""
+    """Return the number of parameters of one layer on one rank, experts included.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
     return sum(
         _other_parameters(model, execution, Sublayer(block))
         + sum(each.parameters(execution.tp) for each in matrices(model, execution, block))
@@ -294,7 +312,10 @@ def layer_parameters(model: Model, execution: Execution, kind: str | None = None
 
 
 def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
-    """Return a layer's expert parameters on a rank, which count apart: fewer ranks share their optimizer state."""
+    """Return the number of a layer's expert parameters on one rank.
+
+    They count apart because fewer ranks share their optimizer state.
+    """
     copies = model.experts // execution.ep
     of_experts = (
         each
@@ -311,7 +332,10 @@ def embedding_parameters(model: Model, execution: Execution) -> int:
 
 
 def head_parameters(model: Model, execution: Execution) -> int:
-    """Return the parameters of final norm and output layer on a rank. A tied head counts, as a copy of the embedding."""
+    """Return the number of parameters of final norm and output layer on one rank.
+
+    A tied head counts in full, because the last stage has a copy of the embedding.
+    """
     return model.hidden * (execution.vocabulary_rows(model) + (2 if model.norm == "layernorm" else 1))
 
 
@@ -333,7 +357,10 @@ _DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
 
 
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
-    """Return the weight (FLOPs per token / 6) of a block by its ``symbol`` in a hybrid pattern; 0 for invalid sizes."""
+    """Return the weight (FLOPs per token / 6) of one block, by its ``symbol`` in a hybrid pattern.
+
+    ``of`` returns the sizes of the model, and ``sequence`` is the number of tokens of a sequence. Invalid sizes give 0.
+    """
     try:
         model = _model(symbol, of, sequence)
     except ConfigError:

@@ -76,7 +76,10 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
-    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage."""
+    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage.
+
+    ``plan`` is the entry of the plan in the report.
+    """
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,
@@ -125,12 +128,18 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
 
 
 def _ratio(measured: float, predicted: float, messages: float) -> float:
-    """Return measured over predicted seconds without the share of messages, at least 0.1; 1 if none are predicted."""
+    """Return measured over predicted seconds of computing alone, at least 0.1; 1 if none are predicted.
+
+    ``messages`` is the share of messages in the predicted seconds.
+    """
     return max(0.1, (measured / predicted - messages) / (1 - messages)) if predicted else 1.0
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """Return the JSON object of ``pipemem explain``: a step's time by cause, and the first ``SHOWN`` of the best changes."""
+    """Return the JSON object of ``pipemem explain``.
+
+    It has the time of a step by cause, and the first ``SHOWN`` of ``best_changes``.
+    """
     step, schedule = case.step, case.schedule
     changes = best_changes(case)[:SHOWN]
     usual, n = case.step.of_stages(), schedule.slices
@@ -160,7 +169,10 @@ def explain(case: Case) -> dict[str, Any]:
 
 
 def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
-    """Return every device's nanoseconds of work in a step, and of idle time by cause, which add up to the step."""
+    """Return for every device the nanoseconds of work in a step, and of idle time by cause.
+
+    Together these are the length of the step.
+    """
     work: Sequence[int] = step.work_of(step.seconds)
     return [
         {

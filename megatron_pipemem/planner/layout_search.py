@@ -60,7 +60,10 @@ class Bounds:
         return (self._sums[ends] - self._sums[ends - layouts] + self._ends).reshape(len(layouts), self._ends.size)
 
     def of(self, seconds: np.ndarray, newest: bool = False) -> np.ndarray:
-        """Return a lower bound of each layout's step by its row of ``seconds`` and all chains, or the ``newest`` one alone."""
+        """Return a lower bound in seconds of the step of every layout, from its row of ``seconds``.
+
+        It is the highest bound by any chain; with ``newest``, the bound by the chain that was added last.
+        """
         chains, lags = (self._chains[-1:], self._lags[-1:]) if newest else (self._chains, self._lags)
         bounds = (seconds @ np.stack(chains).reshape(len(chains), -1).T + lags).max(axis=1)
         if self._further:
@@ -88,7 +91,10 @@ def descend(
     best, shortest, left = start, simulate(start), most
 
     def better(layouts: np.ndarray) -> tuple[int, ...] | None:
-        """Simulate layouts by ascending bound; return the first that beats the best, ``None`` if no bound or try is left."""
+        """Simulate layouts by ascending bound, and return the first with a shorter step than the best.
+
+        Return ``None`` if no bound is below the shortest step, or if ``most`` layouts have been simulated.
+        """
         nonlocal shortest, left
         seconds = bounds.seconds(layouts)
         lowest = bounds.of(seconds)

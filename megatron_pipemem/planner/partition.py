@@ -161,7 +161,10 @@ class _Measure:
         return (_of_stages(self._needed, counts) @ self._owners == 0).sum(axis=1)
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
-        """Return the stages of the slowest device with layers to give away, by the numbers of layers per stage."""
+        """Return the stages of the slowest device, except those without layers to give away.
+
+        ``counts`` has the number of layers per stage.
+        """
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
         owned = np.flatnonzero(self.devices == slowest)

@@ -96,7 +96,10 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
 
 
 def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderPrice]:
-    """Return a step, given with one version, with the bytes of all versions, and its price in the middle of a run."""
+    """Return a step of a run with an asynchronous schedule, with the bytes of all parameter versions, and its price.
+
+    ``step`` is the step with one version. The price is that of a step in the middle of the run.
+    """
     name, p, m = run.schedule.name, run.parallelism.pp, run.parallelism.microbatches
     batch = min(m, 2 * p)
 
@@ -208,7 +211,10 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Yield plans of at most three searches for orders, ``seconds`` each, whose bounds leave a gain over ``plans``."""
+        """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
+
+        There are at most three searches, and each ends after ``seconds`` seconds. One that finds no order is skipped.
+        """
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:
@@ -333,7 +339,10 @@ class _Planner:
         return replace(found, order=None)  # its name and the number of slices are enough
 
     def _measured(self, group: Group, order: Order) -> OrderPrice:
-        """Return time and peaks of an order without a variant, from a cache, because variants share orders."""
+        """Return the time and peaks of an order without a variant, from a cache.
+
+        Offload and both algorithms of vocabulary parallelism start from the same order.
+        """
         cut, costs = group.run.parallelism, group.step.costs
         if costs.have_exchanges:
             costs = costs.of_computing(group.step.placement)
@@ -344,7 +353,10 @@ class _Planner:
         return self._times[key]
 
     def _consider(self, group: Group, variant: Variant, order: Order) -> None:
-        """Queue the variant of an order by the order's time; reject it if it frees memory needlessly, or none where it must."""
+        """Queue the variant of an order, with the time of the order alone as a lower bound.
+
+        Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
+        """
         seconds, peaks, _ = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name} is not needed, because the schedule fits into memory without it"] += 1
@@ -354,7 +366,10 @@ class _Planner:
             self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
 
     def _affords(self, entry: Group | Base) -> bool:
-        """Return whether to try an entry now; one whose offload takes long to plan is tried last."""
+        """Return whether to try an entry now, or later because its offload takes long to plan.
+
+        Planning takes longest with many chunks. Trying an order now lowers the effort that is left.
+        """
         group = entry.group if isinstance(entry, Base) else entry
         if group.variant is None or not group.variant.frees_memory:
             return True
@@ -367,7 +382,10 @@ class _Planner:
         return True
 
     def _vary(self, base: Base, microbatches: int) -> None:
-        """Simulate the variant of an order with fewer microbatches; the busiest device's work stands for the rest."""
+        """Simulate the variant of an order with ``microbatches`` microbatches, and queue its plan or count its rejection.
+
+        Each further microbatch of the run adds the busiest device's work to the time.
+        """
         rest = base.group.run.parallelism.microbatches - microbatches
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
@@ -392,7 +410,10 @@ class _Planner:
         self._wait(found)
 
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
-        """Return a plan for an order that ``build`` makes, a long one by shorter steps; ``None`` above the memory."""
+        """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
+
+        A long step is predicted from shorter ones, and its plan has no list of actions.
+        """
         run, step = base.group.run, base.group.step
         if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
             return self._found(base, build(microbatches))
@@ -409,7 +430,10 @@ class _Planner:
         return self._plan(base, schedule, Replay(schedule).timing(costs, overlaps).price)
 
     def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
-        """Return a plan with this price, and ``schedule`` if a name is not enough; ``None`` above the memory."""
+        """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory.
+
+        ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
+        """
         if not self._fits(base.group, price.peaks):
             return None
         hidden = price.hidden and price.hidden[base.group.step.busiest]
@@ -440,7 +464,12 @@ def _units(run: Run) -> int:
 
 
 def _busiest(step: PlannedStep, slices: int = 1) -> float:
-    """Return the busiest device's seconds per microbatch, with vocabulary passes, and without exchanges in pairs."""
+    """Return the seconds that the busiest device computes per microbatch, including vocabulary passes.
+
+    For orders with pairs, the exchanges of experts' tokens are left out.
+
+    ``slices`` is the number of slices of a microbatch for which the step is priced.
+    """
     costs = step.costs.of_computing(step.placement) if step.costs.have_exchanges else step.costs
     prices, vocabulary = costs.seconds(step.placement, slices), costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)

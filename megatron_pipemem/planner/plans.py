@@ -62,7 +62,10 @@ class Plan:
 
     @cached_property
     def gain(self) -> float | None:
-        """The makespan with a barrier between steps, divided by the period without it; ``None`` for a plan with it."""
+        """The ratio of the makespan with a barrier between steps to the period without it.
+
+        Above 1, steps are faster without the barrier. ``None`` for a plan with the barrier.
+        """
         if not self.run.schedule.overlap_steps:
             return None
         cut, costs = self.run.parallelism, self.step.costs
@@ -114,7 +117,10 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """The cause that costs most with its fraction of the step, as text, and from 1 % on that of the memory."""
+        """The cause that costs most, and its fraction of the step, as text.
+
+        If more memory would save 1 % or more of the step, the text says so.
+        """
         cause, seconds = next(iter(self.losses.items()))
         text = f"{cause} {seconds / self.seconds:.1%}"
         gained = self.base.group.memory_seconds / self.seconds
@@ -122,7 +128,10 @@ class Plan:
 
 
 def run_files(plan: Plan, path: Path) -> dict[Path, str]:
-    """Return the texts of a run's files by path: of the run, and of an order that is more than a family's name."""
+    """Return the texts of the files that a plan's run needs, by path. No file is written.
+
+    ``path`` is that of the run file. An order that is more than a family's name becomes a schedule file next to it.
+    """
     run, files = plan.run, {}
     if plan.order is not None and run.schedule.name != STOCK:
         order = path.with_suffix(".csv")
@@ -160,7 +169,10 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def gibibytes(nbytes: float) -> str:
-    """Return bytes in GiB as text, rounded up as a safe limit: one decimal, or two significant digits below 1."""
+    """Return a number of bytes in GiB as text, rounded up so that it is safe as a limit.
+
+    From 1 GiB it has one decimal, below that two significant digits.
+    """
     amount = nbytes / GIB
     digits = 1 if amount >= 1 or amount <= 0 else 1 - floor(log10(amount))
     tenths = floor(amount * 10**digits)

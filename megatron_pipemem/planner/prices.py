@@ -249,7 +249,11 @@ def ahead(
     pace: MeasuredSlowdown | None = None,
     looks_up: bool = True,
 ) -> Price:
-    """Predict all layers of multi-token prediction, on one stage; with ``looks_up`` it has a copy of the embedding."""
+    """Predict the seconds and bytes of all layers of multi-token prediction, which are on one stage.
+
+    With ``looks_up``, their stage has a copy of the embedding, in which they look up tokens.
+    Without such layers, everything is 0.
+    """
     layers = model.all_kinds[model.layers :]
     if not layers:
         return Price()
@@ -295,7 +299,10 @@ def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
 
 
 def _tails(model: Model, execution: Execution, kind: str) -> Passes:
-    """Return the FLOPs that would fill the half-empty last waves of a layer's products; those of grouped experts once."""
+    """Return the FLOPs that would fill the half-empty last waves of a layer's products, in each of F, I and W.
+
+    The products of all experts count once, because they are computed in groups.
+    """
     tp, n = execution.tp, execution.tokens(model)
     products = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
     forward, backward = sum(each.depth(tp) for each in products), sum(each.width(tp) for each in products)
@@ -310,7 +317,10 @@ def _cached_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def _product_seconds(execution: Execution, cluster: Cluster, flops: Passes, tails: Passes) -> Passes:
-    """Return the seconds of products. F and I have as many linear FLOPs as W, and only these may be in 8 bits."""
+    """Return the seconds of matrix products. Linear layers may be in 8 bits, and attention never is.
+
+    W has linear layers only. F and I each have as many FLOPs of linear layers as W.
+    """
     linear = Passes(flops.weight, flops.weight, flops.weight)
     return (linear + tails) * (1 / _rate(execution, cluster)) + (flops + linear * -1) * (1 / cluster.flops)
 
@@ -377,7 +387,10 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
 
 
 def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> float:
-    """Return the seconds of F in which attention does not hide the ring (arXiv 2310.01889) of keys and values."""
+    """Return the seconds of F in which keys and values pass the context-parallel ranks without attention to hide them.
+
+    The ranks form a ring (arXiv 2310.01889). Blocks without attention, and one rank, take 0.
+    """
     latents = (Sublayer.SPARSE_ATTENTION, Sublayer.REUSED_INDEX)
     if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION, *latents) or execution.cp == 1:
         return 0.0

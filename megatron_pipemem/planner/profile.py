@@ -106,11 +106,17 @@ class Profile:
         return self.layers[self.model.main_kind]
 
     def costs(self, link: Link | None = None) -> Costs:
-        """Return the costs of layers and frames for any placement; without a ``link``, messages cost nothing."""
+        """Return the costs of layers and frames, from which stages of any placement are priced.
+
+        ``link`` connects neighbouring pipeline ranks. Without it, messages cost nothing.
+        """
         return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
-        """Return the ratios of measured to predicted seconds on a cluster's device; refuse unmeasured profiles."""
+        """Return the ratios of measured seconds to those that ``planner.prices`` predicts for a device of this cluster.
+
+        Raise a ConfigError if the profile's seconds were not measured.
+        """
         if self.source != "measured":
             raise ConfigError(
                 "wrong-file",
@@ -127,7 +133,10 @@ class Profile:
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
-        """Return the object for ``--pipemem-costs`` with all fields; without a ``link``, messages cost nothing."""
+        """Return the object for ``--pipemem-costs``: costs of parts and messages, and this profile's other fields.
+
+        ``link`` connects neighbouring pipeline ranks. Without it, messages cost nothing.
+        """
         whole = asdict(self)
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:

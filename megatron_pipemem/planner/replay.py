@@ -79,7 +79,10 @@ def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int
 
 
 def shortest(num_devices: int, num_microbatches: int) -> int:
-    """Return the fewest microbatches of a step from which this one can be extended; its own if it is too short."""
+    """Return the number of microbatches of the shortest step from which a step of this length can be extended.
+
+    If this step is too short for that, return its own number.
+    """
     rhythm = _rhythm(num_devices)
     short = _congruent(_SHORT * num_devices, num_microbatches, rhythm)
     return short if 2 * (short + rhythm) < num_microbatches else num_microbatches
@@ -91,7 +94,10 @@ def _congruent(least: int, number: int, modulus: int) -> int:
 
 
 def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPrice:
-    """Return time and peaks of a longer step by the difference of two; peaks grow only with all microbatches held."""
+    """Return the time and peaks of a step with more microbatches, from the difference between two steps.
+
+    Peaks are those of the longer step. If a device holds all microbatches at once, its peak grows with their number.
+    """
     before, held_before, hidden_before = shorter.price
     after, held_after, hidden_after = longer.price
     few, many = (each.timeline.schedule.num_microbatches for each in (shorter, longer))
@@ -105,7 +111,10 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
 
 def _rhythm(num_devices: int) -> int:
-    """Return the microbatches after which orders in groups of p or p/2 should repeat; p if that is too many."""
+    """Return the number of microbatches after which the orders of families are expected to repeat.
+
+    Families have groups of p or p/2 microbatches. If their common multiple is too large, the result is p.
+    """
     whole = lcm(num_devices, -(-num_devices // 2))
     return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
 

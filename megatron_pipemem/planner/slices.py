@@ -129,7 +129,10 @@ def sliced_step(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Predict a step with the run's slices, as ``price`` does, with one value per stage and slice, stage by stage."""
+    """Predict a step whose microbatches are cut into the run's slices. The arguments are those of ``price``.
+
+    The costs have one value per stage and slice. The values of a stage's slices are consecutive.
+    """
     whole, model = price(run, placement, layers, pace, shared_ends), run.model
     tokens = run_slices(run, run.schedule.slices or 1)
     short = {
@@ -198,7 +201,11 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 
 
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
-    """Return a pass's seconds per stage and slice: those of a short sequence, and of attention to earlier slices."""
+    """Return the seconds of one kind of pass, per stage and slice.
+
+    They are those of a sequence as long as the slice, plus those of attention to earlier slices. ``square`` has the
+    seconds of attention of the whole sequence on each stage.
+    """
     parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
     return tuple(
         part[stage] + of_whole * each.earlier
@@ -208,7 +215,10 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
 
 
 def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
-    """Return each device's seconds of recomputation per microbatch, including attention to earlier slices."""
+    """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices.
+
+    ``shared`` has the attention of every stage.
+    """
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # Pass I has twice the products of attention in F, and recomputation has them once.
     rest = sum(each.earlier for each in slices) / 3 * runs_again
@@ -219,7 +229,10 @@ def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Seq
 
 
 def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
-    """Return the seconds of all slices' messages of a microbatch by link; the costs give each slice an equal share."""
+    """Return the seconds of the messages of all slices of a microbatch together, by link.
+
+    The costs give each slice an equal share.
+    """
     found: dict[tuple[int, int], float] = {}
     for each in slices:
         assert isinstance(each.step.costs.p2p, Mapping), "the planner prices every link"

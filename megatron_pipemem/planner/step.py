@@ -99,7 +99,10 @@ class PlannedStep:
         return replace(self, costs=replace(self.costs, forward_exchange=forward, backward_exchange=inputs))
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
-        """Return all bytes of each device, for limits, given ``kept``, the bytes of activations of each."""
+        """Return all bytes of each device, given ``kept``, the bytes of activations of each.
+
+        Limits are compared with this sum.
+        """
         return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
 
     def room(self, memory: float) -> tuple[float, ...]:
@@ -140,7 +143,10 @@ class _Cut:
         return [*layers, self.ahead()][: self.model.pieces]
 
     def ahead(self) -> Price:
-        """Return all layers of multi-token prediction together, with a copy of the embedding unless that is shared."""
+        """Return the prediction for all layers of multi-token prediction together.
+
+        Their copy of the embedding is included, unless all devices share the embedding.
+        """
         return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
@@ -154,7 +160,10 @@ class _Cut:
         return first, last + self.ahead() if self.model.pattern is not None else last
 
     def share(self, devices: int) -> list[Price]:
-        """Return a device's share of embedding and head, without messages; none unless devices share them."""
+        """Return the predictions for one device's share of embedding and head; none if devices do not share them.
+
+        Their messages belong to the schedule.
+        """
         if not self.shared_ends:
             return []
         return [
@@ -177,14 +186,20 @@ class _Cut:
         return [*self.parts(), *replace(self, shared_ends=False).ends()]
 
     def static(self, part: Price) -> float:
-        """Return the bytes of a part's parameters and 8-bit copies, gradients, optimizer and rollback on a rank."""
+        """Return the bytes of a part's parameters, their 8-bit copies, gradients and optimizer state on one rank.
+
+        If a step may be rolled back, the state for that is included.
+        """
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
         gradients = (part.parameters - part.frozen) * self.gradients * GRADIENT
         held = part.parameters * element + gradients + part.cached
         return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
 
     def updated(self, part: Price) -> float:
-        """Return how many parameters of a part a rank's optimizer updates: all that train, or its shard of them."""
+        """Return the number of a part's parameters that one rank's optimizer updates.
+
+        They are all that are trained or, with a sharded optimizer, the rank's share of them.
+        """
         trained, experts = part.trained
         if not self.distributed:
             return trained
@@ -270,12 +285,18 @@ def shared_out(
 
 
 def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
-    """Return the loads to divide among stages, and whether multi-token prediction is part of ``last``, and no layer."""
+    """Return the loads to divide among stages, and whether multi-token prediction stays on the stage of the head.
+
+    If it stays there, its load is part of ``last``. Otherwise it is a layer.
+    """
     return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
 
 
 def pieces_of(run: Run) -> list[Passes]:
-    """Return the seconds per microbatch of the part before the layers, of each piece, and of the part after them."""
+    """Return the seconds of the part before the layers, of every piece of the model, and of the part after them.
+
+    They are those of one microbatch.
+    """
     cut = _cut(run, None)
     first, last = cut.ends()
     return [part.seconds for part in (first, *cut.parts(), last)]
@@ -382,7 +403,10 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
 
 
 def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
-    """Return the seconds in which a rank sums its stages' gradients over replicas on other ranks; 0 with one replica."""
+    """Return the seconds in which one rank sums its stages' gradients with those of their replicas on other ranks.
+
+    ``device`` has the prices of all parts of the model on this rank. With one replica, the result is 0.
+    """
     if placement.replicas == 1:
         return 0.0
     nbytes = sum(part.trained[0] for part in device) * GRADIENT
@@ -422,6 +446,9 @@ def mfu(run: Run, seconds: float) -> float:
 
 
 def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float, float]:
-    """Return the seconds per microbatch of whole embedding and head on one rank, F, I and W, without messages."""
+    """Return the seconds per microbatch of the embedding and of the head, forward and backward, without messages.
+
+    Each is computed as a whole by one rank.
+    """
     embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
     return embedding, head

@@ -78,7 +78,10 @@ HOST_MEMORY = "pipemem-host-memory"
 def offload_step(
     run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
 ) -> PlannedStep:
-    """Predict a step with offload: with the link to the host, the bytes of copies, and the memory of the host."""
+    """Predict a step with offload: with the link to the host, the bytes of copies, and the memory of the host.
+
+    ``layers`` has the pieces of every stage, by default from the planner's partition.
+    """
     step = price(run, placement, layers, pace)
     host, moved = run.cluster.host, step.moved
     ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
@@ -91,7 +94,11 @@ def offload_step(
 
 
 def host_bytes(run: Run) -> float:
-    """Return the host memory of a rank for activations: its part of what ``HOST_MEMORY`` gives, or a fixed share."""
+    """Return the bytes of host memory that one rank may use for activations.
+
+    The ranks of a node divide the memory that the flag ``HOST_MEMORY`` gives. Without it, each rank
+    may use a fixed share of its part of the host's memory.
+    """
     given = run.flags.get(HOST_MEMORY)
     if given is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes
@@ -99,7 +106,11 @@ def host_bytes(run: Run) -> float:
 
 
 def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
-    """Return the schedule with enough copies to fit into ``room`` bytes per device; refuse it if none are enough."""
+    """Return the schedule with enough copies to the host and back to fit into ``room`` bytes per device.
+
+    ``room`` is the memory that is left for activations. Raise an UnsupportedError if no copies make a device's
+    activations fit into it.
+    """
     request = Request.for_order(schedule, MemoryCap(room, True))
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
     try:
@@ -114,7 +125,10 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
 
 
 def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Timeline:
-    """Return the simulated step with the pairs, if any, that make it shortest within ``room`` bytes per device."""
+    """Return the simulated step of the schedule with the pairs that make it shortest, within ``room`` bytes per device.
+
+    It has no pairs if none makes it shorter.
+    """
 
     def fits(each: Schedule) -> bool:
         return all(held <= there for held, there in zip(peaks(each, step.costs), room, strict=True))

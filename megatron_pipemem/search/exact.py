@@ -134,7 +134,10 @@ class _Steps:
         return longest
 
     def grown(self, step: _Beginning) -> Iterator[_Beginning]:
-        """Yield the extended beginning for every pool whose next pass has its inputs, or soon will, and fits the cap."""
+        """Yield the extended beginning for every pool whose next pass may be the next to start.
+
+        The inputs of the pass must be there or on their way, and its device's cap must have room for it.
+        """
         counts = step.counts
         candidates = []
         horizon = None

@@ -85,14 +85,20 @@ class Clock:
 
     @contextmanager
     def step(self, step: SearchStep, passes: int) -> Iterator[None]:
-        """Measure the time of this block, to predict the next run of that part of the search; then report progress."""
+        """Measure the time of this block, which runs a part of the search, to predict the next run of that part.
+
+        Progress is reported at its end.
+        """
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
         tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: SearchStep) -> float:
-        """Return the seconds per pass of a part: the last ones, or assumed ones, scaled by the speed of ``FIRST``."""
+        """Return the seconds per pass of a part, as measured last.
+
+        Without a measurement, the assumed seconds are scaled by the measured speed of ``FIRST``.
+        """
         usual = SearchStep.FIRST.value
         slowness = max(1.0, self._paces.get(SearchStep.FIRST, usual) / usual)
         return self._paces.get(step, step.value * slowness)
@@ -188,7 +194,10 @@ class Exploration:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """Add families' schedules within the caps to the starts, in time; else a greedy order, or ``take_first``'s."""
+        """Add families' schedules that keep the caps to the starts while there is time; a greedy order if none does.
+
+        If that fails too, make the order of ``take_first``. Without families or time, do nothing.
+        """
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
@@ -254,7 +263,11 @@ class Exploration:
 
     @cached_property
     def is_periodic(self) -> bool:
-        """Return whether periodic orders can be searched: whole microbatches, few chunks on neighbours, steady memory."""
+        """Return whether periodic orders can be searched.
+
+        They need at most two chunks per device, no slices, messages between all neighbouring devices, and microbatches
+        whose W leaves no memory behind.
+        """
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
         few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
@@ -334,7 +347,10 @@ class Exploration:
         self.idles = sampler.idles
 
     def polish(self, clock: Clock, effort: float) -> None:
-        """Justify the best orders often, with other passes frozen: this helps if devices idle in the steady state."""
+        """Justify the best orders many times, each time with other passes frozen in their place in the order.
+
+        This helps if devices idle in the steady state. ``effort`` multiplies the number of trials.
+        """
         rng = Random(self.seed)
         problem = self._problem
         classes, units = len(problem.device), problem.units

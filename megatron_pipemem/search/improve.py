@@ -107,7 +107,10 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
 
 
 def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
-    """Move all passes as late as possible, and then as early as possible, ``frozen`` ones not into idle gaps."""
+    """Justify a timetable: move all passes as late as possible, and then all as early as possible.
+
+    ``frozen`` passes do not move into idle gaps. Another choice of these passes gives another result.
+    """
     late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
     return _earlier(problem.passes, _mirrored(problem, late), frozen)
 
@@ -178,7 +181,10 @@ class Row:
         return end
 
     def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Place the pass ``each`` after all others of the device, at ``ready`` or later, and return its end."""
+        """Place the pass ``each`` after all others of the device, at ``ready`` or later, and return its end.
+
+        It takes ``length`` ticks, and changes the memory by ``change``.
+        """
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:
@@ -193,7 +199,11 @@ class Row:
 
 
 def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
-    """Return a new timetable with passes in the order of ``starts``, each in the first gap that fits unless ``frozen``."""
+    """Return a new timetable, in which all passes are placed in the order of ``starts``.
+
+    A pass goes into the first gap that it fits into. If there is none, or the pass is in ``frozen``, it goes after the
+    other passes of its device. ``starts`` has one tick per pass.
+    """
     device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
     rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
     ends = [0] * (len(starts) + 1)  # the last entry stands for the pass before the first of a class

@@ -58,7 +58,10 @@ class Variation:
         return _SIMULATED if self._many is None else _AT_ONCE
 
     def round(self) -> bool:
-        """Try random moves of the best order, and last round's gains on top of it; return whether its value fell."""
+        """Try random moves in the best order, and return whether the best value has become smaller.
+
+        The best move of a round is kept. Further moves that gained in it are tried on top of it in the next round.
+        """
         further, tries = self.order, []
         for move in self._gained:
             further = move(further)
@@ -71,7 +74,10 @@ class Variation:
         return self.value < before
 
     def _try(self, orders: Sequence[Order]) -> list[float]:
-        """Return the ``value`` of every order, keep the best (the later of equals, to go on), and update ``fitting``."""
+        """Return the ``value`` of every order, and keep the order with the smallest one; of equal ones the later.
+
+        The later one is kept so that variations go on. ``fitting`` is updated too.
+        """
         makespans, excess = self._simulated(orders) if self._many is None else self._many.try_all(orders)
         values = []
         for order, makespan, over in zip(orders, map(float, makespans), map(float, excess), strict=True):
@@ -92,7 +98,10 @@ class Variation:
 
 
 def random_move(count: int, random: Random) -> Move:
-    """Return a random move: a function that swaps two of ``count`` microbatches of an order or moves one, in a copy."""
+    """Return a random move: a function that swaps two microbatches of an order, or moves one to another position.
+
+    The function returns a new order. ``count`` is the number of microbatches in an order.
+    """
     first, second, swaps = random.randrange(count), random.randrange(count), random.random() < 0.5
 
     def moved(order: Sequence[int]) -> Order:
@@ -170,7 +179,10 @@ class ManyOrders:
         return self._rows.index(weights)
 
     def _price_nodes(self, schedule: Schedule, costs: Costs, found: Dependencies, nodes: list[int]) -> None:
-        """Store prices and weights in the order of ``nodes``; a B without its own weights has those of I and of W."""
+        """Store price and weight of every node. A B without weights of its own has two of each: for I and for W.
+
+        ``nodes`` has the graph's nodes in the order of their new numbers (``_levels``).
+        """
         prices, weights = ActionPrices(schedule, costs), self._weights
         rows = {kind: self._row(weights.seconds_of(kind)) for kind, _ in found.kinds}
         split = Kind.B not in weights.kinds and any(kind is Kind.B for kind, _ in found.kinds)
@@ -187,7 +199,10 @@ class ManyOrders:
         self._of_node = [_columns(part) for part in parts]
 
     def _price_messages(self, schedule: Schedule, costs: Costs, found: Dependencies, numbers: list[int]) -> None:
-        """Store the seconds of messages per link and microbatch, and their index for every wait, unless all are 0."""
+        """Store the seconds of messages per link and microbatch, and their index for every wait, unless all are 0.
+
+        ``numbers`` has the new number of every node (``_levels``).
+        """
         prices, self._tokens = ActionPrices(schedule, costs), self._row(self._weights.tokens)
         seconds = [prices.of_message(link) for link in found.links]
         self._lags = None
@@ -208,7 +223,10 @@ class ManyOrders:
                 level.needs[slot] = (needed, links)
 
     def _weigh_lanes(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
-        """Store each device's changes of memory with their microbatches, and its cap; skip devices without any."""
+        """Store, for every device, the change of memory by each action, its microbatch, and the cap.
+
+        Actions and devices without a change of memory are left out.
+        """
         slices = schedule.slices
         changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
         unit = costs.memory_unit(schedule.placement, slices)

@@ -74,7 +74,10 @@ class Cycles:
         return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
 
     def _shared_waits(self, device: int, shared: dict[tuple, np.ndarray]) -> np.ndarray:
-        """Return the array of ``_waits``, which neighbouring devices with equal waits have in common in ``shared``."""
+        """Return the array of ``_waits``. Pairs of neighbouring devices with equal waits share one array.
+
+        The array is taken from ``shared``, or computed and added to it.
+        """
         links, position = self._hops[device], self._position
         below, above = self._starts[device], self._starts[device + 1]
         key = (
@@ -89,7 +92,10 @@ class Cycles:
         return shared[key]
 
     def _waits(self, device: int) -> np.ndarray:
-        """Return waits to the next device, ``[rotation, link, next order, own order]``, for rotations that make one 0."""
+        """Return the waits between a device and the next one, in ticks: ``[rotation, link, next order, own order]``.
+
+        The rotations are those that make the wait of one of the links 0.
+        """
         offsets, signs = self._offsets(device)
         return np.stack(
             [
@@ -200,7 +206,10 @@ class PeriodicBlock:
 
     @classmethod
     def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
-        """Return the block whose passes start as early as inputs allow, at their ``offsets`` modulo the interval."""
+        """Return the block whose passes start as early as their inputs allow, at their offset modulo the interval.
+
+        ``offsets`` has the offset of every pass class, in ticks.
+        """
         starts = [0] * len(offsets)
         for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
             ready = int(offsets[c]) if c == FORWARD else 0
@@ -264,7 +273,10 @@ def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -
 
 
 def _tilings(lengths: np.ndarray) -> np.ndarray:
-    """Return the starts (``[order, piece]``) of pieces that follow one another, in every order with the first one first."""
+    """Return the start of every piece (``[order, piece]``) if the pieces follow one another, in every possible order.
+
+    The first piece is first in all orders.
+    """
     orders = _orders(len(lengths))
     ends = np.cumsum(lengths[orders], axis=1)
     starts = np.empty_like(ends)
@@ -338,7 +350,10 @@ class BlockSampler:
         return block
 
     def _deepened(self, block: PeriodicBlock) -> PeriodicBlock:
-        """Delay random passes by an interval within the caps: holding more microbatches shortens a step's end."""
+        """Delay random passes of a block by one interval, as far as the caps allow.
+
+        A device then holds more microbatches, which shortens the end of a step.
+        """
         stages = len(block.starts) // 3
         for _ in range(int(self._rng.integers(_MOST_DELAYS + 1))):
             deeper = block.delayed(int(self._rng.integers(-stages, 2 * stages)))

@@ -55,7 +55,10 @@ def first_start(problem: Problem) -> Timetable | None:
 
 
 def _one_by_one(problem: Problem) -> Orders:
-    """Return orders of one microbatch after another. A W that takes memory, because I gave back too much, runs at the end."""
+    """Return orders with one microbatch after another. A W that takes memory runs after all other passes.
+
+    In that case I has given back more memory than F took.
+    """
     orders: Orders = []
     n, units = problem.slices, problem.units
     for classes in problem.classes:
@@ -72,7 +75,10 @@ def _one_by_one(problem: Problem) -> Orders:
 def family_starts(
     families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """Yield name and timetable of families with this placement, if need be in smaller groups; ``None`` above the caps."""
+    """Yield name and timetable of each family's schedule, if it has this placement; ``None`` if it exceeds the caps.
+
+    A family with a ``group_size`` is tried with smaller groups then. Families that raise an error are skipped.
+    """
     given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
@@ -124,7 +130,10 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int
 
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
-    """Yield greedy orders by fixed rules, with names, if they keep the caps; at last one microbatch after another."""
+    """Yield greedy orders (list schedules) by several fixed rules, with their names, if they keep the caps.
+
+    The last one runs one microbatch after another, and keeps every cap that admits one microbatch.
+    """
     units, n = problem.units, problem.slices
     passes = range(len(problem.device) * units)
     longest = max(problem.ticks)
@@ -147,7 +156,11 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 
 
 def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
-    """Return a greedy order by random weights of age, remaining passes and delay of W; ``None`` above the caps."""
+    """Return a greedy order by a random rule; ``None`` if it exceeds the caps.
+
+    The urgency of a pass is a weighted sum of its microbatch's number, the microbatch's remaining passes, and for W a
+    delay. A smaller sum is more urgent. The weights are random, because no fixed weights are best for all costs.
+    """
     units, stages, longest = problem.units, problem.num_stages, max(problem.ticks)
     age, way, put_off = 2 ** rng.uniform(0, 3) / problem.slices, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
     rank = []
@@ -160,7 +173,10 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
 
 
 def _depths(problem: Problem) -> list[float]:
-    """Return the urgency of each class, where less is more: later passes of a microbatch first, and W if nothing else can."""
+    """Return the urgency of every pass class, where a smaller number is more urgent.
+
+    Later passes of a microbatch run first, and W only if nothing else can.
+    """
     stages, longest = problem.num_stages, max(problem.ticks)
     depths: list[float] = []
     for stage in range(stages):
@@ -170,7 +186,10 @@ def _depths(problem: Problem) -> list[float]:
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:
-    """Return a copy with at most this many microbatches. With enough, start and end of a step stay the same."""
+    """Return a copy of the problem with at most ``num_microbatches`` microbatches.
+
+    With enough of them, the start and the end of a step stay the same.
+    """
     return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
 
 

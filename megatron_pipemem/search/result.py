@@ -103,7 +103,10 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default in ``~/.cache``; raise an OSError without a home."""
+    """Return the folder of the cache: ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default in ``~/.cache``.
+
+    Raise an OSError if neither is known.
+    """
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
@@ -121,7 +124,10 @@ class ResultCache:
         self._folder = folder
 
     def get(self, question: object, costs: Costs) -> SearchResult | None:
-        """Return the cached result of the search with these arguments, with ``costs``; ``None`` if there is none."""
+        """Return the cached result of the search with the arguments in ``question``; ``None`` if there is none.
+
+        ``costs`` become the costs of the result, because the file does not have them.
+        """
         try:
             path = self._path(question)
             content = path.read_bytes()

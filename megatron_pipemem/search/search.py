@@ -142,7 +142,11 @@ def _explorations(
     seed: int,
     period: bool,
 ) -> list[Exploration]:
-    """Return an exploration of each shape within the caps, and one with full backwards where these hold less."""
+    """Return an exploration for every placement and number of slices with which one microbatch keeps the caps.
+
+    Under caps and without slices, there is a second exploration if ``better_full`` has any stages. It has full
+    backwards there.
+    """
 
     def left(number: int) -> str:
         return f"bounds of {len(shapes)} placements, {len(shapes) - number} left"
@@ -161,7 +165,10 @@ def _explorations(
 
 
 def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exploration]:
-    """Find starting orders, with those of families unless the limit is 0 seconds; return the explorations that have any."""
+    """Find starting orders (one simple order, and those of families), and return the explorations that have any.
+
+    Families are left out if the time limit is 0 seconds.
+    """
     # The smallest problems first.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
@@ -176,7 +183,10 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
 
 
 def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Try all methods that find better orders, first those that gain most for their time."""
+    """Try all methods that find better orders, first those that gain most for their time.
+
+    The explorations keep the orders. ``effort`` multiplies the number of trials of each method.
+    """
     clock.state = partial(_standing, "improving the orders of families", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
@@ -213,7 +223,10 @@ def _standing(activity: str, explorations: Sequence[Exploration]) -> str:
 def usual_placements(
     num_devices: int, max_chunks: int, costs: Costs, slices: Sequence[int] = (1,)
 ) -> tuple[Placement, ...]:
-    """Return the placements that a search tries by default and the costs fit. A V comes first: it keeps most caps."""
+    """Return the placements that a search tries by default: linear, interleaved, V and wave, if they fit the costs.
+
+    A V comes first, because its schedules keep most caps.
+    """
     p, usual = num_devices, []
     for chunks in (*range(min(2, max_chunks), 0, -1), *range(3, max_chunks + 1)):
         if chunks % 2 == 0:
@@ -223,7 +236,10 @@ def usual_placements(
 
 
 def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
-    """Return the placements that the costs fit with any of the numbers of slices; raise a CostsError if none does."""
+    """Return the placements that the costs fit with any of the numbers of slices. Raise a CostsError if none does.
+
+    Costs per stage (or per stage and slice) fit placements with as many stages.
+    """
     found: list[Placement] = []
     problem = None
     for placement, count in product(placements, slices):
@@ -303,7 +319,10 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
 
 
 def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Search exactly the placements with at most 128 passes that can still win, while time and a number of states last."""
+    """Search placements with at most 128 passes exactly, if they can still win.
+
+    End when the time or the number of states for all of them is used up.
+    """
     states = int(effort * _STATES)
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):

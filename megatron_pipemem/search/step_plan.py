@@ -307,7 +307,11 @@ class _Search:
             self._best = found
 
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
-        """Improve the best greedy schedule and the base in turn, by varying the orders of microbatches, from ``starts``."""
+        """Improve the best greedy schedule and the base in turn, by varying the order of their microbatches.
+
+        ``starts`` are the orders to begin with. The best result is kept, and nothing is returned. For every improved
+        order of microbatches new greedy schedules are made.
+        """
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
         made = self._dispatched(dispatcher, product(limits, starts))
         in_made = in_base = None
@@ -347,7 +351,11 @@ class _Search:
         return result
 
     def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
-        """Return ``begin`` (``None`` for ``None``), improved by random moves that do not lengthen the makespan."""
+        """Return ``begin``, improved by random swaps and moves of microbatches that keep or shorten the makespan.
+
+        Every tried order gets a greedy schedule, with one of ``limits`` in turn. ``begin`` itself is not changed.
+        ``None`` stays ``None``.
+        """
         if begin is None:
             return None
         best, value, order = None, begin.value, begin.order
@@ -368,7 +376,10 @@ class _Search:
         return Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: Variation) -> bool:
-        """Run rounds until they or time end, keep the fastest order within the caps, and return whether ``value`` fell."""
+        """Run rounds until they stop helping or time is up. Keep the fastest order within the caps.
+
+        Return whether ``value`` has become smaller.
+        """
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
@@ -394,7 +405,10 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
 
 
 def _limits(base: Schedule) -> Iterator[Ahead]:
-    """Yield limits of forwards ahead: ``None``, and for one stage per device the most that wait for backwards in the base."""
+    """Yield limits for ``ahead`` of ``Dispatcher.run``: ``None``, and for a base with one stage per device its own.
+
+    These are, for each device, the most forwards of the base that wait for their backward.
+    """
     yield None
     if base.placement.num_chunks == 1:
         ahead = []
