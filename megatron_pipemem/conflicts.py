@@ -120,7 +120,10 @@ _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-op
 
 
 def check_conflicts(request: Request) -> None:
-    """Refuse a request for two features that exclude each other, or for steps that ``check_delays`` refuses."""
+    """Raise an UnsupportedError if a request wants two features that exclude each other.
+
+    The same error is raised if steps without a barrier are wanted for a schedule that ``check_delays`` refuses.
+    """
     for feature, excluded in CONFLICTS.items():
         if FEATURES[feature](request):
             code = _CODES.get(feature, "conflicting-features")
@@ -134,8 +137,9 @@ def check_conflicts(request: Request) -> None:
 def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Request:
     """Make a request from a schedule's name and the settings of ``Request``, check it, and return it.
 
-    ``simulated`` is for a request that is only simulated: its options are checked and nothing else, and a search also accepts
-    the option ``max_chunks``. The caller has read its schedule file, and passes costs in bytes if the memory cap is in bytes.
+    The request of a run is checked with ``check``. ``simulated`` is for a request that is only simulated: its options
+    are checked and nothing else, and a search also accepts the option ``max_chunks``. The caller has read its schedule
+    file, and passes costs in bytes if the memory cap is in bytes.
     """
     request = Request(schedule, **settings)
     if not simulated:
@@ -145,9 +149,11 @@ def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Req
 
 
 def check(request: Request) -> Request:
-    """Check that the settings of a request fit together, and return it, with its schedule file (if any) read and proved.
+    """Check that the settings of a request fit together, and return the request.
 
-    The run's schedule is not built.
+    If the request names a schedule file, the result is a copy of the request with that file read and proved. Raise a
+    PipememError if settings exclude each other, or if an option or a file of the request is not valid. The run's
+    schedule is not built.
     """
     if request.schedule_module is not None:
         register_module(request.schedule_module)
@@ -189,7 +195,10 @@ def check(request: Request) -> Request:
 
 
 def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Refuse options that the family does not accept, or that are not among those ``of_search`` if the schedule is ``auto``."""
+    """Raise an UnsupportedError if the search (``auto``) or the family does not accept one of the request's options.
+
+    ``of_search`` has the names of the options that a search accepts.
+    """
     name, options = request.schedule, request.options
     if not request.searches:
         if request.file is None and not request.is_stock:

@@ -19,10 +19,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: str | Path, content: str | bytes) -> Path:
-    """Write a file atomically, and return its path. After a failure, the file has its old content.
+    """Write a file atomically, and return its path.
+
+    After a failure, or for another process meanwhile, the file has its old content.
 
     Missing folders are made, but not directly below the root. The permissions of an old file are kept. Text is written
-    as UTF-8. Failures are OutputErrors.
+    as UTF-8. If the file cannot be written, an OutputError is raised, and its old content remains.
     """
     with whole_file(path) as beside:
         beside.write_bytes(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
@@ -72,7 +74,10 @@ def check_suffix(path: str | Path, suffixes: Sequence[str], kind: str) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise an OutputError if a file could not be written now. Long commands ask first. The check leaves no file."""
+    """Raise an OutputError if a file could not be written now. The check leaves no file.
+
+    Long commands call this function before they compute.
+    """
     path = Path(path)
     try:
         old = _stat(path)
@@ -90,7 +95,10 @@ def check_writable(path: str | Path) -> None:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the ``os.stat`` of a file to write; ``None`` if it does not exist. A rename would replace a read-only file."""
+    """Return the ``os.stat`` of a file to write; ``None`` if the file does not exist.
+
+    Raise an OSError for a folder, and for a file without permission to write: a rename would replace such a file.
+    """
     try:
         old = path.stat()
     except FileNotFoundError:
@@ -111,7 +119,10 @@ def _create_beside(target: Path) -> Path:
 
 
 def _base(target: Path) -> Path:
-    """Return the nearest existing folder above a file. A missing folder directly below the root is usually mistyped."""
+    """Return the nearest existing folder above a file. Raise an OutputError if a folder would be made in the root.
+
+    A missing folder directly below the root is usually a mistyped path.
+    """
     base = _nearest(target.parent)
     if base != target.parent and base == Path(base.anchor):
         raise OutputError(

@@ -46,9 +46,10 @@ def read_text(path: str | Path, kind: str, refusal: type[PipememError] = ConfigE
 
 
 def read_json(path: str | Path, kind: str, refusal: type[PipememError] = ConfigError) -> Any:
-    """Return the content of a JSON file as ``read_text`` reads it, or raise ``refusal`` with the line and column of an error.
+    """Return the content of a JSON file, or raise ``refusal`` if it cannot be read or is not JSON.
 
-    ``Infinity`` and ``NaN`` are refused too.
+    The message names the line and column of a syntax error. ``Infinity`` and ``NaN`` are refused too. ``kind`` is that
+    of ``read_text``.
     """
     text = read_text(path, kind, refusal)
     try:

@@ -79,7 +79,10 @@ class Flag:
 
 @cache
 def flags_of(request: type) -> Mapping[str, Flag]:
-    """Return the flags of ``Request`` or a similar dataclass, by the names of the fields, the class's own ones first."""
+    """Return the flags of ``Request`` or a similar dataclass, by the names of the fields.
+
+    The class's own fields come before inherited ones, and fields without a flag are left out.
+    """
     own_first = sorted(fields(request), key=lambda each: each.name not in request.__annotations__)
     found = {each.name: each.metadata["flag"] for each in own_first if "flag" in each.metadata}
     return MappingProxyType(
@@ -91,7 +94,10 @@ def flags_of(request: type) -> Mapping[str, Flag]:
 
 
 def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **told: Any) -> Any:
-    """Return a dataclass field with a flag. Without ``choices`` all values are allowed. ``told`` has fields of ``Flag``."""
+    """Return a dataclass field with a flag.
+
+    ``choices`` lists all allowed values; if it is empty, the value is not restricted. ``told`` has fields of ``Flag``.
+    """
     if choices:
         told["read"] = _one_of(choices)
     flag = Flag(help, metavar or "|".join(choices), **told)
@@ -117,7 +123,10 @@ def _bytes(flag: str, value: Any) -> float | None:
 
 
 def _sent(flag: str, value: Any) -> str | int:
-    """Return the value of ``--pipemem-offload``; unchecked if it is the number of chunks of a simulation."""
+    """Return the value of ``--pipemem-offload``, or raise an UnsupportedError if it is not allowed.
+
+    Commands that simulate also give a number of chunks, which is returned unchecked.
+    """
     return value if isinstance(value, int) else _one_of(OFFLOAD)("offload", value)
 
 
@@ -182,9 +191,11 @@ class TransferOptions:
 
     @classmethod
     def of(cls, flag: str, given: Any) -> TransferOptions:
-        """Return the options in a mapping of names to values, such as ``1GiB``, 0 or 1, and ``[[0, 1], [2, 3]]``.
+        """Return the options in a mapping of names to values, or raise an UnsupportedError for a wrong one.
 
-        ``flag`` is not used, because messages name the single option.
+        Values of ``bandwidth`` and ``min_bytes`` are like ``1GiB`` or ``64KiB``, of ``guard`` 0 or 1, of ``ratio`` a
+        positive number, and of ``switches`` lists like ``[[0, 1], [2, 3]]``. ``TransferOptions`` are returned as they
+        are. ``flag`` is not used, because messages name the single option.
         """
         if isinstance(given, cls):
             return given
@@ -391,7 +402,10 @@ class Request(ScheduleOptions):
         return cls(schedule.name, cap, offload=AUTO, file=schedule)
 
     def decided(self, barriers: int) -> Request:
-        """Return a copy with 1 or 2 vocabulary barriers, or with an uncut vocabulary (0), whatever cut was asked for."""
+        """Return a copy of the request with 1 or 2 vocabulary barriers, or with an uncut vocabulary (0).
+
+        ``barriers`` replaces the cut that the request asked for.
+        """
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
         return replace(self, vocab_parallel=cut)
 
@@ -470,12 +484,20 @@ class Request(ScheduleOptions):
         return None if self.memory_cap is None or self.memory_cap.in_bytes else self.memory_cap.amount
 
     def caps(self, num_devices: int) -> tuple[float, ...] | None:
-        """Return the memory cap of every device, in bytes or activation units as given; ``None`` without a cap."""
+        """Return the memory cap of every device, in bytes or activation units as given; ``None`` without a cap.
+
+        Raises:
+            UnsupportedError: the number of caps differs from that of devices.
+        """
         return None if self.memory_cap is None else self.memory_cap.of(num_devices)
 
     @property
     def family(self) -> Family | None:
-        """Return the family that builds the schedule; ``None`` for a search, a file, and Megatron's own schedule."""
+        """Return the family that builds the schedule; ``None`` for a search, a file, and Megatron's own schedule.
+
+        Raises:
+            UnknownScheduleError: there is no family of that name.
+        """
         return None if self.searches or self.is_stock or self.file is not None else family(self.schedule)
 
     @property
@@ -492,12 +514,18 @@ class Request(ScheduleOptions):
 
     @property
     def has_only_passes(self) -> bool:
-        """Return whether the schedule surely has forwards and whole backwards of equal microbatches, and nothing else."""
+        """Return whether the schedule surely has no other actions than forwards and whole backwards of microbatches.
+
+        All microbatches are then equal, in one step at a time and on one replica of the model.
+        """
         return not self.may_split and self._has_equal_passes
 
     @property
     def may_be_captured(self) -> bool:
-        """Return whether the host surely does nothing between the passes of a training step that a graph cannot hold."""
+        """Return whether the host surely does nothing between the passes of a training step that a graph cannot hold.
+
+        Each rank then has one stage, and nothing is measured.
+        """
         placement = self.options.get("placement", self.family.placement) if self.family else None
         linear = (self.file.placement.name if self.file else placement) == "linear"
         measured = (self.report, self.trace, self.costs if self.costs == PROFILE else None)
@@ -536,7 +564,10 @@ class Request(ScheduleOptions):
 
     @property
     def chunks(self) -> int:
-        """Return the model chunks per rank (and replica) that the schedule has if no flag gives their number."""
+        """Return the model chunks per rank (and replica) that the schedule has if no flag gives their number.
+
+        Raise an UnknownScheduleError for Megatron's own schedule, which has no fixed number.
+        """
         if self.file is not None:
             return self.file.placement.num_chunks // self.replicas
         if self.searches:
@@ -554,16 +585,20 @@ class Request(ScheduleOptions):
 
 
 def outputs(report: str | Path | None, trace: str | Path | None) -> list[Path]:
-    """Return the files to check before a run: if they can be written, its report and its folder of timelines can be, too."""
+    """Return the files to check before a run: if they can be written, its report and timelines can be written, too.
+
+    ``report`` is the file of the report, and ``trace`` the folder of the timelines. Either is ``None`` if not wanted.
+    """
     files = [] if report is None else [Path(report)]
     return files if trace is None else [*files, Path(trace) / "run.html"]
 
 
 def prices_of(costs: str) -> tuple[Costs, str]:
-    """Return the costs with which a run begins, by ``--pipemem-costs``, and their source, ``unit`` or ``file``.
+    """Return the costs with which a run begins, and their source, ``unit`` or ``file``.
 
-    With ``profile`` a run begins with unit costs, and measures others later. A file with weights of microbatches is refused,
-    because every step has its own.
+    ``costs`` is a value of ``--pipemem-costs``. With ``profile`` a run begins with unit costs, and measures others
+    later. Raise a CostsError if the file cannot be read, or if it has weights of microbatches: every step has its own
+    weights.
     """
     if costs in ("unit", PROFILE):
         return Costs(), "unit"
