@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -47,7 +48,10 @@ def test_only_this_machine_is_served(server):
 
 def test_the_command_serves_until_it_is_interrupted():
     command = [sys.executable, "-m", "megatron_pipemem", "explore", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that runs the tests in the background lets them ignore the signal.
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=interruptible, **pipes) as process:
         told = "".join(process.stdout.readline() for _ in range(3))
         host, port = re.fullmatch(r"http://(.+):(\d+)/", json.loads(told)["url"]).groups()
         connection = HTTPConnection(host, int(port))

@@ -20,7 +20,6 @@ from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.planner.replay import replay
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.request import prices_of
 from megatron_pipemem.schedule.action import Kind
@@ -213,7 +212,6 @@ def test_who_takes_equal_microbatches_only_says_so(tmp_path: Path) -> None:
         "the table of all schedules": lambda: choices(2, 4, HEAVY),
         "a window of a stream that is never flushed": lambda: stream.simulate(HEAVY),
         "a run": lambda: prices_of(str(file)),
-        "a replay": lambda: replay("1f1b", 2, 4, None).makespan(HEAVY),
     }
     for who, use in uses.items():
         with refused("costs-mismatch", who, kind=CostsError):
