@@ -83,7 +83,10 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
-    """Return the values with new tensor objects for dense tensors, also in nested lists, and add these to ``lent``."""
+    """Return a list of the values, with a new tensor object for every dense tensor, also in nested lists and tuples.
+
+    Add the new tensor objects to ``lent``. They share the storages of the old ones.
+    """
     found = []
     for value in values:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:

@@ -58,7 +58,10 @@ def _install_adam() -> None:
 
 
 def _copied(write_buckets: list, non_blocking: bool = True) -> list:
-    """Replace Megatron's ``preload_tensors``: copy the tensors, which training changes while they are written."""
+    """Replace Megatron's ``preload_tensors``: return the write plan with copied tensors.
+
+    Training would change the original tensors while they are written.
+    """
     return [
         (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (data, tensors) in write_buckets
@@ -92,7 +95,10 @@ def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
 
 def _accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add ``grad_output^T @ total_input`` to ``main_grad``, as Apex does. Inputs are ``[tokens, features]``."""
+    """Add ``grad_output^T @ total_input`` to ``main_grad``, as Apex's ``wgrad_gemm_accum_fp32``.
+
+    Both inputs have the shape (tokens, features).
+    """
     main_grad.add_(grad_output.t().matmul(total_input))
 
 
@@ -112,7 +118,10 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU."""
+    """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU.
+
+    ``emulate_fused_gradients`` is the argument of `cpu.activate`.
+    """
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 

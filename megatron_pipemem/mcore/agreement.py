@@ -143,7 +143,10 @@ def agreed_numbers(
 
 
 def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Return on every rank of a group, which all call this together, the elementwise maximum of their ``numbers``."""
+    """Return on every rank of a group the elementwise maximum of the ranks' ``numbers``.
+
+    Every rank of the group calls this at the same time, with equally many numbers.
+    """
     largest = torch.tensor(numbers, dtype=torch.float64).to(torch.cuda.current_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return tuple(largest.tolist())

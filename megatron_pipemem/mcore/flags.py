@@ -195,7 +195,10 @@ def cpu_flags(arguments: list[str]) -> list[str]:
 
     The caller appends them. The last occurrence of a flag counts, so they override any ``--transformer-impl`` but
     ``local``. Without ``--micro-batch-size``, which Megatron's training requires, the command line is another program's
-    and gets no flags. Raise an UnsupportedError if a flag asks for a kernel that only a GPU has.
+    and gets no flags.
+
+    Raises:
+        UnsupportedError: a flag asks for a kernel that only a GPU has.
     """
     flags = _values(arguments)
     if "micro-batch-size" not in flags:

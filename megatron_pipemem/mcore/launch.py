@@ -38,7 +38,11 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
 
 
 def enable_in_script(request: Request) -> None:
-    """Import Megatron's training loop if it is installed, and enable the plugin, with the errors of ``enable``."""
+    """Import Megatron's training loop if it is installed, and enable the plugin.
+
+    Raises:
+        PipememError: as ``enable``.
+    """
     # Imported first, so that the functions of Megatron's training loop are replaced too.
     if importlib.util.find_spec("megatron.training") is not None:
         importlib.import_module("megatron.training.training")

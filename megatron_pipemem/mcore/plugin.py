@@ -102,7 +102,10 @@ class _Enabled:
         return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:
-        """Replace the functions of Megatron, and of imported programs, that the features need; or none, if one changed."""
+        """Replace the functions of Megatron that all features need; after an UpstreamError none is replaced.
+
+        Functions of programs that are not imported are not replaced.
+        """
         for symbol in USED:
             symbol.resolve()
         replacements = [each for feature in self.features for each in feature.replacements()]
@@ -125,7 +128,10 @@ def _pricing(request: Request, programs: Programs) -> list[Extension]:
 
 
 def _extensions(position: Position, request: Request, *run: object) -> list[Extension]:
-    """Return the extensions of the requested features at a position. A stock run has no ``run``."""
+    """Return the extensions of the requested features for this position in the list of extensions.
+
+    ``run`` are the programs and the chunk placement of the run, which a stock run does not have.
+    """
     return [extension for each in features_at(position, request) for extension in each.load()(request, *run)]
 
 

@@ -140,7 +140,10 @@ def _excess(part: Part, layer: Passes) -> Passes:
 
 
 def _optimizer_seconds(parameters: int, repeats: int) -> float:
-    """Return the seconds of an Adam step per fp32 parameter: the median of ``repeats`` steps after a first one."""
+    """Return the seconds of an Adam step per parameter, measured on this many fp32 parameters.
+
+    It is the median of ``repeats`` steps after a first one.
+    """
     weight = torch.nn.Parameter(torch.zeros(parameters, device=torch.cuda.current_device()))
     weight.grad = torch.ones_like(weight)
     adam = torch.optim.AdamW([weight], fused=True)

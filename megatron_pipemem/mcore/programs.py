@@ -78,7 +78,10 @@ class MeasurementUpdate:
 
 
 class Compiled(NamedTuple):
-    """The program of all steps of one shape, and the choice of its schedule, ``None`` for evaluation."""
+    """The program of all steps of one shape, and the choice of its schedule.
+
+    ``plan`` is ``None`` for evaluation.
+    """
 
     program: Program
     plan: Choice | None
@@ -171,8 +174,11 @@ class Programs:
     def get(self, shape: Shape, agree: Callable[[str], None]) -> Compiled:
         """Return the validated program of steps of this shape.
 
-        ``agree`` is called with the hash of each new program, to compare it between ranks. Raise an UnsupportedError if
-        the schedule does not exist for this shape, and a ScheduleError if it or its lowering is wrong.
+        ``agree`` is called with the hash of each new program, to compare it between ranks.
+
+        Raises:
+            UnsupportedError: the schedule does not exist for this shape.
+            ScheduleError: the schedule or its lowering is wrong. It is not executed.
         """
         if shape not in self._programs:
             before = self._outdated.get(shape)
@@ -188,7 +194,10 @@ class Programs:
         """Return the validated program of a schedule that was made for one step only; recent ones are kept.
 
         ``base`` is the program of the other steps, returned if its schedule is the same. With ``single_queue``,
-        ``costs`` decide where messages are placed in the queue. Raise a ScheduleError if the schedule is wrong.
+        ``costs`` decide where messages are placed in the queue.
+
+        Raises:
+            ScheduleError: the schedule or its lowering is wrong. It is not executed.
         """
         if schedule == base.program.schedule:
             return base.order(single_queue)
@@ -223,7 +232,11 @@ class Programs:
         self._answers.clear()
 
     def cut_is(self, layers: tuple[int, ...]) -> None:
-        """Set the number of layers of each stage, by which it is then priced. Refuse costs of another model."""
+        """Set the number of layers of each stage, so that stages are priced by the costs of layers, embedding and head.
+
+        Raises:
+            CostsError: the costs belong to a model with another number of layers.
+        """
         self.knowledge = replace(self.knowledge, costs=self.costs.with_parts(cut=layers))
         if len(set(layers)) > 1:  # results for even stages do not hold
             self._answers.clear()
@@ -261,8 +274,10 @@ class Programs:
         """Choose a schedule for steps of this shape. Every rank of the job calls this at the same time.
 
         ``why`` is the reason for the log. ``before`` is the choice that ran so far. It stays unless the new schedule
-        shortens the makespan by at least the fraction ``minimum_gain``, or ``before`` breaks the cap. Raise an
-        UnsupportedError if the schedule does not exist for this shape.
+        shortens the makespan by at least the fraction ``minimum_gain``, or ``before`` breaks the cap.
+
+        Raises:
+            UnsupportedError: the schedule does not exist for this shape.
         """
         placement = self.placement(shape.num_devices, shape.chunks)
         if shape.forward_only:

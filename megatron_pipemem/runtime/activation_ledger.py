@@ -193,7 +193,10 @@ class ActivationLedger:
             self._held.pop(storage_key(part), None)
 
     def route(self, tokens: int, most: int, evenly: int) -> None:
-        """Add to ``routed``, ``routable`` and ``evenly`` of the running action's ``LedgerEntry``."""
+        """Add to the tokens that the running action sends to experts.
+
+        The arguments are the fields ``routed``, ``routable`` and ``evenly`` of ``LedgerEntry``.
+        """
         self._routed += tokens
         self._routable += most
         self._evenly += evenly
@@ -224,7 +227,10 @@ class ActivationLedger:
 
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
-        """Add an entry for ``action``, which has just run, with the bytes that device and host hold now."""
+        """Add an entry for ``action``, which has just run, with the bytes that the device holds now.
+
+        ``host_bytes`` are the bytes of activations that the host holds now.
+        """
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
         held, alive = 0, {}
         for key, known in self._held.items():
@@ -379,6 +385,9 @@ class BytesByTokens:
 
 
 def _minus(row: _Row, other: _Row, column: int) -> _Row:
-    """Return ``row`` minus the multiple of ``other``, which has 1 in ``column``, that makes this element 0."""
+    """Return ``row`` minus the multiple of ``other`` that makes the element in ``column`` 0.
+
+    ``other`` has 1 in this column.
+    """
     factor = row[column]
     return [each - factor * its for each, its in zip(row, other, strict=True)] if factor else row

@@ -65,7 +65,10 @@ class Recorder:
             region.run_again(self._load, self._made)
 
     def run(self, function: Callable, replay: Replay, arguments: tuple) -> object:
-        """Run a region now, record its inputs and results, and return its output. ``replay`` is for its second run."""
+        """Run a region now, record its inputs and results, and return its output.
+
+        ``replay`` repeats its random numbers in a second run.
+        """
         region = _Region(function, replay, [self._input(each) for each in arguments])
         with saved_as_is(), saved_tensors_hooks(region.save, _filled):
             output = function(*arguments)

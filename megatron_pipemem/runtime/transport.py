@@ -86,7 +86,10 @@ def new_groups(
 
 
 def _joined(everyones: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return the union of the groups at each position of all ranks' lists, as sorted global ranks."""
+    """Return the union of the groups at each position of the ranks' lists, as sorted global ranks.
+
+    ``everyones`` has one list of groups per rank of the job.
+    """
     return [sorted({rank for each in same for rank in each}) for same in zip_longest(*everyones, fillvalue=())]
 
 
@@ -129,7 +132,10 @@ class Pipeline:
 
 
 def edges(placement: Placement) -> list[Edge]:
-    """Return the pairs (source, destination) of devices with messages, in the same order on every rank."""
+    """Return the pairs (source, destination) of devices that a placement sends messages between.
+
+    The order is the same on every rank.
+    """
     return sorted(Router(placement).edges, key=lambda edge: (min(edge), max(edge), edge))
 
 

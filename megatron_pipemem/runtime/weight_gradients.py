@@ -31,7 +31,10 @@ but together with a long GEMM of the MLP it hides that gather."""
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the tensor that accumulates a parameter's gradient: ``main_grad``, or else ``grad``, made if missing."""
+    """Return the tensor that accumulates a parameter's gradient: ``main_grad``, or else ``grad``.
+
+    If the parameter has neither, give it a ``grad`` of zeros.
+    """
     main = getattr(parameter, "main_grad", None)
     if main is not None:
         return main

@@ -49,7 +49,10 @@ _KEY = "pipemem-key"
 
 
 def derived(*parts: object) -> int:
-    """Return a key, the hash of ``parts``: a seed or the enclosing key, and the use of the new key."""
+    """Return a key: the hash of ``parts``.
+
+    The first is a seed or the enclosing key. The others say what the key is for, for example a layer or a microbatch.
+    """
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 
@@ -255,6 +258,9 @@ def _build_module(kind: str, number_of: Callable[[dict], int], original: Callabl
 
 
 def _number_in_model(named: dict) -> int:
-    """Return a layer's number in the whole model, from the arguments with which it is built."""
+    """Return a layer's number in the whole model. ``named`` has the keyword arguments with which the layer is built.
+
+    One of them is the layer's number in its chunk.
+    """
     offset = get_transformer_layer_offset(named["config"], named["vp_stage"], named["pg_collection"].pp.rank())
     return named["layer_number"] + offset

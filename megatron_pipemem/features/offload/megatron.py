@@ -61,8 +61,10 @@ class Offloading(Extension):
     def budget(self) -> int:
         """Return the bytes of host memory that each rank may use for activations, the same number on every rank.
 
-        A node's memory is divided equally among its ranks. The result is the smallest share of all nodes. Raise an
-        UnsupportedError if a node has less memory available than ``host_memory``.
+        A node's memory is divided equally among its ranks. The result is the smallest share of all nodes.
+
+        Raises:
+            UnsupportedError: a node has less memory available than ``host_memory``.
         """
         if self._budget is None:
             nodes = gather(done_by_all(lambda: _Node(socket.gethostname(), available_memory())))
@@ -157,7 +159,10 @@ class Offloading(Extension):
 
 
 def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
-    """Return the offload extension of a run, which planning also finds in ``programs.host``."""
+    """Return the offload extension of a run.
+
+    It is also stored in ``programs.host``, where planning finds the host memory budget and the link speeds.
+    """
     programs.host = Offloading(request.offload_options, request.host_memory)
     return [programs.host]
 

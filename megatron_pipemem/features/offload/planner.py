@@ -473,7 +473,9 @@ class Planner:
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
 
     def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
-        """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory."""
+        """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory. ``others``
+        stay.
+        """
         if self._budgets is None:
             return self._plan_within(part, chosen, others, None)
         budgets = [budget / self._unit for budget in self._budgets]
@@ -517,7 +519,9 @@ class Planner:
         return replace(group, kept={**group.kept, **reasons})
 
     def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
-        """Return these round trips with their peak memory and the memory above the caps. ``others`` need not leave."""
+        """Return these round trips with their peak memory and the memory above the caps. ``others`` stay because they
+        need not leave.
+        """
         placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
         held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
         over = 0.0

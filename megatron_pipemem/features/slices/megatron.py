@@ -192,7 +192,10 @@ class SlicedModel:
 
 
 def _check_attention(attention: Attention) -> None:
-    """Raise an UnsupportedError if attention cannot use earlier slices' keys and values, or is not causal."""
+    """Raise an UnsupportedError if a layer's attention cannot run slice by slice.
+
+    It must be able to use the keys and values of earlier slices, and be causal.
+    """
     core = attention.core_attention
     if type(core) not in (DotProductAttention, TEDotProductAttention):
         raise UnsupportedError(

@@ -127,7 +127,10 @@ def slice_costs(
 
 
 def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> dict[Kind, float]:
-    """Return the share of attention in the seconds of each kind (``slice_costs``). Each must be from 0 to 1."""
+    """Return the share of attention in the seconds of each kind; see ``slice_costs``.
+
+    Raise an UnsupportedError if a share, or ``keys_and_values``, is not from 0 to 1.
+    """
     if isinstance(attention, Mapping):
         shares = {Kind(kind): number(f"attention.{kind}", share) for kind, share in attention.items()}
         shares = {Kind.F: 0.0, Kind.I: 0.0, **shares}

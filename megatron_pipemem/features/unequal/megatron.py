@@ -83,9 +83,11 @@ class UnequalMicrobatches(Extension):
         """Return the program for the weights of this step's microbatches.
 
         It is the program for equal microbatches in three cases: all weights are equal (and at most 1, if there is a
-        memory cap), planning for the weights fails, or the step counts the bytes of microbatches. All ranks of this
-        copy of the model raise a PipememError, before any action has run, if batches cannot be weighed, ranks disagree
-        on weights, or no schedule keeps the memory cap.
+        memory cap), planning for the weights fails, or the step counts the bytes of microbatches.
+
+        Raises:
+            PipememError: batches cannot be weighed, ranks disagree on weights, or no schedule keeps the memory cap. All
+                ranks of this copy of the model raise an error, before any action has run.
         """
         self._began = time.perf_counter()
         base = step.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))
@@ -373,7 +375,10 @@ def _by_tokens(batches: Sequence[object], full: FullMicrobatch, config: object, 
 
 
 def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchWeights:
-    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result."""
+    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result.
+
+    ``tokens`` has the number of tokens of each microbatch.
+    """
     weights = tuple(each / (full.sequences * full.length) for each in tokens)
     return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
 

@@ -305,7 +305,9 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
-    """Return orders in which every backward starts ``barriers`` intervals later, after all that it needs."""
+    """Return orders in which every backward starts ``barriers`` intervals later. Every action stays after those that it
+    needs.
+    """
     timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.slices))
     later = barriers * timeline.ideal / schedule.num_units
     # Rounded, so that nearly equal times are ties. Then backwards go first, because they free memory.

@@ -127,7 +127,10 @@ class _Call:
         return gather_rows(input, self.tp_group) if self.sequence_parallel else Arriving(input)
 
     def reduce(self, grad_input: torch.Tensor) -> Arriving:
-        """Start the sum of the input gradient over tensor-parallel ranks; of this rank's rows, if they are sharded."""
+        """Start the sum of the input gradient over tensor-parallel ranks, if the layer has one.
+
+        With sequence parallelism, the result is this rank's rows.
+        """
         if self.sequence_parallel:
             size = (grad_input.size(0) // self.tp_group.size(), *grad_input.shape[1:])
             shard = torch.empty(size, dtype=grad_input.dtype, device=grad_input.device)

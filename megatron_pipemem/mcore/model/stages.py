@@ -337,7 +337,10 @@ class ChunkStage:
         return self.chunk if self.num_chunks > 1 else None
 
     def _leave_out_weights(self) -> None:
-        """Exclude the quantised weights that Transformer Engine makes once, and every microbatch saves."""
+        """Exclude from the counters the quantised weights that Transformer Engine makes in the first forward.
+
+        Every microbatch saves these weights for its backward.
+        """
         kept = [
             weight
             for part in self.model.modules()
@@ -424,7 +427,7 @@ def no_gradient_sync(config) -> Iterator[None]:
 
 
 Exclude = Callable[[Iterable[torch.Tensor]], object]
-"""A function that is told tensors that are no activations, like those of a batch, by what counts or moves these."""
+"""A function that takes tensors that are no activations, like those of a batch, so that these are not counted or moved."""
 
 
 def watch_batches(data_iterator, *excludes: Exclude):

@@ -91,7 +91,11 @@ class RunRecord:
     _together: bool = True
 
     def check_outputs(self) -> None:
-        """Raise an OutputError on every rank, before the training, if rank 0 cannot write the files."""
+        """Raise an error before the training if rank 0 cannot write the report or the pictures.
+
+        Raises:
+            OutputError: on every rank.
+        """
 
         def ask() -> None:
             for path in outputs(self.report, self.trace):
@@ -270,7 +274,10 @@ class RunRecord:
     def _last_step(
         self, pipeline: list[run_report.Summary], plan: Choice, memory: dict[Kind, list[int]]
     ) -> dict | None:
-        """Return the report's data of the last step on the pipeline of rank 0 (``run_report.written_step``)."""
+        """Return the report's data of the last step on the pipeline of rank 0.
+
+        It is ``None`` for an asynchronous schedule, or if not every pass was timed.
+        """
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
         overlaps = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
         pairs = bool(overlaps) and plan.schedule.name != STOCK

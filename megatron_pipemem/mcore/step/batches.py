@@ -121,7 +121,10 @@ class Dealer:
         return None if self._stream is None else _Hand(self, self._stream, microbatches)
 
     def all(self) -> list[object]:
-        """Return the batches of all microbatches of the step, if there are as many, and keep each until it is read."""
+        """Return the batches of all microbatches of the step, and keep each until a chunk reads it.
+
+        Raise an UnsupportedError if the data iterator ends before.
+        """
         try:
             self._read_up_to(self._num_microbatches - 1)
         except StopIteration:

@@ -111,7 +111,10 @@ class WeightBytes(NamedTuple):
 
 
 def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
-    """Return the bytes of the parameters of this rank's chunks, which are those of ``stages``, in one version."""
+    """Return the bytes of the parameters of this rank's chunks, which have one version.
+
+    ``stages`` are the stages of the chunks, in the same order.
+    """
     numbered = zip(stages, chunks, strict=True)
     of_stages = {stage: sum(parameter.nbytes for parameter in chunk.parameters()) for stage, chunk in numbered}
     return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)

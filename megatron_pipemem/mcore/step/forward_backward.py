@@ -203,7 +203,10 @@ class ForwardBackward(Feature):
         _start_parameter_gather(step.context.config, step.chunks)
 
     def _choose(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Set the step's program and plan: those of the last extension that returns some, else those of the run."""
+        """Set the program and the schedule choice of the step.
+
+        They are those of the last extension that returns some, else those of the run.
+        """
         self.programs.queues = self.launches.queues(device_of(step.chunks))
         chosen = None
         for extension in extensions:

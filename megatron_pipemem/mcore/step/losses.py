@@ -206,7 +206,10 @@ class _Ends(NamedTuple):
     devices: list[int]
 
     def forwards(self, device: int) -> list[Action]:
-        """Return the forwards of a device that compute losses, in order: with slices, those of last slices."""
+        """Return the forwards of a device that compute losses, in the order of the schedule.
+
+        With slices, only the forward of a sequence's last slice computes a loss.
+        """
         slices, order = self.schedule.slices, self.schedule.orders[device]
         forwards = (a for a in order if a.kind is Kind.F and a.stage in self.stages)
         return [a for a in forwards if (a.microbatch + 1) % slices == 0]
@@ -223,7 +226,10 @@ def _told(step: StepContext) -> dict[str, Any]:
 
 
 def _kind(step: StepContext, schedule: Schedule) -> Hashable:
-    """Return a key for steps whose losses have one structure."""
+    """Return a key for steps whose losses have one structure.
+
+    It has whether the step evaluates, whether it returns other data than losses, and its number of microbatches.
+    """
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 

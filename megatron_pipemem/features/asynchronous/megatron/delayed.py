@@ -101,7 +101,10 @@ class DelayedOptimizer(OverlappedOptimizer):
         self._kept.clear()
 
     def _keep(self, optimizer: ChainedOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Take ``grad`` from each parameter that has one; copy it if the next batch overwrites its buffer."""
+        """Take ``grad`` from each parameter that has one, and return the pairs of parameter and gradient.
+
+        Gradients in buffers that the next batch overwrites are copied.
+        """
         chunks: list[Any] = self._chunks  # of DistributedDataParallel
         shared = {
             buffer.grad_data.untyped_storage().data_ptr()

@@ -202,7 +202,11 @@ class StageOptimizer:
         self._caught.zero_grad()
 
     def require(self) -> None:
-        """Raise an UnsupportedError if no optimizer has been built since ``enable()``."""
+        """Check that an optimizer has been built since ``enable()``.
+
+        Raises:
+            UnsupportedError: no optimizer has been built.
+        """
         if self._caught is None:
             raise UnsupportedError(
                 "enabled-too-late",
@@ -338,7 +342,10 @@ class AsynchronousTraining(Extension):
         return self._delayed is not None and self._delayed.waits
 
     def _weight_bytes(self) -> WeightBytes:
-        """Return the bytes of one version and of all buffers, and the most versions that are planned and were held."""
+        """Return the bytes of one weight version on this rank, and of all version buffers, free ones included.
+
+        With them come two numbers of versions: the most that the schedule needs, and the most that the rank has held.
+        """
         stream, call = self._current
         weights, device = stream.weights, call.device
         planned = call.plan.window.versions_held[device]

@@ -204,7 +204,11 @@ class OverlappedOptimizer:
         return self._pending is not None
 
     def require(self) -> ChainedOptimizer:
-        """Return the optimizer that ``catch`` has built, or raise an UnsupportedError if there is none."""
+        """Return the optimizer that ``catch`` has built.
+
+        Raises:
+            UnsupportedError: no optimizer has been built since ``enable()``.
+        """
         if self._caught is None:
             raise UnsupportedError(
                 "enabled-too-late",

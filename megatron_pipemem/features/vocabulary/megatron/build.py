@@ -288,7 +288,9 @@ def cut_vocabulary(
     config = models[0].config
 
     def shard_of(weight: torch.Tensor | None, owner: int) -> WeightShard:
-        """Return this rank's rows of a matrix that only device ``owner`` has (``weight``, ``None`` elsewhere)."""
+        """Return this rank's rows of a matrix that only device ``owner`` has. ``weight`` is that matrix, or ``None``
+        elsewhere.
+        """
         on_cpu = config.use_cpu_initialization
         shard = torch.empty(
             len(partition.rows(index)),
@@ -388,7 +390,9 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
 
 
 def _uncuttable(reason: str) -> UnsupportedError:
-    """Return the error for a model whose vocabulary cannot be cut, with the remedy that always works."""
+    """Return the error for a model whose vocabulary cannot be cut. Its remedy is always to turn vocabulary parallelism
+    off.
+    """
     return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-parallel off")
 
 

@@ -17,12 +17,18 @@ from megatron_pipemem.runtime.weight_gradients import Arriving
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Arriving:
-    """Start sending the tensor of rank ``source`` of the group to ``tensor`` of all other ranks."""
+    """Start sending the tensor of rank ``source`` of the group to ``tensor`` of all other ranks.
+
+    It is the head's input, or a gradient.
+    """
     return Arriving(tensor, dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True))
 
 
 def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
-    """Start gathering statistics ``[3, tokens]`` of all ranks in ``everyones``, ``[ranks, 3, tokens]``, on each."""
+    """Start gathering the ranks' ``HeadMicrobatch.statistics`` in ``everyones``, ``[ranks, 3, tokens]``, on every rank.
+
+    ``tensor`` has those of this rank, ``[3, tokens]``.
+    """
     work = dist.all_gather_into_tensor(everyones.flatten(0, 1), tensor, group=group, async_op=True)
     return Arriving(everyones, work)
 

@@ -106,7 +106,10 @@ class HeadMicrobatch:
         return not self.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
-        """Store the statistics of a piece, and its average if there is one, by its logits, ``[tokens, rows]``."""
+        """Compute and store the statistics of a piece of the tokens, and the average if there is one.
+
+        ``raw`` has their logits from the matrix product, ``[tokens, rows]``.
+        """
         if self.no_rows:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
             self.own_sum[piece] = self.target_logit[piece] = 0
@@ -196,7 +199,9 @@ class VocabularyHead(torch.nn.Module):
         return logits.view(*x.shape[:-1], logits.size(1))
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as ``[tokens, h]``, detached from autograd's graph, after checking its size and dtype."""
+        """Return ``x`` as ``[tokens, h]``, detached from autograd's graph. Raise a VocabularyError for a wrong size or
+        dtype.
+        """
         parameter = self.shard.parameter
         if x.size(-1) != parameter.size(1) or x.dtype != parameter.dtype:
             raise VocabularyError(
@@ -302,7 +307,10 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``loss_gradient``, one number per token, with zeros for ignored labels, fp32, ``[tokens]``."""
+        """Return ``loss_gradient`` with zeros for ignored labels, fp32, ``[tokens]``.
+
+        Raise a VocabularyError if it does not have one number per token.
+        """
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -313,7 +321,9 @@ class Normalised:
         return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
 
     def _spend_logits(self) -> None:
-        """Note that the gradient of the logits overwrites them. A second call raises a VocabularyError."""
+        """Note that the gradient of the logits is computed. It overwrites the logits, so a second call raises a
+        VocabularyError.
+        """
         if not self._gradients_left:
             raise _taken_already()
         self._gradients_left = False

@@ -106,7 +106,9 @@ def logit_gradient(
 
 
 def _with_label(matrix: torch.Tensor, local: torch.Tensor, owned: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return ``matrix``, perhaps changed in place, with each token's value in the label's column, if ``owned``."""
+    """Return ``matrix`` with each token's value from ``values`` in the label's column, if ``owned``. It may be changed
+    in place.
+    """
     column = local[:, None]
     if torch.compiler.is_compiling():
         # A scatter needs its matrix in memory, but a comparison with each column's number is compiled into the pass.

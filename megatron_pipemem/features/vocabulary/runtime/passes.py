@@ -187,7 +187,10 @@ class VocabularyPasses:
         return self.last_stage
 
     def extend(self, executor: Executor) -> Handlers:
-        """Return handlers for the passes, and for F, I and B, which exchange tensors with them at both ends."""
+        """Return handlers for all vocabulary passes, and for forwards and backwards.
+
+        The latter pass tensors between the passes and the model's first and last stage.
+        """
         others, first, last = dict(executor.handlers), 0, self.placement.num_stages - 1
         looks_ahead = self.batch.looks_ahead
 

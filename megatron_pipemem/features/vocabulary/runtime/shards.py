@@ -81,7 +81,10 @@ class WeightShard:
         return gradient_of(self.parameter) if self.parameter.requires_grad else None
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's row within this shard, 0 without one, and a mask of the tokens that the shard has."""
+        """Return each token's row within this shard, and a mask of the tokens that this shard has.
+
+        The row is 0 if another shard has the token.
+        """
         rows = self.rows
         owned = (tokens >= rows.start) & (tokens < rows.stop)
         return torch.where(owned, tokens - rows.start, 0), owned
