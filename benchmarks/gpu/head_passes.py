@@ -102,7 +102,7 @@ def bytes_per_logit(size: Size, barriers: int) -> dict[str, float]:
     ):
         with _counter() as counter:
             run_pass: Callable[..., Any] = function  # they take other tensors, and other constants
-            results = run_pass(*inputs, scale=1.0, softcap=None, **constants)
+            results = run_pass(*inputs, scale=1.0, **constants)
         written = [raw] if results is None else [each for each in results if each is not None]
         fused = sum(tensor.nbytes for tensor in (*inputs, *written))
         values[f"{phase}_eager_bytes_per_logit"] = counter.bytes / raw.numel()

@@ -22,7 +22,7 @@ from vocabulary_heads import (
     sharded,
     whole,
 )
-from vocabulary_model import Case, loss_gradient, transformed, whole_losses
+from vocabulary_model import Case, loss_gradient, whole_losses
 
 from megatron_pipemem.errors import VocabularyError
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, Normalised
@@ -49,27 +49,18 @@ def cases(draw) -> Case:
         options=HeadOptions(
             barriers=draw(st.sampled_from(BARRIERS)),
             piece_tokens=draw(st.sampled_from([None, 1, 2, 5])),
-            keep_logits=draw(st.booleans()),
             scale=draw(st.sampled_from([1.0, 0.25])),
-            softcap=draw(st.sampled_from([None, 3.0])),
-            z_loss=draw(st.sampled_from([0.0, 0.01])),
         ),
     )
 
 
 def magnitudes(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
-    """The largest sums of absolute terms in losses, dX and dW: what their rounding errors are relative to.
-
-    The z-loss's gradient is proportional to the logits, which inherit the errors of their own sums, and the soft cap's slope
-    is the difference of two numbers of at most 1.
-    """
+    """The largest sums of absolute terms in losses, dX and dW: what their rounding errors are relative to."""
     options, weight, x = case.options, weight.double(), x.double()
-    logits = transformed(x @ weight.t(), options).requires_grad_()
-    losses = whole_losses(logits, labels, replace(options, scale=1.0, softcap=None))
-    g = loss_gradient(losses, case.loss)
-    losses.backward(g)
-    terms = logits.grad.abs() + 2 * options.z_loss * g.abs()[..., None] * (x.abs() @ weight.abs().t())
-    terms *= options.scale
+    logits = (x @ weight.t() * options.scale).requires_grad_()
+    losses = whole_losses(logits, labels, replace(options, scale=1.0))
+    losses.backward(loss_gradient(losses, case.loss))
+    terms = logits.grad.abs() * options.scale
     sums = (
         losses.detach() + logits.detach().abs().amax(-1),
         terms @ weight.abs(),
@@ -80,7 +71,7 @@ def magnitudes(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.
 
 @examples(60)
 @given(cases())
-@example(Case(2, 5, options=HeadOptions(softcap=3.0)))
+@example(Case(2, 5))
 @example(Case(11, 4, masked=tuple(range(6))))
 @example(Case(11, 4, ignored=tuple(range(6)), options=HeadOptions(barriers=2)))
 @example(Case(9, 4, shape=(0, 2)))
@@ -164,11 +155,10 @@ def test_fp16_averages_neither_overflow_nor_vanish():
     assert parts.sum().item() == pytest.approx(0, abs=8e-3)
 
 
-@pytest.mark.parametrize("keep_logits", [True, False])
 @pytest.mark.parametrize("barriers", BARRIERS)
-def test_gradients_of_several_microbatches_add_up(barriers, keep_logits):
+def test_gradients_of_several_microbatches_add_up(barriers):
     """Three microbatches are in flight before the first T."""
-    case = Case(11, 3, microbatches=3, options=HeadOptions(barriers=barriers, keep_logits=keep_logits))
+    case = Case(11, 3, microbatches=3, options=HeadOptions(barriers=barriers))
     weight, x, _ = inputs_of(case)
     labels = [case.batch(i)[1] for i in range(3)]
     heads, total = heads_of(case, weight), 0
@@ -234,22 +224,19 @@ class LargestBuffers(TorchDispatchMode):
         return result
 
 
-def test_logits_are_scaled_and_capped():
-    case = Case(11, 3, options=HeadOptions(scale=0.5, softcap=1.0, piece_tokens=2))
+def test_logits_are_scaled():
+    case = Case(11, 3, options=HeadOptions(scale=0.5, piece_tokens=2))
     weight, x, _ = inputs_of(case)
     logits = torch.cat([head.logits(x) for head in heads_of(case, weight)], dim=-1)
-    assert_close(logits, transformed(x.double() @ weight.double().t(), case.options), 1e-6)
+    assert_close(logits, x.double() @ weight.double().t() * 0.5, 1e-6)
 
 
 @pytest.mark.parametrize("barriers", BARRIERS)
-@pytest.mark.parametrize(
-    ("dtype", "keep_logits"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
-)
 @pytest.mark.parametrize("piece", [2, 8, None])
-def test_fp32_logits_exist_for_one_piece_at_a_time(barriers, dtype, keep_logits, piece):
+def test_fp32_logits_exist_for_one_piece_at_a_time(barriers, piece):
     tokens, rows, hidden = 64, 512, 8
-    options = HeadOptions(barriers=barriers, piece_tokens=piece, keep_logits=keep_logits)
-    case = Case(rows, 1, (tokens,), hidden, dtype=dtype, options=options)
+    options = HeadOptions(barriers=barriers, piece_tokens=piece)
+    case = Case(rows, 1, (tokens,), hidden, dtype=torch.bfloat16, options=options)
     weight, x, labels = inputs_of(case)
     (head,) = heads_of(case, weight)
     parameter = head.shard.parameter
@@ -259,7 +246,7 @@ def test_fp32_logits_exist_for_one_piece_at_a_time(barriers, dtype, keep_logits,
         held = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in done[0].tensors}
         gradients_of(case, done)
     assert seen.largest == max((piece or tokens) * rows, tokens * hidden)
-    logits = tokens * rows * x.element_size() if keep_logits else 0
+    logits = tokens * rows * x.element_size()
     assert logits <= sum(held.values()) <= logits + 2 * x.nbytes + tokens * 64
 
 
@@ -268,8 +255,6 @@ def test_fp32_logits_exist_for_one_piece_at_a_time(barriers, dtype, keep_logits,
     [
         ({"barriers": 3}, ("bad-number", 1, 2)),
         ({"piece_tokens": 0}, ("bad-number", 1)),
-        ({"softcap": 0.0}, ("bad-number",)),
-        ({"z_loss": -1.0}, ("bad-number", 0)),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):

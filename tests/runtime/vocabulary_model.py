@@ -85,22 +85,15 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "vocabulary.md"
 EXAMPLE = Case(30, 4)
 
 
-def transformed(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:
-    """Scaled and capped."""
-    logits = logits * options.scale
-    return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
-
-
 def whole_losses(logits: torch.Tensor, labels: torch.Tensor, options: HeadOptions) -> torch.Tensor:
     """Token losses of unsharded logits by torch's own functions."""
-    logits = transformed(logits, options)
+    logits = logits * options.scale
     valid = (labels >= 0) & (labels < logits.size(-1))
     labels = torch.where(valid, labels, -100)
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100
     )
-    z = options.z_loss * logits.logsumexp(-1).square()
-    return losses.view(labels.shape) + torch.where(valid, z, 0)
+    return losses.view(labels.shape)
 
 
 def loss_gradient(losses: torch.Tensor, loss_function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -6,10 +6,10 @@ Each phase of a microbatch returns the object that the next phase needs:
     gathered = gather_statistics(scored.statistics).wait()
     done = combine(scored, gathered)                        # done.losses, then the gradients
 
-This module does not communicate, and autograd does not record it. y are the scaled and capped logits, and M is their
-maximum over the whole vocabulary. S = sum exp(y - M), Z = log S + M, and z is the factor ``z_loss``. Then:
+This module does not communicate, and autograd does not record it. y are the scaled logits, M is their maximum over the
+whole vocabulary, and S = sum exp(y - M). Then:
 
-    loss = log S - (y_label - M) + z Z^2            dloss/dy = (1 + 2zZ) exp(y - M) / S - onehot(label)
+    loss = log S - (y_label - M)            dloss/dy = exp(y - M) / S - onehot(label)
 
 An input gradient computed here covers only the rows of this rank. The caller sums it over the ranks.
 """
@@ -37,12 +37,7 @@ class HeadOptions:
     # How many tokens have logits in fp32 at a time; ``None`` for the whole microbatch. Pieces change results only if
     # matrix products of other sizes round differently.
     piece_tokens: int | None = None
-    # Keep the logits, ``[tokens, rows]`` in the parameter's dtype, until their gradient is computed. With ``False``
-    # they are computed again, piece by piece: one more matrix product per use, but no memory of that size.
-    keep_logits: bool = True
     scale: float = 1.0  # factor of the logits
-    softcap: float | None = None  # ``c`` of ``c * tanh(logits / c)``, applied after ``scale``
-    z_loss: float = 0.0  # factor of the squared log-partition function in each token's loss
     compiled: bool = True  # compile the functions over logits on CUDA (see ``kernels.Compiler``)
 
     def __post_init__(self) -> None:
@@ -52,11 +47,6 @@ class HeadOptions:
                 self.piece_tokens is None or self.piece_tokens >= 1,
                 f"piece_tokens={self.piece_tokens}: give at least 1, or None",
             ),
-            (
-                self.softcap is None or self.softcap > 0,
-                f"softcap={self.softcap}: give a positive number, or None for no cap",
-            ),
-            (self.z_loss >= 0, f"z_loss={self.z_loss}: give at least 0"),
         ):
             if not holds:
                 raise VocabularyError("bad-number", problem)
@@ -85,7 +75,7 @@ class HeadMicrobatch:
     # relative to that maximum and later to the maximum of all ranks; and the label's logit if ``owned``, else 0.
     statistics: torch.Tensor
     for_backward: bool
-    # Logits from the matrix product, ``[tokens, rows]``, later overwritten by their gradient; ``None`` if not kept.
+    # Logits from the matrix product, ``[tokens, rows]``, later overwritten by their gradient; ``None`` in evaluation.
     logits: torch.Tensor | None = None
     # The mean of this rank's weight rows, weighted by its softmax (times ``SOFTMAX_SUM``) without the label's row,
     # ``[tokens, h]``. With one barrier this is the input gradient, up to a factor per token and the label's part.
@@ -131,7 +121,7 @@ class HeadMicrobatch:
         """
         options = self.options
         tensors = raw, self.local[piece], self.owned[piece], *per_token
-        constants |= {"scale": options.scale, "softcap": options.softcap}
+        constants["scale"] = options.scale
         if options.compiled:
             return kernels.COMPILER.run(function, *tensors, **constants)
         return function(*tensors, **constants)
@@ -176,10 +166,9 @@ class VocabularyHead(torch.nn.Module):
         tokens = x.size(0)
         statistics = torch.empty(3, tokens, dtype=torch.float32, device=x.device)
         batch = HeadMicrobatch(self.shard, options, x, labels.shape, local, owned, valid, statistics, for_backward)
-        if for_backward and options.keep_logits:
+        if for_backward:
             batch.logits = x.new_empty(tokens, weight.size(0))
-        if for_backward and options.barriers == 1:
-            batch.average = torch.empty_like(x)
+            batch.average = torch.empty_like(x) if options.barriers == 1 else None
         for piece in options.pieces(tokens):
             raw = torch.mm(x[piece], weight.t(), out=None if batch.logits is None else batch.logits[piece])
             batch.score(piece, raw)
@@ -187,7 +176,7 @@ class VocabularyHead(torch.nn.Module):
 
     @torch.no_grad()
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scaled and capped logits of this rank's rows, ``[..., rows]`` in the parameter's dtype.
+        """Return the scaled logits of this rank's rows, ``[..., rows]`` in the parameter's dtype.
 
         They are for inference. ``collectives.gather_logits`` combines those of all ranks.
         """
@@ -195,7 +184,7 @@ class VocabularyHead(torch.nn.Module):
         logits = rows.new_empty(rows.size(0), len(self.shard.rows))
         for piece in self.options.pieces(rows.size(0)):
             raw = rows[piece] @ self.shard.weight.t()
-            logits[piece] = kernels.transform(raw, self.options.scale, self.options.softcap)
+            logits[piece] = kernels.transform(raw, self.options.scale)
         return logits.view(*x.shape[:-1], logits.size(1))
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
@@ -235,11 +224,11 @@ class Normalised:
     The arguments have one number for each token. ``maximum`` is the largest logit of the whole vocabulary. ``others``
     is the sum of exp(logit - maximum) over all rows except the label's. ``label`` is the label's logit minus
     ``maximum``. From them follow the ``NUMBERS`` that are kept for each token: the maximum, the sum of exp(logit -
-    maximum) over all rows, two factors of the gradient, and the loss. They are written to ``into``, fp32
+    maximum) over all rows, the gradient of the label's logit, and the loss. They are written to ``into``, fp32
     ``[NUMBERS, tokens]``, or to new memory if it is ``None``.
     """
 
-    NUMBERS = 5
+    NUMBERS = 4
     """How many numbers are kept for each token."""
 
     def __init__(
@@ -255,19 +244,10 @@ class Normalised:
         total = others + torch.exp(label)
         # log(1 + others / exp(label)): precise even if the label is almost certain.
         nll = torch.nn.functional.softplus(torch.log(others) - label)
-        z = self.options.z_loss
-        # The label's entry, without the cancellation near probability 1, and the factor of all others.
-        label_factor = torch.expm1(-nll)
-        factor = torch.ones_like(nll)
-        if z:
-            log_partition = maximum + torch.log(total)
-            excess = 2 * z * log_partition
-            label_factor += torch.exp(-nll) * excess
-            factor += excess
-            nll = nll + z * log_partition.square()
+        label_gradient = torch.expm1(-nll)  # without the cancellation near probability 1
         nll.masked_fill_(~batch.valid, 0)
-        self._kept = torch.stack((maximum, total, label_factor, factor, nll), out=into)
-        self._maximum, self._total, self._label, self._factor, self._losses = self._kept
+        self._kept = torch.stack((maximum, total, label_gradient, nll), out=into)
+        self._maximum, self._total, self._label, self._losses = self._kept
 
     @property
     def losses(self) -> torch.Tensor:
@@ -276,7 +256,7 @@ class Normalised:
 
     @property
     def hits(self) -> torch.Tensor:
-        """Whether each label is the token with the highest logit, in the labels' shape, if ``z_loss`` is 0.
+        """Whether each label is the token with the highest logit, in the labels' shape.
 
         Logits within 1e-5 count as equal, and ignored labels as hits.
         """
@@ -328,43 +308,38 @@ class Normalised:
             raise _taken_already()
         self._gradients_left = False
 
+    @property
+    def _logits(self) -> torch.Tensor:
+        assert self._batch.logits is not None, "score() was called for_backward"
+        return self._batch.logits
+
     def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the logits of one piece, ``[tokens, rows]``. Kept logits are overwritten by it.
+        """Return the gradient of the logits of one piece, ``[tokens, rows]``. The logits are overwritten by it.
 
         ``g`` is the gradient with respect to the token losses, fp32, ``[tokens]`` of the whole microbatch.
         """
-        batch, options = self._batch, self.options
-        raw = batch.x[piece] @ batch.shard.weight.t() if batch.logits is None else batch.logits[piece]
+        batch, raw = self._batch, self._logits[piece]
         if batch.no_rows:
             return raw
-        scaled = g[piece] * options.scale
-        factor = scaled * self._factor[piece] / self._total[piece]
+        scaled = g[piece] * self.options.scale
+        factor = scaled / self._total[piece]
         batch.over_logits(kernels.logit_gradient, piece, raw, self._maximum[piece], factor, scaled * self._label[piece])
         return raw
 
-    def _add_weight_gradient(self, g: torch.Tensor, logits_differentiated: bool) -> None:
+    def _add_weight_gradient(self) -> None:
         """Add ``logit gradient^T @ x`` to the gradient of the parameter, unless it is frozen.
 
-        ``g`` is that of ``_logit_gradient``. ``logits_differentiated`` says that kept logits have been replaced by
-        their gradient.
+        ``_logit_gradient`` has replaced the logits of all pieces by their gradient.
         """
-        batch = self._batch
-        gradient = batch.shard.gradient
+        x, gradient = self._batch.x, self._batch.shard.gradient
         if gradient is None:
             return
-        if batch.logits is None:
-            for piece in self.pieces:
-                add_product(gradient, self._logit_gradient(piece, g), batch.x[piece])
-            return
-        if not logits_differentiated:
-            for piece in self.pieces:
-                self._logit_gradient(piece, g)
-        if gradient.dtype == batch.x.dtype or gradient.device.type == "cuda":
-            add_product(gradient, batch.logits, batch.x)
+        if gradient.dtype == x.dtype or gradient.device.type == "cuda":
+            add_product(gradient, self._logits, x)
             return
         # fp32 copies hold one piece at a time, like all fp32 tensors of that size.
         for piece in self.pieces:
-            add_product(gradient, batch.logits[piece], batch.x[piece])
+            add_product(gradient, self._logits[piece], x[piece])
 
 
 def _taken_already() -> VocabularyError:
@@ -394,9 +369,8 @@ class OneBarrier(Normalised):
         average, batch.average = batch.average, None
         if average is None:
             raise _taken_already()
-        share = batch.own_sum / self._total * self._factor * (options.scale / kernels.SOFTMAX_SUM)
-        slope = kernels.slope(batch.target_logit, options.softcap)
-        label = torch.where(batch.owned, self._label * slope * options.scale, 0.0)
+        share = batch.own_sum / self._total * (options.scale / kernels.SOFTMAX_SUM)
+        label = torch.where(batch.owned, self._label * options.scale, 0.0)
         message = self._message()
         for piece in self.pieces:
             part = average[piece].to(torch.float32).mul_(share[piece, None])
@@ -415,7 +389,10 @@ class OneBarrier(Normalised):
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
-        self._add_weight_gradient(g, logits_differentiated=False)
+        if self._batch.shard.gradient is not None:
+            for piece in self.pieces:
+                self._logit_gradient(piece, g)
+        self._add_weight_gradient()
 
 
 class TwoBarriers(Normalised):
@@ -436,7 +413,7 @@ class TwoBarriers(Normalised):
         message = self._message()
         for piece in self.pieces:
             message[piece] = self._logit_gradient(piece, g) @ self._batch.shard.weight
-        self._add_weight_gradient(g, logits_differentiated=True)
+        self._add_weight_gradient()
         return self._shaped(message)
 
 

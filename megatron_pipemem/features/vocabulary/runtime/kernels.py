@@ -23,21 +23,12 @@ SOFTMAX_SUM = 1024.0
 _SMALLEST_SUM = 1e-30
 
 
-def transform(raw: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Return logits times ``scale``, capped to ``c tanh(logit / c)`` with ``c = softcap``, in new fp32 memory."""
+def transform(raw: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return logits times ``scale``, in new fp32 memory."""
     logits = raw.to(torch.float32, copy=True)
     if scale != 1.0:
         logits.mul_(scale)
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
     return logits
-
-
-def slope(logits: torch.Tensor, softcap: float | None) -> torch.Tensor | float:
-    """Return the derivative of the soft cap, computed from logits that are capped already."""
-    if softcap is None:
-        return 1.0
-    return logits.div(softcap).square_().neg_().add_(1)
 
 
 def statistics(
@@ -46,7 +37,6 @@ def statistics(
     owned: torch.Tensor,
     *,
     scale: float,
-    softcap: float | None,
     softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the statistics that the loss needs, ``[tokens]`` each, and the softmax for the input gradient.
@@ -60,13 +50,12 @@ def statistics(
 
     The fourth result is ``None`` unless ``softmax`` is set. It is used to average the rows of the weight, and has the
     shape and dtype of ``raw``. It is exp(logit - largest), with 0 for the label, scaled such that each token's sum is
-    ``SOFTMAX_SUM``, and then multiplied by the derivative of the soft cap.
+    ``SOFTMAX_SUM``.
     """
-    logits = transform(raw, scale, softcap)
+    logits = transform(raw, scale)
     # The clamp keeps a row of only -inf from becoming -inf - -inf.
     maximum = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
     label = torch.where(owned, logits.gather(1, local[:, None]).squeeze(1), 0.0)
-    slopes = slope(logits, softcap) if softmax else 1.0
     # The label is added in fp32 when its probability is known. Sums and averages that included an almost certain label would
     # lose all other digits to rounding.
     exponentials = _with_label(logits.sub_(maximum[:, None]).exp_(), local, owned, torch.zeros_like(maximum))
@@ -74,8 +63,6 @@ def statistics(
     if not softmax:
         return maximum, others, label, None
     exponentials.mul_((SOFTMAX_SUM / others.clamp(min=_SMALLEST_SUM))[:, None])
-    if softcap is not None:
-        exponentials.mul_(slopes)
     return maximum, others, label, exponentials.to(raw.dtype)
 
 
@@ -88,21 +75,14 @@ def logit_gradient(
     label: torch.Tensor,
     *,
     scale: float,
-    softcap: float | None,
 ) -> None:
     """Replace the logits ``raw``, ``[tokens, rows]``, by the gradient of the loss with respect to them.
 
-    The gradient is ``factor * exp(logit - maximum)``, and ``label`` at the label's row. Both are multiplied by the
-    derivative of the soft cap. ``factor``, ``maximum`` and ``label`` are fp32, ``[tokens]``. See ``statistics`` for the
-    others.
+    The gradient is ``factor * exp(logit - maximum)``, and ``label`` at the label's row. ``factor``, ``maximum`` and
+    ``label`` are fp32, ``[tokens]``. See ``statistics`` for the others.
     """
-    logits = transform(raw, scale, softcap)
-    slopes = slope(logits, softcap)
-    gradient = logits.sub_(maximum[:, None]).exp_().mul_(factor[:, None])
-    gradient = _with_label(gradient, local, owned, label)
-    if softcap is not None:
-        gradient.mul_(slopes)
-    raw.copy_(gradient)
+    gradient = transform(raw, scale).sub_(maximum[:, None]).exp_().mul_(factor[:, None])
+    raw.copy_(_with_label(gradient, local, owned, label))
 
 
 def _with_label(matrix: torch.Tensor, local: torch.Tensor, owned: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
