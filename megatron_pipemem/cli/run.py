@@ -16,8 +16,7 @@ from megatron_pipemem.cli.ranks import rank_guard, refused_together
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
 from megatron_pipemem.mcore import INSTALL, is_installed
-from megatron_pipemem.mcore.flags import add_virtual_stages, cpu_flags, take_flags
-from megatron_pipemem.mcore.run_log import show_log
+from megatron_pipemem.mcore.launch import add_virtual_stages, cpu_flags, enable_in_script, show_log, take_flags
 from megatron_pipemem.request import Request
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
@@ -119,8 +118,6 @@ def _prepare(cpu: bool, request: Request | None, verbose: bool) -> None:
 
         activate(verbose=verbose)
     if request is not None:
-        from megatron_pipemem.mcore.launch import enable_in_script
-
         enable_in_script(request)
     if cpu and not verbose:
         from megatron_pipemem.cpu import shorten_log

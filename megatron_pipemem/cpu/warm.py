@@ -15,6 +15,7 @@ WHAT_RUNS_IMPORT = (
     "megatron.core.tokenizers.text.models",
     "torch._dynamo",  # every optimizer imports it
     "megatron_pipemem.mcore.launch",
+    "megatron_pipemem.mcore.plugin",
     "megatron_pipemem.mcore.report.recording",
     "megatron_pipemem.report.figure",
 )

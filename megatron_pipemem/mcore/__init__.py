@@ -1,8 +1,7 @@
 """Attach schedules to stock Megatron-Core. Only this package, ``cpu`` and ``features/*/megatron`` import megatron.
 
-- ``plugin``: ``enable()`` and ``disable()``, and the parts of a run. ``launch`` and ``flags`` enable it from a command
-  line.
-- ``symbols``: the functions of Megatron that are replaced or used. ``patching`` replaces and restores them.
+- ``plugin``: ``enable()`` and ``disable()``, and the parts of a run. ``launch`` enables it from a command line.
+- ``symbols``: the functions of Megatron that are replaced or used, and how they are replaced and restored.
 - ``step``: the replacement of Megatron's forward-backward functions, and the extensions by which features add to a
   step.
 - ``model``: builds chunks on the devices of a placement, runs them as stages, and splits the backward of their layers.

@@ -158,7 +158,7 @@ def test_help_of_run_lists_the_flags_without_torch_or_megatron():
 
 def test_flags_of_runs_stand_in_one_place():
     """What `run --help` shows is what a run takes."""
-    flags = pytest.importorskip("megatron_pipemem.mcore.flags")
+    flags = pytest.importorskip("megatron_pipemem.mcore.launch")
     assert (
         flags.flag_parser is run_flags.flag_parser and 'add_argument("--pipemem' not in Path(flags.__file__).read_text()
     )

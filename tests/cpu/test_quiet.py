@@ -13,7 +13,7 @@ from lanes import nightly
 from launching import REPOSITORY
 
 from megatron_pipemem.launch.command import CPU_FLAGS, words
-from megatron_pipemem.mcore.flags import cpu_flags
+from megatron_pipemem.mcore.launch import cpu_flags
 
 PROGRAM = """
 import sys, warnings
@@ -40,7 +40,7 @@ def test_nothing_is_said_of_missing_packages_unless_asked(environment: dict[str,
 
 LOGGED = """
 import logging
-from megatron_pipemem.mcore.run_log import show_log
+from megatron_pipemem.mcore.launch import show_log
 logging.basicConfig(level=logging.INFO)
 for _ in range(2):
     show_log()

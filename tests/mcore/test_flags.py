@@ -13,8 +13,7 @@ from refusals import refused
 
 from megatron_pipemem.config.layout import read
 from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownScheduleError, UnsupportedError
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
-from megatron_pipemem.mcore.launch import enable_from_command_line
+from megatron_pipemem.mcore.launch import add_virtual_stages, enable_from_command_line, take_flags
 from megatron_pipemem.mcore.plugin import enable
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.memory_cap import MemoryCap

@@ -13,8 +13,8 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import refusals as refusals_of_models
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.known_flags import described, known_flags
+from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 
 ROOT = Path(__file__).parents[2]
 TABLE = {

@@ -9,7 +9,7 @@ import torch
 from refusals import refused
 
 from megatron_pipemem.features.pairs.megatron import PairedSteps, check_model
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 
 OVERLAP, SIZES = "--overlap-moe-expert-parallel-comm", ("--pipeline-model-parallel-size", "2", "--num-layers", "8")
 MODEL = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True, "fp16": False}

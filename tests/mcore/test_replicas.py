@@ -17,7 +17,7 @@ from megatron_pipemem.choose.searching import serial_schedule
 from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.megatron import gradients, make_replicas
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_chunks
 from megatron_pipemem.mcore.step.batches import deal

@@ -15,7 +15,7 @@ from megatron_pipemem.choose.searching import ONE_BY_ONE
 from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import CostsError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.mcore import programs as run_programs
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request

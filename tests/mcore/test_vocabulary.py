@@ -16,7 +16,7 @@ from megatron_pipemem.features.vocabulary.megatron import build
 from megatron_pipemem.features.vocabulary.megatron.build import choose_barriers, head_in_layers, layers_in
 from megatron_pipemem.features.vocabulary.megatron.step import share_batch
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.mcore.flags import take_flags
+from megatron_pipemem.mcore.launch import take_flags
 from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.step import batches
 from megatron_pipemem.mcore.step.batches import calls_of
