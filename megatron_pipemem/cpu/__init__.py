@@ -5,7 +5,7 @@ replaces these in this process, until the process ends:
 
 * ``cuda``            ``torch.cuda``: one device per local rank, streams and events that never wait, and CPU tensors;
 * ``process_groups``  gloo process groups in place of NCCL's;
-* ``upstream``        compiled helpers and fused CUDA extensions that Megatron-Core needs.
+* ``upstream``        compiled helpers and fused CUDA extensions that Megatron-Core needs, and attention without them.
 
 The arithmetic is PyTorch's own on CPU tensors, so losses are those of a real training run. Memory and speed of a GPU
 are not imitated.

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd as rotate
 from refusals import refused
 
-from megatron_pipemem.cpu.attention import _mask, shares
+from megatron_pipemem.cpu.upstream import _mask, shares
 
 
 def test_every_document_is_shared():

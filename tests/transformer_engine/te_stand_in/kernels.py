@@ -9,6 +9,8 @@ from enum import IntEnum
 
 import torch
 
+from megatron_pipemem.cpu.upstream import shares
+
 
 class DType(IntEnum):
     """Number formats."""
@@ -229,8 +231,6 @@ def thd_sequence_order_to_cp_rank_order(x, cu_seqlens, cp_size, total_tokens):
 
 
 def _held(cu_seqlens: torch.Tensor, size: int) -> list[torch.Tensor]:
-    from megatron_pipemem.cpu.attention import shares  # which imports Megatron, and so Transformer Engine
-
     return shares(cu_seqlens.tolist(), size)
 
 
