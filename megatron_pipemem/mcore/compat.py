@@ -13,8 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from megatron_pipemem.mcore.patching import Feature, Replacements
-from megatron_pipemem.mcore.symbols import RESHARDABLE_STATE
+from megatron_pipemem.mcore.symbols import RESHARDABLE_STATE, Feature, Replacements
 
 _STREAMS = {"enable_hyper_connections": "num_residual_streams", "enable_mhc_connections": "mhc_num_residual_streams"}
 """The switch for several residual streams (mHC) on ``dev`` and on ``main``, with the field of their number."""

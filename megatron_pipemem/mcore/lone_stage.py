@@ -45,10 +45,9 @@ from megatron_pipemem.mcore.model.linear import mark_early
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
-from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.step.extension import Observation, observe
 from megatron_pipemem.mcore.step.split_backward import sharded_replacements
-from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE
+from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE, PatchSet
 from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor

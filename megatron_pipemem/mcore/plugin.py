@@ -18,7 +18,6 @@ from megatron_pipemem.features import Position, features_at
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.compat import ReshardableState
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
-from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.step.batches import StepShapes
 from megatron_pipemem.mcore.step.extension import Extension, LaunchOrders
@@ -27,7 +26,7 @@ from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
-from megatron_pipemem.mcore.symbols import USED
+from megatron_pipemem.mcore.symbols import USED, Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.request import PROFILE, Request, prices_of
 from megatron_pipemem.schedule.options import AUTO
 

@@ -15,7 +15,7 @@ from refusals import refused
 
 import megatron_pipemem
 from megatron_pipemem.errors import UnsupportedError, UpstreamError
-from megatron_pipemem.mcore import patching, plugin
+from megatron_pipemem.mcore import plugin, symbols
 from megatron_pipemem.mcore.model.linear import split_linear
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
 
@@ -138,7 +138,7 @@ def test_a_replacement_that_fails_leaves_the_plugin_off_and_can_be_enabled_later
         return act
 
     with monkeypatch.context() as broken:
-        broken.setattr(patching, "_in_place_of", fail)
+        broken.setattr(symbols, "_in_place_of", fail)
         with pytest.raises(ArithmeticError):
             megatron_pipemem.enable("v-half")
     assert bindings() == stock

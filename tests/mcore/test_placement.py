@@ -17,8 +17,8 @@ from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank, _sum_tied_gradients
-from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.symbols import PatchSet
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 

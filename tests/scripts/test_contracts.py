@@ -78,7 +78,7 @@ def test_a_module_that_is_gone_breaks_every_contract_that_needs_it():
     assert set(verdicts.reasons) == {"linear", "V"}
 
 
-@nightly("the verdicts above; mcore/test_symbols.py and test_patching.py miss the function")
+@nightly("the verdicts above; mcore/test_symbols.py misses the function")
 def test_a_function_that_upstream_has_lost_is_named(tmp_path):
     """From outside: on a Megatron-Core without it."""
     pytest.importorskip("megatron.core")

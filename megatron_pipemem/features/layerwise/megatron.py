@@ -28,7 +28,6 @@ from megatron.core.utils import unwrap_model
 from megatron_pipemem.config.refusals import LAYERWISE, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.loop_arguments import iteration_and_seed
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import (
     BUILD_HYBRID_LAYER,
@@ -40,6 +39,7 @@ from megatron_pipemem.mcore.symbols import (
     GPT_MODEL,
     HYBRID_MODEL,
     MLP,
+    Replacements,
 )
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import Kind

@@ -22,10 +22,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.pairs.runtime import Pairs
 from megatron_pipemem.mcore.model.stages import ChunkStage
 from megatron_pipemem.mcore.model.transformer_engine import defer
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import COMBINED_STEP, LANGUAGE_MODULE
+from megatron_pipemem.mcore.symbols import COMBINED_STEP, LANGUAGE_MODULE, Replacements
 from megatron_pipemem.runtime.executor import BackwardArguments, PairRunner, StepFeature
 from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, current_queue
 

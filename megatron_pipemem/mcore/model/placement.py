@@ -31,7 +31,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_pipemem.choose.model_cut import as_built, check_cut
 from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.patching import Feature, PatchSet, Replacements
 from megatron_pipemem.mcore.refusals import check_sharing
 from megatron_pipemem.mcore.symbols import (
     BUILD_STAGES,
@@ -48,6 +47,9 @@ from megatron_pipemem.mcore.symbols import (
     RANK,
     SELECT_SEGMENT,
     TIED_GRADIENTS,
+    Feature,
+    PatchSet,
+    Replacements,
 )
 from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.placement import Placement

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import OLDEST_SPLITTING, check_model
-from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE
+from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE, Replacements
 from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised
 from megatron_pipemem.runtime.weight_gradients import (
     Arriving,

@@ -20,7 +20,6 @@ from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.loop_arguments import prints_log, saves_after, scalar_interval, write_scalars
 from megatron_pipemem.mcore.model.linear import countable_linear
 from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
-from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.programs import announce
 from megatron_pipemem.mcore.report.run_record import LOSSES, STEPS, RunRecord
 from megatron_pipemem.mcore.report.run_report import RecordedStep, count_layers
@@ -34,6 +33,8 @@ from megatron_pipemem.mcore.symbols import (
     TRAINING_LOG,
     WITH_INTERLEAVING,
     WITHOUT_INTERLEAVING,
+    Feature,
+    Replacements,
 )
 from megatron_pipemem.report.run import bubble_of_steps, busiest
 from megatron_pipemem.schedule.action import Action, Kind

@@ -16,8 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pipemem.choose.knowledge import Choice, Shape
 from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
-from megatron_pipemem.mcore.patching import Feature
 from megatron_pipemem.mcore.programs import Compiled, Programs
+from megatron_pipemem.mcore.symbols import Feature
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.trace import OffloadStatistics, Trace

@@ -21,7 +21,6 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_gradient_sync, routing_noted, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
-from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_schedule
 from megatron_pipemem.mcore.step.extension import (
@@ -33,7 +32,7 @@ from megatron_pipemem.mcore.step.extension import (
     device_of,
     observe,
 )
-from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
+from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING, Feature, Replacements
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import (
     MessageFormat,

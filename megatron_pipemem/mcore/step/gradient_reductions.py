@@ -13,9 +13,8 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import CHECK_GRADIENTS, GRADIENT_IS_READY
+from megatron_pipemem.mcore.symbols import CHECK_GRADIENTS, GRADIENT_IS_READY, Replacements
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import COMPLETING, Action, Kind
 

@@ -20,9 +20,8 @@ from megatron.core import utils
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.stages import is_counted
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import COUNT_PACKED_TOKENS, GRAPH_ORDER, REPORT_MEMORY
+from megatron_pipemem.mcore.symbols import COUNT_PACKED_TOKENS, GRAPH_ORDER, REPORT_MEMORY, Replacements
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.costs import Costs

@@ -20,9 +20,8 @@ from megatron_pipemem.mcore.model.linear import (
     split_embedding,
     split_linear,
 )
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import GATHER_GRADIENT, LINEAR, LOOKUP
+from megatron_pipemem.mcore.symbols import GATHER_GRADIENT, LINEAR, LOOKUP, Replacements
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.transport import within_node

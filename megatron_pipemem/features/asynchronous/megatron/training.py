@@ -29,11 +29,10 @@ from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightV
 from megatron_pipemem.files import whole_file
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder, steps_left
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes
-from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
+from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE, Replacements
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
 from megatron_pipemem.schedule import stream as windows

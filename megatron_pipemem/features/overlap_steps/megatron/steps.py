@@ -32,7 +32,6 @@ from megatron_pipemem.mcore.loop_arguments import (
     scalar_interval,
     write_scalars,
 )
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.batches import Rereadable
 from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
 from megatron_pipemem.mcore.symbols import (
@@ -49,6 +48,7 @@ from megatron_pipemem.mcore.symbols import (
     TRAIN,
     TRAINING_LOG,
     ZERO_GRAD_BUFFER,
+    Replacements,
 )
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
 

@@ -28,10 +28,9 @@ from megatron_pipemem.features.vocabulary.megatron.build import (
 from megatron_pipemem.features.vocabulary.runtime.head import Normalised
 from megatron_pipemem.features.vocabulary.runtime.passes import Batch, Channels, VocabularyPasses
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
-from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.batches import Call, calls_of
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS
+from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS, Replacements
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.transport import destroy_groups, new_groups
 
