@@ -1,12 +1,149 @@
-"""One rank decides for all: its result and its errors arrive everywhere."""
+"""What ranks agree on arrives on every rank: 2 x 3 ranks in threads, two hops."""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
+
 import pytest
+import torch
 from refusals import refused
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.mcore import agreement
+
+TP, PP = 2, 3
+
+
+@dataclass
+class _Line:
+    """Ranks of one group, in threads, which exchange one object each at a time."""
+
+    members: list[int]
+    barrier: threading.Barrier = field(init=False)
+    mail: dict[int, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(len(self.members))
+
+    def exchange(self, rank: int, contribution: object) -> list:
+        self.mail[rank] = contribution
+        self.barrier.wait(10)
+        seen = [self.mail[member] for member in self.members]
+        self.barrier.wait(10)
+        return seen
+
+
+@dataclass
+class _Group:
+    """A line as one of its ranks sees it."""
+
+    line: _Line
+    world_rank: int
+
+    def size(self) -> int:
+        return len(self.line.members)
+
+    def rank(self) -> int:
+        return self.line.members.index(self.world_rank)
+
+    def exchange(self, contribution: object) -> list:
+        return self.line.exchange(self.world_rank, contribution)
+
+
+@pytest.fixture
+def on_all_ranks(monkeypatch):
+    """``on_all_ranks(act)``: what ``act(rank, groups)`` returned or raised on every rank. World rank is ``pp * TP + tp``."""
+
+    def reduce(tensor, op, group):
+        tensor.copy_(torch.stack([each.clone() for each in group.exchange(tensor.clone())]).max(0).values)
+
+    def broadcast(payload, src, group):
+        payload[:] = group.exchange(list(payload))[group.line.members.index(src)]
+
+    monkeypatch.setattr(agreement.dist, "all_reduce", reduce)
+    monkeypatch.setattr(agreement.dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(agreement.dist, "get_global_rank", lambda group, rank: group.line.members[rank])
+    monkeypatch.setattr(agreement, "gather", lambda told, group: group.exchange(told))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+    def run(act) -> list:
+        tensor = [_Line([pp * TP + tp for tp in range(TP)]) for pp in range(PP)]
+        pipeline = [_Line([pp * TP + tp for pp in range(PP)]) for tp in range(TP)]
+
+        found: list = [None] * (TP * PP)
+
+        def on(rank: int) -> None:
+            groups = [_Group(tensor[rank // TP], rank), _Group(pipeline[rank % TP], rank)]
+            try:
+                found[rank] = act(rank, groups)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=on, args=(rank,)) for rank in range(TP * PP)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return found
+
+    return run
+
+
+FIRST, LAST = 0, TP * (PP - 1)
+
+
+def _agreed(told):
+    return lambda rank, groups: agreement.agreed_numbers("weights", lambda: told(rank), 2, groups)
+
+
+def test_those_who_read_tell_all_others(on_all_ranks):
+    """To the bit, negative and large numbers included."""
+    numbers = (-1.0, 0.1 + 0.2)
+    assert on_all_ranks(_agreed(lambda rank: numbers if rank in (FIRST, LAST) else None)) == [numbers] * (TP * PP)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (lambda rank: None, "no rank of this pipeline reads data"),
+        (lambda rank: (1.0, float(rank)) if rank in (FIRST, LAST) else None, "number 1 is 0 on one and 4 on another"),
+        (lambda rank: (1.0,) if rank == LAST else None, "this rank has 1 weights"),
+    ],
+)
+def test_what_is_wrong_is_told_on_every_rank(on_all_ranks, told, words):
+    outcomes = on_all_ranks(_agreed(told))
+    assert all(isinstance(each, UnsupportedError) and words in str(each) for each in outcomes), outcomes
+
+
+def test_a_rank_that_fails_says_why_everywhere(on_all_ranks):
+    def fail(rank):
+        if rank == LAST:
+            raise CostsError("bad-number", "time[3] is negative")
+
+    outcomes = on_all_ranks(_agreed(fail))
+    assert all("time[3] is negative" in str(each) for each in outcomes)
+    assert [isinstance(each, CostsError) for each in outcomes] == [rank == LAST for rank in range(TP * PP)]
+
+
+def test_the_first_rank_decides(on_all_ranks):
+    def refuse(rank):
+        raise CostsError("no-time", f"no by {rank}")
+
+    def decided(decide):
+        return on_all_ranks(lambda rank, groups: agreement.decided_by_first(lambda: decide(rank), groups))
+
+    assert decided(lambda rank: f"by {rank}") == ["by 0"] * (TP * PP)
+    assert {(type(each), str(each)) for each in decided(refuse)} == {(CostsError, "no by 0")}
+
+
+def test_a_crash_of_the_first_rank_leaves_nobody_waiting(on_all_ranks):
+    def crash():
+        raise ZeroDivisionError("oops")
+
+    first, *others = on_all_ranks(lambda rank, groups: agreement.decided_by_first(crash, groups))
+    assert isinstance(first, ZeroDivisionError)
+    assert {each.code for each in others} == {"other-rank-failed"} and all("oops" in str(each) for each in others)
 
 
 def test_a_lone_process_decides_for_itself():

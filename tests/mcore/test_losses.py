@@ -91,6 +91,8 @@ def data(step: int) -> dict:
 
 
 def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor) and one.is_nested:
+        return not one.requires_grad and same([*one.unbind()], [*other.unbind()])
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -100,43 +102,32 @@ def same(one, other) -> bool:
     return one == other
 
 
-def test_tensors_of_another_layout_travel_whole(ends):
-    """As verl's log-probabilities of a microbatch do."""
+def jagged(step: int) -> dict:
+    """Of another layout, as verl's log-probabilities of a microbatch are."""
+    parts = [torch.full((length,), step / 3, requires_grad=True) for length in (3, 1 + step)]
+    return {"log_probs": torch.nested.as_nested_tensor(parts, layout=torch.jagged), "loss": torch.tensor(step)}
+
+
+SHAPES = [{"lm loss": torch.ones(3)}, {"lm loss": torch.zeros(3)}, [], {"lm loss": 1.5}, {"lm loss": 2.5}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "of_new_structure"),
+    [
+        ([data(step) for step in range(4)], 1),
+        ([data(0), *SHAPES, data(1)], 6),
+        ([jagged(step) for step in range(3)], 3),
+    ],
+    ids=["the same structure", "other structures", "another layout"],
+)
+def test_data_arrive_and_their_structure_travels_when_it_is_new(ends, sent, of_new_structure):
+    """What looks the same as before travels as one message of tensors."""
     source, last = (LossCarrier(end) for end in ends(2))
-    for step in range(3):
-        parts = [torch.full((length,), step / 3, requires_grad=True) for length in (3, 1 + step)]
-        sent = {"log_probs": torch.nested.as_nested_tensor(parts, layout=torch.jagged), "loss": torch.tensor(step)}
-        source.send(sent, 1, "training")
-        arrived = last.receive(0, "training")
-        assert arrived["loss"] == step and not arrived["log_probs"].requires_grad
-        assert all(map(torch.equal, arrived["log_probs"].unbind(), parts))
-
-
-def test_data_that_looks_the_same_travels_as_one_message_of_tensors(ends):
-    source, last = (LossCarrier(end) for end in ends(2))
-    for step in range(4):
-        source.send(data(step), 1, "training")
-        assert same(last.receive(0, "training"), data(step))
-        assert len(ends.objects) == 1
-        assert not any(ends.sent.values())
-
-
-def test_data_that_looks_otherwise_arrives_too_and_is_what_later_data_is_compared_with(ends):
-    source, last = (LossCarrier(end) for end in ends(2))
-    seen = [
-        data(0),
-        {"lm loss": torch.ones(3)},
-        {"lm loss": torch.zeros(3)},
-        [],
-        {"lm loss": 1.5},
-        {"lm loss": 2.5},
-        data(1),
-    ]
-    for each in seen:
+    for each in sent:
         source.send(each, 1, "training")
         assert same(last.receive(0, "training"), each)
         assert not any(ends.sent.values())
-    assert len(ends.objects) == len(seen) - 1
+    assert len(ends.objects) == of_new_structure
 
 
 @pytest.fixture

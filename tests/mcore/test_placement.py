@@ -108,12 +108,6 @@ def test_a_placement_that_megatron_cannot_build_is_refused():
         ChunkPlacement(lambda p, v: two_in_a_row, is_round_robin=False).placement(2)
 
 
-def test_a_wrong_number_of_chunks_names_the_flag():
-    chunks = ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
-    with refused("needs-chunks", "v-half", 2, 1, "--num-virtual-stages-per-pipeline-rank", kind=UnsupportedError):
-        chunks.for_model(4, None)
-
-
 @pytest.mark.parametrize(("virtual_stages", "chunks"), [(2, 2), (4, 4), (6, 6)])
 def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, monkeypatch, virtual_stages, chunks):
     as_rank(1)

@@ -90,11 +90,8 @@ def test_megatrons_group_size_is_used_unless_the_user_set_one():
     by_user = compile(family("interleaved", options={"group_size": 6}), m=12, group_size=4)
     assert by_megatron.schedule.orders == by_user.schedule.orders
     assert compile(family("interleaved"), m=12).schedule.orders != by_user.schedule.orders
-
-
-def test_a_cap_below_what_the_schedule_needs_is_refused_with_the_minimum():
-    with refused("over-cap", "0.75", kind=UnsupportedError):
-        compile(family("v-half", memory_cap=0.5))
+    by_default = compile(family("gis-h"), m=12, group_size=4).schedule
+    assert by_default == build_schedule("gis-h", num_devices=4, num_microbatches=12), "that is Megatron's default"
 
 
 def test_programs_for_a_single_queue_are_proved_for_it():
@@ -190,9 +187,7 @@ def test_a_cap_holds_for_both_orders():
     known = replace(Knowledge(), changes=changes)
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=6)
     costs = known.counted_costs(schedule.placement, in_bytes=True)
-    held = {queues: known_of(known, queues).held(schedule, costs) for queues in ((False,), (True,), (False, True))}
+    held = {
+        queues: replace(known, queues=queues).held(schedule, costs) for queues in ((False,), (True,), (False, True))
+    }
     assert list(held[False, True]) == [max(each) for each in zip(held[False,], held[True,], strict=True)]
-
-
-def known_of(known, queues):
-    return replace(known, queues=queues)

@@ -18,7 +18,6 @@ from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlap
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
 from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_schedule, check_sharing
-from megatron_pipemem.mcore.step.notices import GraphOrder
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
@@ -88,25 +87,6 @@ def test_a_step_is_captured_whole_with_one_stage_per_rank(name):
     ):
         with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
             check_schedule(whole, other)
-
-
-def test_graphs_are_captured_in_the_order_of_a_step_with_as_many_microbatches():
-    order = GraphOrder()
-    ((_, captured),) = order.replacements()
-    with refused("needs-option", "--cuda-graph-warmup-steps", kind=UnsupportedError):
-        captured(None, 1, 1, [(0, 0)] * 4)
-    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=3)
-    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
-    order.prepare(
-        SimpleNamespace(
-            context=SimpleNamespace(config=config),
-            program=SimpleNamespace(schedule=schedule),
-            pipeline=SimpleNamespace(device=0),
-        )
-    )
-    assert captured(None, 1, 1, [(0, 0)] * 3) == [1, 1, -1, 1, -1, -1]
-    with refused("wrong-count", kind=UnsupportedError):
-        captured(None, 1, 1, [(0, 0)] * 4)
 
 
 def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch):

@@ -335,14 +335,6 @@ def test_options_decide_the_chunks(name, options, chunks):
     assert Request(name, options=options).chunks == chunks
 
 
-def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
-    def schedule(name, group_size):
-        return Programs(Request(name)).plan(Shape(4, 2, 12, group_size), "start").schedule
-
-    assert schedule("gis", 3) == build_schedule("gis", num_devices=4, num_microbatches=12, group_size=3)
-    assert schedule("gis-h", 4) == build_schedule("gis-h", num_devices=4, num_microbatches=12)
-
-
 def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
     costs, measured = Costs(p2p=0.3), Costs((1.0, 1.0, 1.0, 2.0), 1.5, 0.5)
     source = Programs(Request("zb-auto", 1.5), costs)

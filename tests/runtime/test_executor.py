@@ -13,8 +13,12 @@ import pytest
 import torch
 import toy
 
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.transport import MessageFormat, Transport
+from megatron_pipemem.runtime.weight_gradients import current_queue
 from megatron_pipemem.schedule.action import COMPUTE, Kind
-from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule, families
 
 TOY = Path(__file__).with_name("toy.py")
 NAMES = [
@@ -116,3 +120,29 @@ def test_executes_as_scheduled_and_equals_one_process(seen, index):
         if case["variable"] != "message":
             assert here["predicted_peak"] == here["counted_peak"] > 0
             assert here["predicted_host_peak"] == here["counted_host_peak"] == here["ledger_host_peak"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
+def test_an_error_names_the_action_and_the_next_step_runs(name):
+    program = lower(build_schedule(name, num_devices=1, num_microbatches=3))
+    with pytest.raises(RuntimeError) as error:
+        toy.run_step(program, toy.alone(program.placement), fail_at=2)
+    assert str(error.value) == "boom"
+    (note,) = error.value.__notes__
+    position = program.actions[0].index(next(a for a in program.actions[0] if str(a) == "0F2"))
+    assert f"device 0 failed at position {position}, action 0F2, of schedule {name}" in note
+    assert current_queue() is None
+    runners, ledger, _ = toy.run_step(program, toy.alone(program.placement))
+    assert ledger.entries[-1].bytes == 0
+    assert sum(len(runner.losses) for runner in runners.values()) == 3
+
+
+def test_a_profile_names_every_compute_action():
+    schedule = build_schedule("zbv", num_devices=1, num_microbatches=2)
+    message = MessageFormat((toy.ROWS, toy.WIDTH), torch.float32, torch.device("cpu"))
+    runners = {stage: toy.Runner(stage, schedule.num_stages) for stage in schedule.placement.stages[0]}
+    transport = Transport(toy.alone(schedule.placement), message)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Executor(lower(schedule), 0, runners, transport).run()
+    named = [event.name for event in profile.events() if event.name.startswith("PP:")]
+    assert sorted(named) == sorted(f"PP:{action}" for action in schedule.orders[0])

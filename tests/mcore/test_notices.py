@@ -1,4 +1,4 @@
-"""Actions carry the marks that Megatron's flags ask for: NVTX ranges, and OpenTelemetry spans."""
+"""What Megatron and its tools learn of a step: marks of actions, the order of graphs, numbers of the log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import sys
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 from megatron.core import utils
+from refusals import refused
 
-from megatron_pipemem.mcore.step.notices import Markers
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
 from megatron_pipemem.runtime.executor import Instruction, settle
 from megatron_pipemem.schedule.action import COMPUTE
 from megatron_pipemem.schedule.lowering import lower
@@ -66,3 +69,42 @@ def test_spans_have_the_names_of_megatrons_own_communicator(monkeypatch):
     assert spans.count(("communication", "megatron.p2p.recv_backward")) == 2
     assert spans.count(("microbatch", "megatron.microbatch.weight_gradient")) == 2
     assert len(spans) == 6
+
+
+@pytest.mark.parametrize(("name", "m", "of_1f1b"), [("1f1b", 8, 1), ("1f1b", 2, 1), ("v-half", 16, 0.75)])
+def test_theoretical_memory_is_that_of_the_schedule(name, m, of_1f1b, caplog):
+    log, args = TrainingLog(), SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    asked = []
+
+    def report(args, num_microbatches, verbose):
+        asked.append((args.virtual_pipeline_model_parallel_size, num_microbatches, verbose))
+        return 100.0, 40.0, 140.0
+
+    assert log._report_memory(report, args, m, verbose=True) == (100, 40, 140), "no step has run"
+    log.after(
+        SimpleNamespace(program=SimpleNamespace(schedule=build_schedule(name, num_devices=4, num_microbatches=m)))
+    )
+    with caplog.at_level("INFO"):
+        found = log._report_memory(report, args, m, verbose=True)
+    assert found == pytest.approx((100, 40 * of_1f1b, 100 + 40 * of_1f1b))
+    assert asked == [(None, m, True)] * 2 and args.virtual_pipeline_model_parallel_size == 2
+    assert f"schedule {name} holds at most {of_1f1b:.3g} times" in caplog.text
+
+
+def test_graphs_are_captured_in_the_order_of_a_step_with_as_many_microbatches():
+    order = GraphOrder()
+    ((_, captured),) = order.replacements()
+    with refused("needs-option", "--cuda-graph-warmup-steps", kind=UnsupportedError):
+        captured(None, 1, 1, [(0, 0)] * 4)
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=3)
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
+    order.prepare(
+        SimpleNamespace(
+            context=SimpleNamespace(config=config),
+            program=SimpleNamespace(schedule=schedule),
+            pipeline=SimpleNamespace(device=0),
+        )
+    )
+    assert captured(None, 1, 1, [(0, 0)] * 3) == [1, 1, -1, 1, -1, -1]
+    with refused("wrong-count", kind=UnsupportedError):
+        captured(None, 1, 1, [(0, 0)] * 4)
