@@ -154,7 +154,7 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
             add_slice(len(rows) + device, str(copy.action), category, (copy.start, copy.end), **labels)
     if timeline.collectives:
         name_track(2 * len(rows), "collectives")
-    for kind, microbatch, start, end in timeline.collectives:
+    for (kind, _, microbatch), start, end in timeline.collectives:
         times = (start - run.origin, end - run.origin)
         add_slice(2 * len(rows), f"PP:{kind}{microbatch}", "collective", times, microbatch=microbatch)
     for message, flow in zip(run.messages, flow_ids, strict=False):

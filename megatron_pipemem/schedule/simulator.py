@@ -20,26 +20,14 @@ from megatron_pipemem.schedule.validator import explained_by_validation
 
 
 class Transfer(NamedTuple):
-    """A copy of activations between a device and its host, with the start and end of the copying."""
+    """A transfer that runs beside the devices' own work, with its start and end.
+
+    ``action`` is a copy of activations between a device and its host, a vocabulary collective (with the stage
+    ``EVERYWHERE``), or the sum of a stage's gradients over its replicas. A collective or a sum starts when all devices
+    have posted it.
+    """
 
     action: Action
-    start: float
-    end: float
-
-
-class CollectiveTransfer(NamedTuple):
-    """A vocabulary collective, with the start and end of its communication, after all devices have posted it."""
-
-    kind: Kind
-    microbatch: int
-    start: float
-    end: float
-
-
-class ReplicaReduction(NamedTuple):
-    """The sum of a stage's gradients over its replicas, with the start and end of its communication."""
-
-    stage: int
     start: float
     end: float
 
@@ -87,8 +75,8 @@ class Timeline(Shown):
     transfers: tuple[tuple[Transfer, ...], ...] = ()
     stalls: tuple[tuple[CopyStall, ...], ...] = ()
     host_peaks: tuple[float, ...] = ()
-    collectives: tuple[CollectiveTransfer, ...] = ()
-    replica_reductions: tuple[ReplicaReduction, ...] = ()
+    collectives: tuple[Transfer, ...] = ()
+    replica_reductions: tuple[Transfer, ...] = ()
     measured: Measured = Measured()
 
     def __repr__(self) -> str:
@@ -212,14 +200,14 @@ def simulated(schedule: Schedule, costs: Costs, found: Dependencies, begins: Seq
         tuple(map(tuple, transfers.transfers)),
         tuple(map(tuple, transfers.stalls)),
         peaks(schedule, costs, host=True),
-        tuple(CollectiveTransfer(kind, microbatch, *span) for (kind, _, microbatch), span in served),
+        tuple(Transfer(action, *span) for action, span in served),
         _replica_reductions(placement, costs, zip(actions, times.ends, strict=True)),
     )
 
 
 def _replica_reductions(
     placement: Placement, costs: Costs, ends: Iterable[tuple[Action, float]]
-) -> tuple[ReplicaReduction, ...]:
+) -> tuple[Transfer, ...]:
     """Return start and end of the sums over replicas, in the order in which ``lower`` posts them.
 
     ``ends`` has every action with the seconds at which it ends. Sums of replicas on the same device are left out,
@@ -239,7 +227,7 @@ def _replica_reductions(
         channel = placement.holders(stage)
         start = max(complete[stage], vacant.get(channel, 0.0))
         vacant[channel] = start + seconds[stage]
-        sums.append(ReplicaReduction(stage, start, vacant[channel]))
+        sums.append(Transfer(Action(Kind.REDUCE_REPLICAS, stage), start, vacant[channel]))
     return tuple(sums)
 
 

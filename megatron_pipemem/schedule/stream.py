@@ -329,9 +329,9 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
     return Stream(synchronous, period, tuple(found))
 
 
-def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:
+def gain_without_barrier(schedule: Schedule, costs: Costs | None = None) -> float:
     """Return the speed-up of consecutive steps without the barrier. Compare the result with ``LEAST_GAIN``."""
-    return stream(schedule, costs, tails, steps=1).gain
+    return stream(schedule, costs, steps=1).gain
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
@@ -451,7 +451,7 @@ def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
     """
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
     for each in timeline.replica_reductions:
-        for device in timeline.schedule.placement.holders(each.stage):
+        for device in timeline.schedule.placement.holders(each.action.stage):
             ends[device] = max(ends[device], each.end)
     return ends
 
