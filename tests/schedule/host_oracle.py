@@ -6,12 +6,16 @@ computing before it; a message moves, and a collective or a sum ends, when all t
 generators that yield the event they wait for, so that a world where nothing moves any more is seen without a clock.
 
 ``unsafe`` lets one host at a time wait for its whole device before one of its actions, while all other hosts go on.
+
+``stuck`` plays devices that have one hardware queue each, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` makes them: an action leaves
+the queue when it may start, and none behind it starts before. ``hangs`` plays devices that serve all their posts in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Iterable
+from itertools import zip_longest
 
 from megatron_pipemem.schedule.schedule import Program
 
@@ -25,10 +29,13 @@ Thread = Generator[Event, None, None]
 
 
 class World:
-    """All hosts and streams. ``gates[device][position]`` lets the host launch that action."""
+    """All hosts and streams. ``gates[device][position]`` lets the host launch that action.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    With ``in_order``, a device serves its posts in one stream, whatever they are.
+    """
+
+    def __init__(self, program: Program, in_order: bool = False) -> None:
+        self.program, self.in_order = program, in_order
         self.lists = program.actions
         self.gates = [[Event() for _ in actions] for actions in self.lists]
         self.launched: list[list[Event]] = [[] for _ in self.lists]
@@ -45,22 +52,37 @@ class World:
             if a.kind.value == "REDUCE_REPLICAS"
         }
         self.received = {tuple(a) for actions in self.lists for a in actions if a.kind.value.startswith("RECV")}
-        for device in range(len(self.lists)):
-            self.ready.append(self.host(device))
 
     def set(self, event: Event) -> None:
         event.is_set = True
         self.ready += event.waiting
         event.waiting.clear()
 
-    def settle(self) -> None:
-        """Run all threads until none can go on."""
+    def open(self, devices: Iterable[int]) -> None:
+        """Let the hosts of these devices launch all their actions."""
+        for device in devices:
+            for gate in self.gates[device]:
+                gate.is_set = True
+
+    def run(self, threads: Iterable[Thread]) -> None:
+        """Run these and all other threads until none can go on."""
+        self.ready += threads
         while self.ready:
             thread = self.ready.popleft()
             for event in thread:
                 if not event.is_set:
                     event.waiting.append(thread)
                     break
+
+    def left(self) -> list[str]:
+        """The actions that have not ended."""
+        ended = [[done.is_set for done in launched] for launched in self.launched]
+        return [
+            f"{action} on device {device}"
+            for device, actions in enumerate(self.lists)
+            for action, has_ended in zip_longest(actions, ended[device])
+            if not has_ended
+        ]
 
     def host(self, device: int) -> Thread:
         for position, action in enumerate(self.lists[device]):
@@ -71,7 +93,25 @@ class World:
             self.put((device, "compute"), self.compute(self.awaited(action), here if found else done))
             if found:
                 key, members, lane = found
+                lane = "posts" if self.in_order else lane
                 self.put((device, lane), self.meet(key, members, here, done))
+
+    def queue(self, device: int, strict: bool) -> Thread:
+        """Start the actions of a device one after another; if strict, each when the one before it has ended."""
+        under_way: dict[Hashable, Event] = {}
+        for action in self.lists[device]:
+            done, here = Event(), Event()
+            self.launched[device].append(done)
+            found = self.meeting(device, action)
+            yield from self.compute(self.awaited(action), here if found else done)
+            if found:
+                key, members, lane = found
+                if lane in under_way:
+                    yield under_way[lane]
+                under_way[lane] = done
+                self.ready.append(self.meet(key, members, here, done))
+                if strict:
+                    yield done
 
     def put(self, lane: Hashable, job: Thread) -> None:
         if lane not in self.work:
@@ -154,14 +194,31 @@ def unsafe(program: Program) -> set[tuple[int, int]]:
     found = set()
     for device in range(len(program.actions)):
         world = World(program)
-        for other, gates in enumerate(world.gates):
-            for gate in gates if other != device else ():
-                gate.is_set = True
+        world.open(other for other in range(len(program.actions)) if other != device)
+        world.run(map(world.host, range(len(program.actions))))
         for position, gate in enumerate(world.gates[device]):
-            world.settle()
             if not all(done.is_set for done in world.launched[device]):
                 found.add((device, position))
             world.set(gate)
-        world.settle()
-        assert all(done.is_set for launched in world.launched for done in launched), "the program does not end"
+            world.run(())
+        assert not world.left(), "the program does not end"
     return found
+
+
+def stuck(program: Program, strict: bool = False) -> list[str]:
+    """The actions that never end on devices with one hardware queue each.
+
+    ``strict`` asks for more than any hardware does: nothing leaves the queue before it has ended, and messages have ended when
+    both ends are at the heads of their queues.
+    """
+    world = World(program)
+    world.run(world.queue(device, strict) for device in range(len(program.actions)))
+    return world.left()
+
+
+def hangs(program: Program, in_order: bool = True) -> list[str]:
+    """The actions that never end, if ``in_order`` on devices that serve all their posts strictly one after the other."""
+    world = World(program, in_order)
+    world.open(range(len(program.actions)))
+    world.run(map(world.host, range(len(program.actions))))
+    return world.left()

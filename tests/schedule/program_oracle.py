@@ -15,7 +15,7 @@ Tensor = tuple[str, int, int]  # activations "F" or gradients "I", producing sta
 
 def check(program: Program) -> list[str]:
     """Every reason why ``program`` does not carry out its schedule; empty when it does."""
-    return _other_compute(program) or _misreduced(program) or _undelivered(program)
+    return _other_compute(program) or misreduced(program) or undelivered(program)
 
 
 def _other_compute(program: Program) -> list[str]:
@@ -31,7 +31,7 @@ def _other_compute(program: Program) -> list[str]:
     return found
 
 
-def _misreduced(program: Program) -> list[str]:
+def misreduced(program: Program) -> list[str]:
     found = []
     reduced: Counter[int] = Counter()
     trained = set()
@@ -85,7 +85,8 @@ def _misadded(program: Program, trained: set[int], size: int) -> list[str]:
     ]
 
 
-def _undelivered(program: Program) -> list[str]:
+def undelivered(program: Program, have: list[set[Tensor]] | None = None) -> list[str]:
+    """What stops or is left over. ``have`` is what every device had before and has afterwards."""
     devices = program.placement.devices
     size = len(devices) // program.placement.replicas
 
@@ -93,7 +94,7 @@ def _undelivered(program: Program) -> list[str]:
         """Whether both exist, in one copy of the model; they are one apart."""
         return 0 <= stage < len(devices) and 0 <= other < len(devices) and stage // size == other // size
 
-    have: list[set[Tensor]] = [set() for _ in program.actions]
+    have = [set() for _ in program.actions] if have is None else have
     position = [0] * len(program.actions)
     added: set[int] = set()
     sent: dict[tuple[int, int], deque[Tensor]] = {}

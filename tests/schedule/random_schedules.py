@@ -21,6 +21,12 @@ EXECUTED = {
     name: each for name, each in FAMILIES.items() if not (each.slices > 1 or each.asynchronous) and each.replicas == 1
 }
 
+COVERING = {
+    (each.placement, each.splits_backward, each.replicas, each.slices > 1, each.asynchronous): name
+    for name, each in FAMILIES.items()
+}.values()
+"""One family per placement and kind of backward, with replicas, slices and asynchronous weights."""
+
 
 def build_or_skip(name: str, num_devices: int, num_microbatches: int) -> Schedule:
     """A family's schedule; skips the test where the family says beforehand that it has none."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import host_oracle
 import pytest
-import queue_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from lanes import examples
@@ -34,7 +34,7 @@ UNEQUAL = Costs(1, 1.5, 0.5, p2p=0.1)
 def proved(schedule: Schedule, costs: Costs) -> Program:
     program = lower(schedule, single_queue=True, costs=costs)
     validate_program(program, single_queue=True, microbatch_order=False)
-    assert queue_oracle.stuck(program, strict=True) == queue_oracle.stuck(program) == []
+    assert host_oracle.stuck(program, strict=True) == host_oracle.stuck(program) == []
     if not schedule.vocabulary_barriers:
         assert mistakes(program) == []
     return program
@@ -68,7 +68,7 @@ def test_every_family_gets_through_single_queues(name: str) -> None:
 def test_what_hangs_there_otherwise(name: str, p: int, m: int, options: dict[str, object]) -> None:
     """The families that docs/what-runs-where.md names."""
     schedule = build_schedule(name, num_devices=p, num_microbatches=m, **options)
-    assert queue_oracle.stuck(lower(schedule))
+    assert host_oracle.stuck(lower(schedule))
     proved(schedule, Costs())
 
 
@@ -99,7 +99,7 @@ def test_windows_of_asynchronous_schedules(name: str) -> None:
     p, batch = 3, 4
     for moment in (Moment(0, 0, 1), steady(p, batch), replace(steady(p, batch), left=0)):
         usual, queued = (family_window(name, p, batch, moment, single_queue=single) for single in (False, True))
-        assert queue_oracle.stuck(queued.program, strict=True) == queue_oracle.stuck(queued.program) == []
+        assert host_oracle.stuck(queued.program, strict=True) == host_oracle.stuck(queued.program) == []
         for own, other in zip(queued.actions, usual.actions, strict=True):
             assert sorted(own) == sorted(other) and len(set(own)) == len(own)
             assert [a for a in own if a.kind in ORDERED] == [a for a in other if a.kind in ORDERED]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
-from weighted_oracle import Event, play
+from step_oracle import Event, play
 
 from megatron_pipemem.choose.knowledge import Knowledge
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
+import tiny_oracle
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lanes import examples
 from random_schedules import placements
 from refusals import refused
-from tiny_oracle import Tiny, shortest
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Kind
@@ -19,6 +21,18 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import SearchResult, search_schedule
 from megatron_pipemem.search.problem import better_full
+
+
+class Tiny(NamedTuple):
+    """A problem of microbatches that are alike: per stage the ticks of F, I and W, and the changes of what is held."""
+
+    devices: tuple[int, ...]
+    m: int
+    ticks: tuple[tuple[int, ...], ...]
+    changes: tuple[tuple[int, ...], ...]
+    caps: tuple[float, ...] | None = None
+    lag: int = 0
+
 
 # Output gradients are held between I and W.
 TAKEN = Tiny(
@@ -50,6 +64,23 @@ def problems(draw: st.DrawFn, odd: bool) -> Tiny:
         room = [sum(max(0, forwards[s]) for s in held) for held in device_stages]
         caps = tuple(max(1, need + draw(st.integers(-1, 6))) for need in room)
     return Tiny(devices, m, ticks, (forwards, inputs, weights), caps, lag=draw(st.integers(0, 2)))
+
+
+def shortest(tiny: Tiny, kinds: str = "FIWB") -> int | None:
+    """The least makespan whose weight gradients are added in the order of microbatches; ``None`` if the caps are too low."""
+    ticks = (*tiny.ticks, [i + w for i, w in zip(*tiny.ticks[1:], strict=True)])
+    return tiny_oracle.shortest(
+        tiny_oracle.Tiny(
+            tiny.devices,
+            lambda kind, stage, k: ticks[kind][stage],
+            lambda k: tiny.lag,
+            lambda kind, stage, k: tiny.changes[kind][stage],
+            tiny.caps,
+            tiny.m,
+            kinds,
+            in_order=True,
+        )
+    )
 
 
 def terms(tiny: Tiny) -> tuple[Placement, Costs]:
@@ -124,7 +155,7 @@ def test_stages_go_to_any_device_next() -> None:
 def test_a_full_backward_keeps_a_cap_that_an_i_exceeds() -> None:
     tiny = Tiny((0, 1), 3, ((1, 1), (1, 1), (1, 1)), ((2, 2), (1, 1), (-3, -3)), (4, 2))
     result = search(tiny)
-    assert shortest(tiny) is not None and shortest(tiny._replace(full_backwards=False)) is None
+    assert shortest(tiny) is not None and shortest(tiny, "FIW") is None
     assert result.peaks == (4, 2)
     assert {a.kind for a in result.schedule.orders[1]} == {Kind.F, Kind.B}
     with refused("cap-unreachable", 1, 2, kind=UnsupportedError):

@@ -15,13 +15,13 @@ from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
-from megatron_pipemem.schedule.action import MESSAGES, RECEIVES, Action, Kind
+from megatron_pipemem.schedule.action import MESSAGES, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.csv_format import write_table
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
 
@@ -54,7 +54,7 @@ def torch_orders(orders):
 
 
 def judge(schedule: Schedule) -> None:
-    """torch accepts the schedule, finds the same placement, derives the same messages, and sees both lowerings end."""
+    """torch accepts the schedule, finds the same placement, derives the same messages, and sees its lowering end."""
     placement = schedule.placement
     found = schedules._validate_schedule(
         torch_orders(schedule.orders), placement.num_devices, placement.num_stages, schedule.num_microbatches
@@ -70,7 +70,6 @@ def judge(schedule: Schedule) -> None:
     }
     assert messages == {device: {a for a in actions if not a.is_compute_op} for device, actions in theirs.items()}
     simulate_in_torch(theirs, placement)
-    simulate_in_torch(torch_orders(blocking(program)), placement)
 
 
 def simulate_in_torch(actions, placement) -> int:
@@ -79,39 +78,6 @@ def simulate_in_torch(actions, placement) -> int:
     ran = {device: [a for a in steps if a is not None] for device, steps in simulated.items()}
     assert ran == {device: list(order) for device, order in actions.items()}
     return max(map(len, simulated.values()))
-
-
-def blocking(program: Program) -> tuple[Order, ...]:
-    """The program for a simulator in which a receive blocks where it stands and nothing reduces gradients.
-
-    Ours are posted ahead, so every receive moves back to the first action that needs it or a later one of its edge.
-    """
-    devices = program.placement.devices
-    moved = []
-    for actions in program.actions:
-        order: list[Action] = []
-        posted: list[Action] = []
-        for action in actions:
-            if action.kind in RECEIVES:
-                posted.append(action)
-                continue
-            kind = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_I
-            own = action._replace(kind=kind)
-            if action.kind in (Kind.F, Kind.I, Kind.B) and own in posted:
-                edge = [r for r in posted if source(r, devices) == source(own, devices)]
-                needed = edge[: edge.index(own) + 1]
-                order += needed
-                posted = [r for r in posted if r not in needed]
-            if action.kind is not Kind.REDUCE_GRAD:
-                order.append(action)
-        assert not posted
-        moved.append(tuple(order))
-    return tuple(moved)
-
-
-def source(receive: Action, devices: tuple[int, ...]) -> int:
-    """The device a message comes from."""
-    return devices[receive.stage + (-1 if receive.kind is Kind.RECV_F else 1)]
 
 
 @pytest.mark.parametrize(("num_devices", "num_microbatches"), SHAPES)

@@ -1,11 +1,11 @@
 """The shortest step of a tiny problem, by all orders there are; it shares no code with the package.
 
-Full backwards (B) count as one action, as they do in the package's peaks: what I takes is not held after a B. The weight
-gradients of a stage run in microbatch order. Microbatches are alike, so forwards and input gradients do so without loss.
+Full backwards (B) count as one action, as they do in the package's peaks: what I takes is not held after a B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -14,94 +14,97 @@ class Tiny(NamedTuple):
 
     Args:
         devices: the device of every stage.
-        m: microbatches.
-        ticks: of F, I and W, per stage.
-        changes: of what the device holds, after F, I and W, per stage; a B changes it by those of I and W together.
+        ticks: of F, I, W and B of a stage and a microbatch.
+        message: ticks of a microbatch's message between two devices.
+        changes: of what a device holds, after F, I and W of a stage and a microbatch; B changes it as I and W together.
         caps: the most every device may hold after any action; ``None`` is no limit.
-        lag: ticks of a message between two devices.
-        full_backwards: whether orders may have B.
+        m: microbatches.
+        kinds: of the passes that orders may have.
+        slices: of a sequence; what goes for a microbatch above goes for each of them, and ``m`` counts them all.
+        in_order: whether each pass of a stage runs in the order of microbatches. Where these are alike, only the order of
+            weight gradients makes a difference.
     """
 
     devices: tuple[int, ...]
+    ticks: Callable[[int, int, int], int]
+    message: Callable[[int], int]
+    changes: Callable[[int, int, int], int]
+    caps: tuple[float, ...] | None
     m: int
-    ticks: tuple[tuple[int, ...], ...]
-    changes: tuple[tuple[int, ...], ...]
-    caps: tuple[float, ...] | None = None
-    lag: int = 0
-    full_backwards: bool = True
+    kinds: str = "FIWB"
+    slices: int = 1
+    in_order: bool = False
 
 
-# How many F, I and W of every stage have run, stage by stage.
-_Counts = tuple[int, ...]
-# When every device is free; and per count, when what these passes have sent to other devices arrives, until it is used.
-_Way = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+_F, _I, _W, _B = range(4)  # places in "FIWB"
+Pass = tuple[int, int, int]
 
 
 def shortest(tiny: Tiny) -> int | None:
-    """The least makespan; ``None`` when no order keeps the caps.
+    """The least makespan of all orders; ``None`` when none keeps the caps.
 
-    What has run says what is held. Of the ways to have run it, only those are kept that no other one beats in all times
-    that matter from there on: when the devices are free, and when what has not been used yet arrives.
+    Of the ways to have run the same passes, those are kept that no other beats in all times that matter from there on.
     """
-    size = 3 * len(tiny.devices)
-    whole = (tiny.m,) * size
-    begun: list[dict[_Counts, set[_Way]]] = [{} for _ in range(size * tiny.m + 1)]
-    begun[0] = {(0,) * size: {((0,) * (max(tiny.devices) + 1), ((),) * size)}}
-    for done, beginnings in enumerate(begun[:-1]):
-        for counts, ways in beginnings.items():
-            ways = _not_beaten(ways)
-            for stage in range(len(tiny.devices)):
-                for kinds in ((0,), (1,), (2,), (1, 2))[: 4 if tiny.full_backwards else 3]:
-                    after = _counted(tiny, counts, stage, kinds)
-                    if after is not None:
-                        longer = begun[done + len(kinds)].setdefault(after, set())
-                        longer.update(_run(tiny, way, stage, kinds) for way in ways)
-        beginnings.clear()
-    return min((max(free) for free, _ in begun[-1].get(whole, ())), default=None)
+    stages, last = range(len(tiny.devices)), len(tiny.devices) - 1
+    whole = frozenset((kind, stage, k) for kind in (_F, _I, _W) for stage in stages for k in range(tiny.m))
+    kinds = ["FIWB".index(kind) for kind in tiny.kinds]
+    idle = (0,) * (max(tiny.devices) + 1)
+    layers: list[dict[frozenset[Pass], set]] = [{} for _ in range(len(whole) + 1)]
+    layers[0] = {frozenset(): {(idle, ())}}
+
+    def sources(kind: int, stage: int, k: int) -> list[Pass]:
+        if kind == _F:
+            attends = [(_F, stage, k - 1)] if k % tiny.slices else []
+            return [(_F, stage - 1, k), *attends] if stage else attends
+        if kind == _W:
+            return [(_I, stage, k)]
+        adds = [(_I, stage, k + 1)] if (k + 1) % tiny.slices else []
+        return [(_F, stage, k), *adds, *([(_I, stage + 1, k)] if stage < last else [])]
+
+    def awaited(done: frozenset[Pass]) -> list[Pass]:
+        """What somebody on another device has still to use."""
+        return sorted(
+            each
+            for each in done
+            if each[0] != _W
+            and 0 <= (user := each[1] + (1 if each[0] == _F else -1)) <= last
+            and tiny.devices[user] != tiny.devices[each[1]]
+            and (each[0], user, each[2]) not in done
+        )
+
+    for count, layer in enumerate(layers[:-1]):
+        for done, ways in layer.items():
+            known, ways = awaited(done), _not_beaten(ways)
+            for kind, stage, k in ((kind, s, k) for kind in kinds for s in stages for k in range(tiny.m)):
+                new = {(_I, stage, k), (_W, stage, k)} if kind == _B else {(kind, stage, k)}
+                needed = sources(_I if kind == _B else kind, stage, k)
+                if tiny.in_order and k:
+                    needed += [(each, stage, k - 1) for each, _, _ in new]
+                if new & done or not done.issuperset(needed) or not _keeps(tiny, after := done | new, stage):
+                    continue
+                coming, device = awaited(after), tiny.devices[stage]
+                for free, times in ways:
+                    ends = dict(zip(known, times, strict=True))
+                    arrivals = [ends[each] + tiny.message(k) for each in needed if tiny.devices[each[1]] != device]
+                    now = max([free[device], *arrivals]) + tiny.ticks(kind, stage, k)
+                    ends |= dict.fromkeys(new, now)
+                    way = (*free[:device], now, *free[device + 1 :]), tuple(ends[each] for each in coming)
+                    layers[count + len(new)].setdefault(after, set()).add(way)
+        layer.clear()
+    return min((max(free) for free, _ in layers[-1].get(whole, ())), default=None)
 
 
-def _counted(tiny: Tiny, counts: _Counts, stage: int, kinds: tuple[int, ...]) -> _Counts | None:
-    """With one more action; ``None`` if that may not run now."""
-    after = list(counts)
-    for kind in kinds:
-        after[3 * stage + kind] += 1
-    f, i, w = after[3 * stage : 3 * stage + 3]
-    first, last = stage == 0, stage == len(tiny.devices) - 1
-    if f > (tiny.m if first else after[3 * stage - 3]) or i > min(f, f if last else after[3 * stage + 4]) or w > i:
-        return None
-    if len(kinds) == 2 and w < i:
-        return None  # the W of an earlier microbatch would come after this one's
+def _keeps(tiny: Tiny, done: frozenset[Pass], stage: int) -> bool:
     if tiny.caps is None:
-        return tuple(after)
+        return True
     device = tiny.devices[stage]
-    held = sum(
-        after[3 * s + kind] * tiny.changes[kind][s]
-        for s in range(len(tiny.devices))
-        if tiny.devices[s] == device
-        for kind in range(3)
-    )
-    return tuple(after) if held <= tiny.caps[device] else None
+    return sum(tiny.changes(*each) for each in done if tiny.devices[each[1]] == device) <= tiny.caps[device]
 
 
-def _run(tiny: Tiny, way: _Way, stage: int, kinds: tuple[int, ...]) -> _Way:
-    """When it is run as soon as it can be."""
-    free, arrivals = way
-    device, now = tiny.devices[stage], free[tiny.devices[stage]]
-    arrivals = list(arrivals)
-    source, user = {0: (stage - 1, stage + 1), 1: (stage + 1, stage - 1), 2: (-1, -1)}[kinds[0]]
-    if 0 <= source < len(tiny.devices) and tiny.devices[source] != device:
-        queue = arrivals[3 * source + kinds[0]]
-        now, arrivals[3 * source + kinds[0]] = max(now, queue[0]), queue[1:]
-    now += sum(tiny.ticks[kind][stage] for kind in kinds)
-    if 0 <= user < len(tiny.devices) and tiny.devices[user] != device:
-        arrivals[3 * stage + kinds[0]] += (now + tiny.lag,)
-    return (*free[:device], now, *free[device + 1 :]), tuple(arrivals)
-
-
-def _not_beaten(ways: set[_Way]) -> list[_Way]:
-    kept: dict[tuple[int, ...], _Way] = {}
-    for free, arrivals in sorted(ways):
-        times = (*free, *(time for queue in arrivals for time in queue))
-        if not any(all(a <= b for a, b in zip(other, times, strict=True)) for other in kept):
-            kept[times] = (free, arrivals)
-    return list(kept.values())
+def _not_beaten(ways: set) -> list:
+    kept: list = []
+    for way in sorted(ways):
+        times = (*way[0], *way[1])
+        if not any(all(a <= b for a, b in zip((*other[0], *other[1]), times, strict=True)) for other in kept):
+            kept.append(way)
+    return kept
