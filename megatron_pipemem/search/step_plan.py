@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.schedule.action import PLAIN, Action, Kind
+from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import rare_collection
@@ -60,21 +61,14 @@ class Dispatcher:
         kinds = {(kind, stage) for order in base.orders for kind, stage, _ in order}
         self._split = [(Kind.I, stage) in kinds for stage in range(placement.num_stages)]
         self._trains = any(kind is not Kind.F for kind, _ in kinds)
-        seconds, changes = costs.seconds(placement), costs.memory_changes(placement)
-        unit, nothing = costs.memory_unit(placement), (0.0,) * placement.num_stages
+        changes, nothing = costs.memory_changes(placement), (0.0,) * placement.num_stages
+        unit = costs.memory_unit(placement)
         self._changes = {kind: [each * unit for each in changes.get(kind, nothing)] for kind in PLAIN}
-        own = {kind: weights.seconds_of(kind) for kind in PLAIN}
-        self._seconds: dict[Kind, list[list[float]]] = {
-            kind: [[price * weight for weight in own[kind]] for price in seconds[kind]]
+        prices, microbatches = ActionPrices(base, costs), range(base.num_microbatches)
+        self._seconds = {
+            kind: [[prices.of(kind, stage, k) for k in microbatches] for stage in range(placement.num_stages)]
             for kind in PLAIN
-            if kind is not Kind.B
         }
-        inputs, later = self._seconds[Kind.I], self._seconds[Kind.W]
-        self._seconds[Kind.B] = (
-            [[price * weight for weight in own[Kind.B]] for price in seconds[Kind.B]]
-            if Kind.B in weights.kinds
-            else [[i + w for i, w in zip(*pair, strict=True)] for pair in zip(inputs, later, strict=True)]
-        )
         self._tokens, self._caps = weights.tokens, [loosened(cap) for cap in caps]
         devices = placement.devices
         links = list(zip(devices, devices[1:], strict=False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, cycle, takewhile
+from itertools import accumulate, takewhile
 from statistics import fmean
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from megatron_pipemem.features.offload.transfers import (
     plan_round_trips,
 )
 from megatron_pipemem.schedule.action import ROUND_TRIP, Action, Kind, place
-from megatron_pipemem.schedule.action_prices import ActionPrices
+from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_weights
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.memory_cap import loosened
@@ -105,89 +105,42 @@ def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> P
     return PassTimes(starts, ends)
 
 
-_DEVICE_MEMORY, _HOST_MEMORY = ROUND_TRIP[1:3], ROUND_TRIP[::3]
+def with_round_trips(
+    order: Order, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
+) -> Order:
+    """Return the order of a device with its round trips, whose copies start and end according to a timetable.
 
-
-class _Insertion(NamedTuple):
-    """An action of a round trip, and where it is inserted into the order of its device. Insertions are sorted as tuples."""
-
-    before: int  # the position of the order before which the action is inserted
-    time: float  # sorts the actions that are inserted before the same position
-    rank: float  # sorts the actions that have the same time too
-    number: int  # of the action: round trip by round trip, each in the order of ROUND_TRIP
-
-
-class PlacedTrips(NamedTuple):
-    """The round trips of a device, with the places of their actions in its order."""
-
-    trips: Sequence[RoundTrip]
-    insertions: list[_Insertion]  # sorted
-
-    @classmethod
-    def of(
-        cls, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
-    ) -> PlacedTrips:
-        """Return the positions at which a device's round trips start and end their copies, according to a timetable.
-
-        ``trips`` has the round trips of all devices. ``lives`` has two positions in the device's order by ``(stage,
-        microbatch)``: of the forward, and of the first action that needs its activations.
-        """
-        own = _of(device, trips)
-        starts, ends = timetable.starts[device], timetable.ends[device]
-        exact = _exact(ends)
-        insertions = []
-        for number, (item, out, back) in enumerate(own):
-            made, used = lives[item.key]
-            # If passes take no time, many positions have the same time; the four actions of a round trip keep their
-            # order.
-            at_out = min(used, max(made + 1, bisect_right(ends, out + exact)))
-            at_left = max(at_out, bisect_left(starts, out + item.out - exact))
-            at_back = min(used, max(at_left, bisect_right(ends, back + exact)))
-            # At one time, actions that free memory come before actions that take it. A transfer without duration does
-            # both.
-            first = number * len(ROUND_TRIP)
-            insertions += [
-                _Insertion(at_out, out, 2 if item.out else -1, first),
-                _Insertion(at_left, out + item.out, 0, first + 1),
-                _Insertion(at_back, back, 2 if item.back else 0.5, first + 2),
-                _Insertion(used, item.used, 1, first + 3),
-            ]
-        return cls(own, sorted(insertions))
-
-    def peak(
-        self, changes: Mapping[Kind, Sequence[float]], base: Sequence[float], kinds: Sequence[Kind] = _DEVICE_MEMORY
-    ) -> float:
-        """Return the device's peak memory with the round trips, in the unit of ``changes``.
-
-        ``changes`` has the change in memory of each kind of action, per stage and slice. ``base`` has it for each
-        action of the order without copies. ``kinds`` are those of the round trips that change this memory.
-        """
-        every: list[float] = []
-        at = 0
-        for before, _, _, number in self.insertions:
-            trip, kind = divmod(number, len(ROUND_TRIP))
-            if ROUND_TRIP[kind] in kinds:
-                item = self.trips[trip].item
-                every += base[at:before]
-                every.append(changes[ROUND_TRIP[kind]][item.place] * item.weight)
-                at = before
-        every += base[at:]
-        return max(accumulate(every, initial=0.0))
-
-    def host_peak(self, changes: Mapping[Kind, Sequence[float]]) -> float:
-        """Return the peak of the host memory that holds this device's activations, in the unit of ``changes``."""
-        return self.peak(changes, (), _HOST_MEMORY)
-
-    def order(self, base: Order) -> Order:
-        """Return the order ``base`` of the device with the actions of the round trips inserted."""
-        actions: list[Action] = []
-        at = 0
-        for before, _, _, number in self.insertions:
-            trip, kind = divmod(number, len(ROUND_TRIP))
-            actions += base[at:before]
-            actions.append(Action(ROUND_TRIP[kind], *self.trips[trip].item.key))
-            at = before
-        return (*actions, *base[at:])
+    ``trips`` has the round trips of all devices. ``lives`` has two positions in ``order`` by ``(stage, microbatch)``:
+    of the forward, and of the first action that needs its activations.
+    """
+    own = _of(device, trips)
+    starts, ends = timetable.starts[device], timetable.ends[device]
+    exact = _exact(ends)
+    # The position before which an action is inserted, and what sorts the actions of one position: their times, ranks at
+    # equal times, and numbers, which count the actions trip by trip.
+    insertions: list[tuple[int, float, float, int]] = []
+    for number, (item, out, back) in enumerate(own):
+        made, used = lives[item.key]
+        # If passes take no time, many positions have the same time; the four actions of a round trip keep their order.
+        at_out = min(used, max(made + 1, bisect_right(ends, out + exact)))
+        at_left = max(at_out, bisect_left(starts, out + item.out - exact))
+        at_back = min(used, max(at_left, bisect_right(ends, back + exact)))
+        # At one time, actions that free memory come before actions that take it. A transfer without duration does both.
+        first = number * len(ROUND_TRIP)
+        insertions += [
+            (at_out, out, 2 if item.out else -1, first),
+            (at_left, out + item.out, 0, first + 1),
+            (at_back, back, 2 if item.back else 0.5, first + 2),
+            (used, item.used, 1, first + 3),
+        ]
+    actions: list[Action] = []
+    at = 0
+    for before, _, _, number in sorted(insertions):
+        trip, kind = divmod(number, len(ROUND_TRIP))
+        actions += order[at:before]
+        actions.append(Action(ROUND_TRIP[kind], *own[trip].item.key))
+        at = before
+    return (*actions, *order[at:])
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:
@@ -284,29 +237,10 @@ class Planner:
         self._unit = costs.memory_unit(placement, slices)
         self._changes = costs.memory_changes(placement, base.recomputed, slices)
         self._host_changes = costs.host_changes(placement, base.recomputed, slices)
+        self._weights = unit_weights(base, costs)
+        self._seconds = costs.transfer_seconds(placement, base.recomputed, slices)
         weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
-        self._weights, *times = (
-            [weight for weight in each for _ in range(slices)]
-            for each in (weights.tokens, *map(weights.seconds_of, (Kind.OFFLOAD, Kind.RELOAD)))
-        )
-        self._base_changes = [
-            [
-                self._changes[a.kind][place(a, slices)] * self._weights[a.microbatch]
-                if a.kind in self._changes
-                else 0.0
-                for a in order
-            ]
-            for order in base.orders
-        ]
-        prices = costs.transfer_seconds(placement, base.recomputed, slices)
-        # By stage and microbatch (or slice), the seconds of a copy to the host, and of one back.
-        self._out, self._back = (
-            [
-                [price * weight for price, weight in zip(cycle(prices[kind][at : at + slices]), each, strict=False)]
-                for at in range(0, len(prices[kind]), slices)
-            ]
-            for kind, each in zip((Kind.OFFLOAD, Kind.RELOAD), times, strict=True)
-        )
+        self._of_copies = {kind: weights.seconds_of(kind) for kind in (Kind.OFFLOAD, Kind.RELOAD)}
         self._timetables = timetables(timeline)
         self._lives = [lives(order) for order in base.orders]
         self._stretches = _STRETCHES if slow_down and caps is not None else ()
@@ -346,9 +280,7 @@ class Planner:
         ``whole`` has the stages that are recomputed from their input, so they hold no activations that could leave.
         """
         orders = {
-            device: self._placed(device, group.part.timetable, group.trips).order(self._base.orders[device])
-            for group in plan
-            for device in group.part.devices
+            device: self._order(device, group.part, group.trips) for group in plan for device in group.part.devices
         }
         # No group's plan has the stages that were not selected.
         kept = {
@@ -462,12 +394,15 @@ class Planner:
         for device in part.devices:
             starts, ends = part.timetable.starts[device], part.timetable.ends[device]
             for (stage, microbatch), (made, used) in self._lives[device].items():
-                weight = self._weights[microbatch]
+                weight = 1.0 if self._weights is None else self._weights[microbatch]
                 at = place(Action(Kind.F, stage, microbatch), self._slices)
                 size = -self._changes[Kind.WAIT_OFFLOAD][at] * weight
                 if stage in stages and size:  # a stage without layers has no activations
-                    out, back = self._out[stage][microbatch] * factor, self._back[stage][microbatch] * factor
-                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, at, weight))
+                    out, back = (
+                        self._seconds[kind][at] * of_microbatch[microbatch // self._slices] * factor
+                        for kind, of_microbatch in self._of_copies.items()
+                    )
+                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, weight))
         # If only some of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
@@ -484,7 +419,7 @@ class Planner:
             over = [
                 device
                 for device in part.devices
-                if self._placed(device, part.timetable, group.trips).host_peak(self._host_changes) * self._unit
+                if self._peak(self._order(device, part, group.trips), self._host_changes)
                 > loosened(self._budgets[device])
             ]
             if not over:
@@ -522,8 +457,7 @@ class Planner:
         """Return these round trips with their peak memory and the memory above the caps. ``others`` stay because they
         need not leave.
         """
-        placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
-        held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
+        held = {device: self._peak(self._order(device, part, trips), self._changes) for device in part.devices}
         over = 0.0
         for device in part.devices:
             if self._caps is not None:
@@ -531,8 +465,12 @@ class Planner:
         kept = {item.key: NOT_NEEDED for item in others}
         return _TripGroup(part, trips, kept, over, max(held.values()))
 
-    def _placed(self, device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> PlacedTrips:
-        return PlacedTrips.of(device, timetable, trips, self._lives[device])
+    def _order(self, device: int, part: _Part, trips: Sequence[RoundTrip]) -> Order:
+        return with_round_trips(self._base.orders[device], device, part.timetable, trips, self._lives[device])
+
+    def _peak(self, order: Order, changes: Mapping[Kind, Sequence[float]]) -> float:
+        """Return the peak of the memory, or host memory, that ``changes`` describes, in the unit of the costs' memory."""
+        return max(0.0, *held_after(order, changes, self._weights, self._slices)) * self._unit
 
 
 def _counts(items: Sequence[Item]) -> list[int]:

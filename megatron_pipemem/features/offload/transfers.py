@@ -39,7 +39,6 @@ class Item(NamedTuple):
     out: float  # seconds of the copy to the host
     back: float  # seconds of the copy back
     size: float  # memory that these activations take, with ``weight`` included
-    place: int  # index of the stage and slice in lists of prices (``action.place``)
     weight: float = 1.0  # memory relative to that in the costs, if microbatches differ
 
     @property
