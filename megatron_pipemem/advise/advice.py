@@ -18,7 +18,6 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import Flags, all_flags
 from megatron_pipemem.launch.feasibility import refusal
-from megatron_pipemem.launch.start_layout import laid_out, layers_of
 from megatron_pipemem.planner.balance import as_cut, balance
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import Replay, Timing, family_schedule, measured, priced, shortest
@@ -172,7 +171,7 @@ def advise(
             "no-pipeline",
             "the run has one pipeline rank, and no schedule changes its step; pipemem plan ranks other parallel sizes",
         )
-    run = laid_out(run)
+    run = cut_flags.laid_out(run)
     fails = why_not_cut(run)
     if fails is not None:
         run = layout.with_cut(run, balance(run, pace=pace).best.layers)
@@ -256,9 +255,9 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
             "per rank, layers or flags for overlap; correct the one that is wrong",
         )
     if placement is None:  # no family, or one whose passes are not those of whole microbatches
-        cut = as_cut(run, partial(layers_of, run), pace)
+        cut = as_cut(run, partial(cut_flags.layers_of, run), pace)
         return Way(run, order, False, cut.step, cut.seconds - cut.step.outside, cut.held)
-    layers = layers_of(run, placement)
+    layers = cut_flags.layers_of(run, placement)
     return _way(run, order, placement, layers, pace, inf)
 
 

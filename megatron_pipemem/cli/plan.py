@@ -32,8 +32,7 @@ from megatron_pipemem.config.runs import OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.command import words
-from megatron_pipemem.launch.cut_flags import GROUP_SIZE, VIRTUAL_STAGES
-from megatron_pipemem.launch.start_layout import laid_out
+from megatron_pipemem.launch.cut_flags import GROUP_SIZE, VIRTUAL_STAGES, laid_out
 from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
 from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan

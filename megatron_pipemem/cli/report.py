@@ -13,12 +13,12 @@ from megatron_pipemem.cli.common import console, print_json, print_lines, showin
 from megatron_pipemem.cli.options import Json, check_output
 from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.files import check_exists
 from megatron_pipemem.launch.grid.comparison import draw, front, table
 from megatron_pipemem.launch.grid.points import Settings, label
 from megatron_pipemem.launch.grid.store import Result, Store, report_of
 from megatron_pipemem.planner.changes import Case
 from megatron_pipemem.planner.explanation import LACKS_STEP, case_of_report, explain
-from megatron_pipemem.reading import check_exists
 from megatron_pipemem.report import save_comparison
 from megatron_pipemem.report.figure import IMAGES, write_picture
 from megatron_pipemem.report.run import change_lines, explanation_lines, idle_table, lines

@@ -13,7 +13,6 @@ from megatron_pipemem.conflicts import check_barriers, check_replicas
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import all_flags, min_nodes, script_flags
-from megatron_pipemem.launch.start_layout import laid_out
 from megatron_pipemem.planner.memory import held, request_of, schedule_of
 from megatron_pipemem.planner.slices import run_slices
 from megatron_pipemem.request import FILE_SUFFIX, Request
@@ -32,7 +31,7 @@ def refusal(run: Run, any_size: bool = False) -> PipememError | None:
     Without ``any_size``, a schedule that takes long to check is an error too.
     """
     try:
-        run = laid_out(run)
+        run = cut_flags.laid_out(run)
         for check in _CHECKS if any_size else (_affordable, *_CHECKS):
             check(run)
     except PipememError as error:

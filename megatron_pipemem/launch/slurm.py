@@ -16,10 +16,9 @@ from pathlib import Path
 
 from megatron_pipemem.config.runs import SCRIPTS, Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.files import write_whole
+from megatron_pipemem.files import read_json, write_whole
 from megatron_pipemem.launch.command import Command, min_nodes, ranks_per_node
 from megatron_pipemem.launch.grid.store import Result, Store
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.display import tell
 
 GRID_BATCH_FILE = "grid.sbatch"

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError, UpstreamError
-from megatron_pipemem.files import write_whole
+from megatron_pipemem.files import read_json, write_whole
 from megatron_pipemem.launch.asking import answers
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import is_installed
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.search.result import default_folder
 
 logger = logging.getLogger(__name__)

@@ -266,20 +266,19 @@ def _with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
     """
     # The planner takes long to load.
     from megatron_pipemem.advise.reading import named
-    from megatron_pipemem.launch.start_layout import PRICED_FOR, at_start
     from megatron_pipemem.mcore.known_flags import known_flags
 
     known = known_flags()
     given = named(arguments, known)
     run = _run_of(request, given, known)
-    found = at_start(run)
+    found = cut_flags.at_start(run)
     pattern, counts = layout.pattern_of(run.model), found.best.layers
     flag = cut_flags.given_pattern(given)[0] or layout.FLAG
     text = layout.written(counts, run.model.mtp_layers) if pattern is None else layout.cut(pattern, counts)
     longer = found.even.seconds / found.best.seconds - 1
     _tell(
-        f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; layers divided "
-        f"evenly take {longer:.1%} longer"
+        f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {cut_flags.PRICED_FOR}; "
+        f"layers divided evenly take {longer:.1%} longer"
     )
     return [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
 
@@ -292,13 +291,12 @@ def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapp
     """
     from megatron_pipemem.advise.reading import Context, read_flags
     from megatron_pipemem.config.cluster import Cluster
-    from megatron_pipemem.launch.start_layout import PRICED_FOR
 
     ranks = 1
     for kind in ("tensor-model", "pipeline-model", "context"):
         ranks *= int(given.get(f"{kind}-parallel-size", 1))
     devices = int(os.environ.get("WORLD_SIZE", ranks))
-    run = read_flags(given, {}, "", Context(known, load(PRICED_FOR, Cluster), devices)).run
+    run = read_flags(given, {}, "", Context(known, load(cut_flags.PRICED_FOR, Cluster), devices)).run
     asked = {each.name: getattr(request, each.name) for each in fields(ScheduleOptions)}
     choice = replace(
         run.schedule,

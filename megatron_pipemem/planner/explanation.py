@@ -13,11 +13,11 @@ from megatron_pipemem.config.model import Passes
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.values import check_magnitudes
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.files import read_json
 from megatron_pipemem.planner.changes import Case, best_changes
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import slowdown_of
 from megatron_pipemem.planner.step import price
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.report.run import measured_bubble
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs

@@ -19,10 +19,10 @@ from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.values import check_magnitudes
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.files import read_json
 from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.costs_file import costs_arguments

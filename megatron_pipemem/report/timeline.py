@@ -214,26 +214,34 @@ class DrawnRun:
             for device, transfers in enumerate(self.timeline.transfers)
         )
 
-    @property
-    def _waits(self) -> Dependencies:
-        """The waits of every action by itself, also of the two actions of a pair."""
+    @cached_property
+    def _needed(self) -> list[Sequence[int]]:
+        """For each box of all devices, the indices of the boxes on other devices whose results it needs.
+
+        Indices count the boxes of all devices in turn. Collectives do not count. Each action of a pair has its own
+        entry.
+        """
         schedule = self.timeline.schedule
-        return Dependencies.of_schedule(replace(schedule, pairs=frozenset()) if schedule.pairs else schedule)
+        found = Dependencies.of_schedule(replace(schedule, pairs=frozenset()) if schedule.pairs else schedule)
+        actions = list(chain.from_iterable(columns.actions for columns in self.columns))
+        vocabulary = VOCABULARY if schedule.vocabulary_barriers else ()
+        places: Sequence[int] = range(len(actions))  # per node of ``found``
+        if vocabulary:  # some actions have no box, and collectives are nodes too
+            places_of = {action: at for at, action in enumerate(actions)}
+            places = [places_of.get(action, -1) for action in found.actions]
+        needed: list[Sequence[int]] = [()] * len(actions)
+        for at, waits in zip(places, found.graph.waits, strict=True):
+            if waits and at >= 0 and actions[at].kind not in vocabulary:
+                # An action in a window may need a result from before the window.
+                needed[at] = [places[node] for node, _ in waits if node != NEVER and places[node] >= 0]
+        return needed
 
     @property
     def messages(self) -> Iterator[DrawnMessage]:
         """Every dependency between two devices, except on collectives, in the order of the consumers."""
-        found = self._waits
-        by_action = {box.action: box for row in self.rows for box in row}
-        for action, waits in zip(found.actions, found.graph.waits, strict=True):
-            consumer = by_action.get(action)
-            if consumer is None or action.kind in VOCABULARY:
-                continue
-            for needed, _ in waits:
-                # An action in a window may need a result from before the window.
-                producer = None if needed == NEVER else by_action.get(found.actions[needed])
-                if producer is not None:
-                    yield DrawnMessage(producer, consumer)
+        boxes = list(chain.from_iterable(self.rows))
+        for consumer, needed in zip(boxes, self._needed, strict=True):
+            yield from (DrawnMessage(boxes[at], consumer) for at in needed)
 
     @cached_property
     def sources(self) -> list[int]:
@@ -242,25 +250,11 @@ class DrawnRun:
         Indices count the boxes of all devices in turn. If a box needs several results, it waits for the one that comes
         last.
         """
-        found, schedule = self._waits, self.timeline.schedule
-        plain = not (schedule.pairs or schedule.vocabulary_barriers)
-        if plain and max(map(len, found.graph.waits), default=0) < 2:
-            return [waits[0][0] if waits else -1 for waits in found.graph.waits]
-        actions = list(chain.from_iterable(columns.actions for columns in self.columns))
+        pairs = self.timeline.schedule.pairs
         ends = list(chain.from_iterable(columns.ends for columns in self.columns))
-        vocabulary = VOCABULARY if schedule.vocabulary_barriers else ()
-        places: Sequence[int] = range(len(actions))  # per node of ``found``
-        if vocabulary:  # some actions have no box, and collectives are nodes too
-            places_of = {action: at for at, action in enumerate(actions)}
-            places = [places_of.get(action, -1) for action in found.actions]
-        sources = [-1] * len(actions)
-        for at, waits in zip(places, found.graph.waits, strict=True):
-            if waits and at >= 0 and actions[at].kind not in vocabulary:
-                needed = [places[node] for node, _ in waits if node != NEVER and places[node] >= 0]
-                if needed:
-                    sources[at] = max(needed, key=ends.__getitem__) if len(needed) > 1 else needed[0]
-        for at, action in enumerate(actions) if schedule.pairs else ():
-            if action in schedule.pairs:  # the first action of a pair waits for the inputs of both
+        sources = [max(needed, key=ends.__getitem__, default=-1) for needed in self._needed]
+        for at, action in enumerate(chain.from_iterable(columns.actions for columns in self.columns)) if pairs else ():
+            if action in pairs:  # the first action of a pair waits for the inputs of both
                 sources[at] = max(sources[at : at + 2], key=lambda source: ends[source] if source >= 0 else -1.0)
         return sources
 

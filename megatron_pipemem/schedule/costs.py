@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.reading import read_json
+from megatron_pipemem.files import read_json
 from megatron_pipemem.schedule.action import COMPUTE, FURTHER, VOCABULARY, WHOLE_STAGE, Kind
 from megatron_pipemem.schedule.costs_file import costs_arguments
 from megatron_pipemem.schedule.display import changed_fields

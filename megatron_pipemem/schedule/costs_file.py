@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.reading import read_json
+from megatron_pipemem.files import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import LARGEST, shortened
 from megatron_pipemem.schedule.options import FLOPS, TOKENS

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
-from megatron_pipemem.reading import read_text
+from megatron_pipemem.files import read_text
 from megatron_pipemem.schedule.action import MESSAGES, MOST_DIGITS, ORDERED, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement

@@ -14,8 +14,8 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import all_flags
+from megatron_pipemem.launch.cut_flags import at_start
 from megatron_pipemem.launch.feasibility import refusal
-from megatron_pipemem.launch.start_layout import at_start
 from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.space import Limits

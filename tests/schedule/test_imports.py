@@ -68,7 +68,7 @@ def test_only_mcore_and_cpu_name_megatron():
             assert not [name for name in names if name == "megatron" or name.startswith("megatron.")], source
 
 
-BASE = {"errors", "files", "reading"}
+BASE = {"errors", "files"}
 CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "conflicts", "choose"}
 
 
@@ -77,7 +77,6 @@ CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "con
     [
         ("errors", set()),
         ("files", {"errors"}),
-        ("reading", {"errors"}),
         ("schedule", {*BASE, "schedule", "families"}),  # the registry lists the families' modules
         ("families", {"errors", "schedule", "families", "search", "features"}),
         ("search", {*BASE, "schedule", "search"}),

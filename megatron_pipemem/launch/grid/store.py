@@ -23,9 +23,8 @@ from megatron_pipemem.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.values import check_magnitudes, refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.files import check_writable, write_whole
+from megatron_pipemem.files import check_writable, read_json, write_whole
 from megatron_pipemem.launch.grid.points import GridPoint, Settings, label
-from megatron_pipemem.reading import read_json
 
 Status = Literal["done", "failed", "infeasible"]
 
@@ -140,11 +139,6 @@ def step_seconds(log: str) -> float | None:
     later = [time for (before, _), (number, time) in zip(steps, steps[1:], strict=False) if number == before + 1]
     times = later or [time for _, time in steps]
     return statistics.median(times) / 1e3 if times else None
-
-
-def write_result(result: Result, path: Path) -> None:
-    """Write a point's result to a JSON file."""
-    write_whole(path, json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
 
 
 def read_result(path: Path) -> Result | None:
@@ -320,7 +314,8 @@ class Store:
             raise ConfigError("wrong-file", message, file=self._index) from error
 
     def _keep(self, result: Result) -> Result:
-        write_result(result, self._result_file(result.index))
+        """Write a point's result to its JSON file, and return the result."""
+        write_whole(self._result_file(result.index), json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
         return result
 
     def _result_file(self, index: int) -> Path:
