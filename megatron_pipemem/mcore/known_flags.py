@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
     """
     return {
         name: {
-            "choices": action.choices and [str(each) for each in action.choices],
+            "choices": action.choices
+            and [each.name if isinstance(each, Enum) else str(each) for each in action.choices],
             "type": getattr(action.type, "__name__", None),
             "bare": action.nargs == 0,
             "dest": action.dest,

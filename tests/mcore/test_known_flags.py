@@ -43,6 +43,7 @@ def test_a_flag_of_ours_is_known_as_soon_as_it_is_declared(monkeypatch):
 
 def test_what_megatron_takes():
     check_flags({"lr": 1e-4, "optimizer": "sgd", "log-throughput": True, "split": None, "data-path": [1, "a"]})
+    check_flags({"attention-backend": "flash", "exit-signal": "SIGTERM"})  # members of enumerations, by name
 
 
 def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
