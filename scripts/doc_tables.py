@@ -14,7 +14,7 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -260,22 +260,26 @@ def written(text: str, blocks: Mapping[str, str]) -> str:
     return text
 
 
+BLOCKS: dict[str, Callable[[], str]] = {
+    "bubbles": table_of_bubbles,
+    "costs": table_of_costs,
+    "schedules": partial(table_of_schedules, for_research=False),
+    "research": partial(table_of_schedules, for_research=True),
+    "slices": table_of_slices,
+    "codes": list_of_codes,
+    "flags": list_of_flags,
+    "conflicts": list_of_conflicts,
+    "refusals": list_of_refusals,
+    "queues": list_of_queues,
+}
+"""The tables that need no run, and the functions that compute them."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quickstart", type=Path, metavar="FOLDER", help="what the quickstart wrote")
     arguments = parser.parse_args()
-    blocks = {
-        "bubbles": table_of_bubbles(),
-        "costs": table_of_costs(),
-        "schedules": table_of_schedules(for_research=False),
-        "research": table_of_schedules(for_research=True),
-        "slices": table_of_slices(),
-        "codes": list_of_codes(),
-        "flags": list_of_flags(),
-        "conflicts": list_of_conflicts(),
-        "refusals": list_of_refusals(),
-        "queues": list_of_queues(),
-    }
+    blocks = {name: block() for name, block in BLOCKS.items()}
     if arguments.quickstart:
         blocks["quickstart"] = table_of_quickstart(arguments.quickstart)
     for name, block in blocks.items():

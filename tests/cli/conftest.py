@@ -50,6 +50,7 @@ def refuses(pipemem: Callable[..., Result]) -> Callable[..., str]:
         for extra in ((), ("--json",)):
             result = pipemem(*arguments, *extra)
             assert result.exit_code == code, result.output
+            assert extra or result.stdout == ""
             (line,) = result.stderr.splitlines()
             assert line.startswith("error: ")
             lines.append(line)

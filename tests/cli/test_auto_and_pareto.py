@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from refusals import check_refusal
 
 
 @pytest.fixture(autouse=True)
@@ -36,37 +35,24 @@ def test_auto_simulates_what_it_found(pipemem, pipemem_json):
     assert found["search_seconds"] > 0 == pipemem_json(*ask)["search_seconds"], "the second one is remembered"
 
 
-def test_auto_searches_for_the_period_of_steps_without_a_barrier(pipemem, pipemem_json, refuses):
+def test_auto_searches_for_the_period_of_steps_without_a_barrier(pipemem, pipemem_json):
     ask = ("simulate", "auto", "-p", 4, "-m", 8, "--costs", "1,1.2,.8", "--memory-cap", 1, "--steps", 4)
     one, many = pipemem_json(*ask), pipemem_json(*ask, "-o", "period=true")
     assert many["period"] < one["period"] and many["makespan"] >= one["makespan"]
     assert many["lower_bound"] == pytest.approx(24), "the work of every device"
     assert "of the period at most" in pipemem(*ask, "-o", "period=true").stdout
-    check_refusal(
-        refuses(*ask[:-2], "-o", "period=true", "--offload", "half"), "conflicting-features", "period", "offload"
-    )
 
 
-def test_auto_takes_placement_chunks_and_seed(pipemem_json, refuses):
+def test_auto_takes_placement_and_chunks(pipemem_json):
     size = ("simulate", "auto", "-p", 4, "-m", 8)
     assert pipemem_json(*size, "-o", "placement=linear")["chunks"] == 1
     assert pipemem_json(*size, "--chunks", 4, "--memory-cap", 1)["chunks"] == 4
-    check_refusal(refuses(*size, "-o", "placement=x"), "bad-choice", "placement", "'x'", "interleaved")
-    check_refusal(refuses(*size, "-o", "colour=1"), "unknown-option", "'auto'", "'colour'", "placement")
-    check_refusal(refuses(*size, "-o", "placement=linear", "--chunks", 2), "needs-chunks", "linear", 1, 2)
-    check_refusal(refuses(*size, "-o", "placement=v", "--chunks", 1), "needs-chunks", "v", 2, 1)
 
 
-def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):
+def test_a_cap_in_bytes(pipemem_json, byte_costs):
     size = ("-p", 4, "-m", 8, "--costs", byte_costs)
     found = pipemem_json("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=1")
     assert 0 < max(found["peak_bytes"]) <= 2500
-    check_refusal(refuses("simulate", "1f1b", *size, "--memory-cap", "2500B", code=1), "over-cap", 2500)
-    check_refusal(
-        refuses("simulate", "auto", "-p", 4, "-m", 12, "--memory-cap", "2GiB"), "unit-mismatch", "--memory-cap", "2GiB"
-    )
-    check_refusal(refuses("simulate", "auto", *size, "--memory-cap", "much"), "bad-number", "memory cap", "'much'")
-    check_refusal(refuses("simulate", "auto", *size, "--memory-cap", "10B"), "cap-unreachable", "10B", "1000B")
 
 
 def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
@@ -101,7 +87,7 @@ def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_pa
     shares = {name: found[name]["share_of_1f1b"] for name in ("1f1b", "zb-h1")}
     assert shares == {"1f1b": 1, "zb-h1": 2} and found["zb-h1"]["peak_activation"] == 1
     searched = [each for each in choices if each["memory_cap"]]
-    assert searched and all(each["memory_cap"] == 0.75 >= each["share_of_1f1b"] for each in searched)
+    assert searched and all(each["memory_cap"] == 0.75 > each["share_of_1f1b"] - 1e-9 for each in searched)
     assert {each["share_of_1f1b"] for each in pipemem_json(*size)["choices"]} == {None}
     assert "shares of 1F1B's bytes" in " ".join(pipemem(*size, "--costs", path).stdout.split())
     assert "activation units" in " ".join(pipemem(*size).stdout.split())

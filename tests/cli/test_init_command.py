@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from lanes import rest_nightly
-from refusals import check_refusal
 
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import SHIPPED, load, settings_of
@@ -77,20 +76,3 @@ def test_a_model_of_the_users_own(pipemem, empty):
     assert yaml.safe_load(Path("runs/first.yaml").read_text())["model"] == "../models/mine.yaml"
     assert load("runs/first.yaml", Run).model.layers == 16
     assert pipemem("init", "models/mine.yaml").stdout == "mine.yaml\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("llama3-8c",), ("no-file", "'llama3-8b'", "'llama3-8c'")),
-        (("llama3-8b", "--schedule", "v-hlf"), ("unknown-schedule", "'v-half'")),
-        (("llama3-8b", "--cluster", "h10"), ("no-file", "h10")),
-        (("llama3-8b", "-p", 0), ("bad-number", "--devices", 0)),
-        (("llama3-8b", "--output", "x.json"), ("bad-choice", "x.json", ".yaml", ".yml")),
-        (("llama3-8b", "--output", "there.yaml"), ("exists-already", "there.yaml")),
-    ],
-)
-def test_nothing_is_written_of_what_cannot_be(refuses, empty, arguments, says):
-    Path("there.yaml").write_text("mine")
-    check_refusal(refuses("init", *arguments), *says)
-    assert [path.name for path in empty.iterdir()] == ["there.yaml"] and Path("there.yaml").read_text() == "mine"

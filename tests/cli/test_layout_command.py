@@ -96,26 +96,6 @@ def test_never_worse_than_the_even_split_and_without_an_empty_middle_stage(vocab
         assert found.best.layers[-1] >= 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("llama3-8b",), ("missing-option", "--devices")),
-        (("llama3-8b", "-p", 1), ("no-pipeline",)),
-        (("llama3-8b", "-p", 4, "-v", 2, "-m", 3), ("needs-microbatches", 3, "--microbatches 4")),
-        (("llama3-8b", "-p", 4, "-v", 2, "-m", 6), ("needs-microbatches", 6, "groups of 4", "--microbatches 8")),
-        ((RUNS / "tiny-cpu.yaml", "-p", 1), ("no-pipeline",)),
-        ((RUNS / "tiny-cpu.yaml", "--tp", 2), ("conflicting-options", "--tp")),
-        (("lama3-8b", "-p", 4), ("no-file", "'lama3-8b'", "'llama3-8b'")),
-        (("llama3-8b", "-p", 4, "--beside", "Et|tL"), ("bad-layout", "'Et|tL'", 32)),
-        (("llama3-8b", "-p", 4, "--vocab-parallel", "3"), ("bad-type", "schedule.vocab_parallel", "'3'")),
-        (("llama3-8b", "-p", 4, "--tp", 5), ("does-not-divide", "tp", 5, 32)),
-        (("llama3-8b", "-p", 4, "-m", 100_000_000), ("too-large", 100_000_000)),
-    ],
-)
-def test_what_makes_no_sense(refuses, arguments, says):
-    check_refusal(refuses("layout", *arguments), *says)
-
-
 def test_groups_of_microbatches_that_the_run_names(pipemem_json, refuses):
     asked = ("layout", "tiny-gpt", "-p", 2, "-v", 2, "-m", 3)
     check_refusal(refuses(*asked), "needs-microbatches", "groups of 2")

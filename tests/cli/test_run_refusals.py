@@ -15,17 +15,23 @@ from megatron_pipemem.schedule.registry import build_schedule
 
 pytest.importorskip("megatron.core")
 
-CODE = (
-    "import sys\n"
-    "from megatron_pipemem.cli.app import main\n"
-    "try: main()\n"
-    "finally: print('slow:', *{'torch', 'megatron.core'} & set(sys.modules))\n"
-)
+# Runs the script once for each list of flags, in one process, and tells what has been imported so far.
+CODE = """
+import json, sys
+from typer.testing import CliRunner
+from megatron_pipemem.cli.app import app
+for flags in json.load(sys.stdin):
+    done = CliRunner().invoke(app, ["run", "--cpu", "script.py", *flags], prog_name="pipemem")
+    slow = sorted({"torch", "megatron.core"} & set(sys.modules))
+    print(json.dumps([done.exit_code, done.stdout, done.stderr, slow]))
+"""
+ALONE = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
 SIZES = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8".split()
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("run")
     path = tmp_path / "script.py"
     path.write_text("raise AssertionError('the script has started')")
     (tmp_path / "two.csv").write_text(build_schedule("1f1b", num_devices=2, num_microbatches=8).to_csv())
@@ -38,37 +44,36 @@ def script(tmp_path: Path) -> Path:
 
 def start(script: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
     """Start a rank in the folder of the script, or a process of its own."""
-    clean = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    }
-    command = [sys.executable, "-c", CODE, "run", "--cpu", script.name, *SIZES, *flags]
+    command = [sys.executable, "-m", "megatron_pipemem", "run", "--cpu", script.name, *SIZES, *flags]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=script.parent, env=clean | environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=script.parent, env=ALONE | environment, stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "values"),
-    [
-        ("--pipmem-schedule v-half", "unknown-flag", ["--pipmem-schedule", "--pipemem-schedule"]),
-        ("--pipemem-schedule v-half --pipemem-memory-cap 0.5", "over-cap", ["v-half", "0.75"]),
-        ("--pipemem-schedule v-half --pipemem-costs costs.json", "bad-type", ["costs.json"]),
-        ("--pipemem-schedule v-half --pipemem-microbatch-costs weights.json", "wrong-file", ["weights.json"]),
-        ("--pipemem-plan plan.yaml", "not-yaml", ["plan.yaml"]),
-        ("--pipemem-schedule two.csv", "other-size", ["two.csv", 2, 4]),
-        ("--pipemem-schedule cut.csv", "wrong-order", ["device 1"]),
-        ("--pipemem-schedule v-half --pipemem-report two.csv/report.json", "cannot-write", ["two.csv"]),
-        # The values of all other flags are read in the same place (mcore/test_flags.py).
-        ("--pipemem-schedule v-half --pipemem-offload most", "bad-choice", ["most"]),
-    ],
-)
-def test_what_is_wrong_is_the_last_line_and_nothing_slow_is_imported(
-    script: Path, flags: str, code: str, values
-) -> None:
-    process = start(script, *flags.split(), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
-    printed, line = process.communicate()
-    assert process.returncode in (1, 2) and printed == "slow:\n"
-    assert line.startswith("error: ") and line.count("\n") == 1
-    check_refusal(line, code, *values)
+REFUSED = {
+    "--pipmem-schedule v-half": ("unknown-flag", "--pipmem-schedule", "--pipemem-schedule"),
+    "--pipemem-schedule v-half --pipemem-memory-cap 0.5": ("over-cap", "v-half", "0.75"),
+    "--pipemem-schedule v-half --pipemem-costs costs.json": ("bad-type", "costs.json"),
+    "--pipemem-schedule v-half --pipemem-microbatch-costs weights.json": ("wrong-file", "weights.json"),
+    "--pipemem-plan plan.yaml": ("not-yaml", "plan.yaml"),
+    "--pipemem-schedule two.csv": ("other-size", "two.csv", 2, 4),
+    "--pipemem-schedule cut.csv": ("wrong-order", "device 1"),
+    "--pipemem-schedule v-half --pipemem-report two.csv/report.json": ("cannot-write", "two.csv"),
+    # The values of all other flags are read in the same place (mcore/test_flags.py).
+    "--pipemem-schedule v-half --pipemem-offload most": ("bad-choice", "most"),
+}
+
+
+def test_what_is_wrong_is_the_only_line_and_nothing_slow_is_imported(script: Path) -> None:
+    one_node = ALONE | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    flags = json.dumps([[*SIZES, *row.split()] for row in REFUSED])
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, cwd=script.parent, env=one_node, input=flags, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for refused, told in zip(REFUSED.values(), map(json.loads, done.stdout.splitlines()), strict=True):
+        exit_code, printed, line, slow = told
+        assert exit_code in (1, 2) and printed == "" and slow == []
+        assert line.startswith("error: ") and line.count("\n") == 1
+        check_refusal(line, *refused)
 
 
 @pytest.mark.parametrize(

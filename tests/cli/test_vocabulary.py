@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from refusals import check_refusal
 
 from megatron_pipemem.schedule.schedule import Schedule
 
@@ -40,29 +39,6 @@ def test_auto_says_why(pipemem_json):
     assert moved["vocabulary_reason"].startswith("moving layers away from the last stage")
     assert moved["vocabulary_reason"].endswith("layers per stage: 7, 9, 9, 8, 8, 8, 8, 7")
     assert moved["makespan"] < pipemem_json(*size)["makespan"]
-
-
-def test_pictures_and_files(pipemem, pipemem_json, tmp_path):
-    picture = tmp_path / "run.json"
-    shown = pipemem_json("show", "zbv", "-p", 2, "-m", 3, "--vocab-parallel", 1, "--output", picture)
-    assert any(name.startswith("0S") for name, *_ in shown[0]["timeline"][0])
-    names = {event["name"] for event in json.loads(picture.read_text())["traceEvents"]}
-    assert {"PP:0S1", "PP:1T2", "PP:STATS0", "collectives"} <= names | {
-        event["args"].get("name") for event in json.loads(picture.read_text())["traceEvents"] if "args" in event
-    }
-
-
-def test_refusals(refuses):
-    check_refusal(refuses(*SIZE, "--head-cost", "much"), "bad-number", "--head-cost", "much")
-    check_refusal(refuses(*SIZE, "--head-cost", "2layers"), "needs-option", "--layers", "--head-cost", "2layers")
-    check_refusal(refuses(*SIZE, "--vocab-parallel", "auto"), "needs-option", "--head-cost", "--vocab-parallel", "auto")
-    check_refusal(
-        refuses("simulate", "chimera", "-p", 2, "-m", 2, "--vocab-parallel", 1),
-        "unsupported-placement",
-        "head",
-        "embedding",
-        2,
-    )
 
 
 def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):

@@ -87,6 +87,5 @@ def test_pictures(tmp_path):
         others.get_offsets()
     )
     assert axes.get_ylim()[1] > 105, "whole markers"
-    for wrong, reason in (((points, "x.pdf"), ("bad-choice",)), (([], "x.png"), ("nothing-to-draw",))):
-        with refused(*reason, kind=UnsupportedError):
-            save_picture(*wrong)
+    with refused("nothing-to-draw", kind=UnsupportedError):
+        draw([])

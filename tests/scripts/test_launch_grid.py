@@ -26,14 +26,11 @@ from megatron_pipemem.launch.command import Command
 from megatron_pipemem.launch.grid.local import LocalRunner, _end_left_over
 from megatron_pipemem.launch.grid.points import load_points
 from megatron_pipemem.launch.grid.store import (
-    Result,
     Store,
     collect,
-    read_result,
     step_seconds,
     store_of_point,
     try_lock,
-    write_result,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -229,19 +226,14 @@ def test_one_failing_point_does_not_stop_the_others(store):
     stock, failed, half, unstarted, infeasible = store.results()
     assert stock.status == half.status == "done"
     assert half.settings == {"schedule.name": "v-half"} and half.peaks_agree is True
+    run = store.run(2)
+    assert half.seconds_per_step == 0.5, "the first step of a start does not count"
+    assert half.tokens_per_second == run.parallelism.global_batch * run.model.sequence / 0.5
+    assert half.losses == (3.0, 2.5) and half.devices == 4
     assert (failed.reason, failed.exit_code) == ("rank 3 failed: SomeError: because", 1)
     assert unstarted is None
     assert infeasible.status == "infeasible" and "no-such" in infeasible.reason
     assert store.open_points() == [1, 3]
-
-
-def test_a_result_says_how_fast(store):
-    LocalRunner(store, lambda *_: None, training).train([2], 1)
-    result = store.results()[2]
-    run = store.run(2)
-    assert result.seconds_per_step == 0.5, "the first step of a start does not count"
-    assert result.tokens_per_second == run.parallelism.global_batch * run.model.sequence / 0.5
-    assert result.losses == (3.0, 2.5) and result.devices == 4
 
 
 def test_a_run_that_ends_well_but_without_a_report_failed(store):
@@ -264,20 +256,6 @@ def test_a_grids_run_may_lie_beside_it(tmp_path, write_grid):
     (tmp_path / "tiny-cpu.yaml").unlink()
     (point,) = load_points(write_grid(run="tiny-cpu"))
     assert point.run.training.iterations == 10, "of the package"
-
-
-def test_results_are_whole_or_not_there(tmp_path, monkeypatch):
-    path = tmp_path / "result.json"
-    write_result(Result(0, {"a": 1}, "done", losses=(1.0,)), path)
-
-    def dies(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", dies)
-    with pytest.raises(KeyboardInterrupt):
-        write_result(Result(1, {}, "failed"), path)
-    assert read_result(path) == Result(0, {"a": 1}, "done", losses=(1.0,))
-    assert read_result(tmp_path / "none.json") is None
 
 
 # The grid's own process, with training replaced by the program above.

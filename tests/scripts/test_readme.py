@@ -33,35 +33,19 @@ def block(name: str, document: str) -> list[str]:
 
 
 CHOOSING, QUICKSTART = "docs/choosing-a-schedule.md", "docs/start.md"
-WRITTEN = "python scripts/doc_tables.py writes this table anew"
 
 
-def test_the_table_of_bubbles_is_current(tables):
-    assert block("bubbles", "README.md") == tables.table_of_bubbles().split("\n"), WRITTEN
+NAMES = ("bubbles", "schedules", "research", "slices", "codes", "flags", "conflicts", "refusals", "queues")
 
 
-def test_the_tables_of_schedules_are_current(tables):
-    assert block("schedules", CHOOSING) == tables.table_of_schedules(for_research=False).split("\n"), WRITTEN
-    assert block("research", "docs/other-schedules.md") == tables.table_of_schedules(for_research=True).split("\n"), (
-        WRITTEN
-    )
+@pytest.mark.parametrize("name", NAMES)
+def test_a_generated_table_is_current(tables, name):
+    found = block(name, f"docs/{tables.DOCUMENTS[name]}")
+    assert found == tables.BLOCKS[name]().split("\n"), "python scripts/doc_tables.py writes this table anew"
 
 
-def test_the_list_of_codes_is_current(tables):
-    assert block("codes", "docs/troubleshooting.md") == tables.list_of_codes().split("\n"), WRITTEN
-
-
-def test_the_list_of_flags_is_current(tables):
-    assert block("flags", "docs/start.md") == tables.list_of_flags().split("\n"), WRITTEN
-
-
-def test_the_refused_combinations_are_current(tables):
-    assert block("conflicts", "docs/what-runs-where.md") == tables.list_of_conflicts().split("\n"), WRITTEN
-    assert block("refusals", "docs/what-runs-where.md") == tables.list_of_refusals().split("\n"), WRITTEN
-
-
-def test_the_prices_of_one_hardware_queue_are_current(tables):
-    assert block("queues", "docs/what-runs-where.md") == tables.list_of_queues().split("\n"), WRITTEN
+def test_every_generated_table_is_compared(tables):
+    assert {*NAMES, "costs"} == {*tables.BLOCKS}, "that of costs has searches, and is checked below"
 
 
 def test_the_claims_hold_for_the_costs_beside_them(tables):
