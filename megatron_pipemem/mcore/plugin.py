@@ -77,7 +77,6 @@ class _Enabled:
         programs = programs_for(request)
         chunk_placement = ChunkPlacement(programs.placement, request.is_round_robin, name=request.schedule)
         planning, stages, last = (_extensions(each, request, programs, chunk_placement) for each in Position)
-        split = SplitBackward(request, record is not None, request.weight_inputs, request.early_weights)
         # An asynchronous step runs forwards of the next step, whose message shapes are unknown.
         shapes = request.message_shapes == "step" and not request.is_asynchronous
         # A step of an asynchronous schedule updates weights between its actions, and a check must come before that.
@@ -85,7 +84,7 @@ class _Enabled:
         extensions = [
             *_pricing(request, programs),
             *planning,
-            split,
+            SplitBackward(request, counted=record is not None),
             *([StepShapes(chunk_placement)] if shapes else []),
             *stages,
             *reductions,

@@ -52,11 +52,9 @@ class SplitBackward(Extension):
     gradients.
     """
 
-    def __init__(self, request: Request, counted: bool, weight_inputs: str = AUTO, early: str = AUTO):
+    def __init__(self, request: Request, counted: bool):
         self._request = request
         self._counted = counted
-        self._weight_inputs = weight_inputs
-        self._early = early
         self._prepared: set[torch.nn.Module] = set()
         self._watching: list[RemovableHandle] = []
         self._marked: list[torch.nn.Parameter] = []
@@ -73,7 +71,7 @@ class SplitBackward(Extension):
             replaced.append((LINEAR, countable_linear))
         if splits:
             replaced.append((LOOKUP, split_embedding))
-            replaced += sharded_replacements(self._weight_inputs)
+            replaced += sharded_replacements(self._request.weight_inputs)
         return replaced
 
     def prepare(self, step: Step) -> None:
@@ -82,7 +80,7 @@ class SplitBackward(Extension):
         self._prepared.update(new)
         for module in (each for chunk in new for each in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
-        self._marked += mark_early(new, early_modules(self._early, step.context.config))
+        self._marked += mark_early(new, early_modules(self._request.early_weights, step.context.config))
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         self.has_run_delayed |= any(stage.delayed for stage in step.stages.values())
