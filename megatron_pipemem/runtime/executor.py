@@ -23,7 +23,7 @@ from megatron_pipemem.runtime.weight_gradients import (
     collecting,
 )
 from megatron_pipemem.schedule.action import RECEIVES, RECOMPUTE, SENDS, Action, Kind
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.schedule import Program
 
 Key = tuple[int, int]
@@ -31,12 +31,6 @@ Key = tuple[int, int]
 
 _FORWARDS = frozenset((Kind.F, Kind.R, Kind.RS))
 _BACKWARDS = frozenset((Kind.I, Kind.B))
-_COUNTERPARTS = {
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.SEND_I: Kind.RECV_I,
-    Kind.RECV_I: Kind.SEND_I,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +89,19 @@ def _answers(program: Program, device: int) -> dict[Action | None, tuple[int, li
 
     When the receive ends, the memory of those messages can be freed without asking the backend whether they were sent.
     """
-    placement, found = program.placement, dict[Action | None, tuple[int, list[Action], int]]()
-    neighbours = (
-        neighbour(stage)
-        for stage in placement.stages[device]
-        for neighbour in (placement.previous_stage, placement.next_stage)
-    )
-    for peer in {placement.devices[stage] for stage in neighbours if stage is not None} - {device}:
+    router, found = Router(program.placement), dict[Action | None, tuple[int, list[Action], int]]()
+    sent = {message.receive: message.send for message in map(router.emitted, program.actions[device]) if message}
+    for peer in {source for source, destination in router.edges if destination == device}:
+        actions = program.actions[peer]
+        receives = {message.send: message for message in map(router.emitted, actions) if message}
         used: list[Action] = []
-        for each in _instructions(program, peer):
-            if each.receive is not None and _end(placement, each.receive)[0] == device:
-                used.append(_end(placement, each.receive)[1])
-            elif each.action.kind in SENDS and _end(placement, each.action)[0] == device:
-                found[_end(placement, each.action)[1]] = peer, used, len(used)
+        for action in actions:
+            receive = router.awaited(action)
+            if receive is not None and receive in sent:
+                used.append(sent[receive])
+            elif action in receives and receives[action].edge[1] == device:
+                found[receives[action].receive] = peer, used, len(used)
     return found
-
-
-def _end(placement: Placement, message: Action) -> tuple[int, Action]:
-    """Return the device at the other end of a message, and that device's action, such as RECV_F for SEND_F."""
-    upward = message.kind in (Kind.SEND_F, Kind.RECV_I)
-    other = (placement.next_stage if upward else placement.previous_stage)(message.stage)
-    assert other is not None, f"{message} has no neighbour"
-    return placement.devices[other], Action(_COUNTERPARTS[message.kind], other, message.microbatch)
 
 
 @lru_cache(maxsize=128)
