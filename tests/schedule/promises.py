@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import oracle
 import pytest
 
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
 
 
 def letters(schedule: Schedule, f: int = 1, i: int = 1, w: int = 1) -> dict[str, Fraction]:
@@ -18,6 +20,13 @@ def letters(schedule: Schedule, f: int = 1, i: int = 1, w: int = 1) -> dict[str,
     chunks = placement.num_chunks // placement.replicas
     values = {"p": placement.num_devices, "m": schedule.num_microbatches, "v": chunks, "n": schedule.slices}
     return {name: Fraction(value) for name, value in (values | {"f": f, "i": i, "w": w, "b": i + w}).items()}
+
+
+def assert_correct(schedule: Schedule) -> None:
+    """A training step that adds weight gradients in the order of the microbatches, by validator and oracle."""
+    validate(schedule)
+    assert oracle.check(schedule) == []
+    assert oracle.disordered_weight_gradients(schedule) == []
 
 
 def assert_peak_as_promised(family: Family, schedule: Schedule, peak: float | Fraction) -> None:

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lanes import examples
-from promises import assert_bubble_as_promised, assert_peak_as_promised
+from promises import assert_bubble_as_promised, assert_correct, assert_peak_as_promised
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.validator import validate
 
 # SlimPipe takes multiples of p alone.
 NAMES = [each.name for each in families() if "slices" in each.options and each.name != "slimpipe"]
@@ -46,12 +45,6 @@ def test_whole_sequences_run_in_the_orders_that_families_had_before_slices(name:
             assert schedule == build(name, p, m)
             digests.append(schedule.digest)
     assert hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16] == UNSLICED[name]
-
-
-def assert_correct(schedule: Schedule) -> None:
-    assert oracle.check(schedule) == []
-    assert oracle.disordered_weight_gradients(schedule) == []
-    validate(schedule)
 
 
 @pytest.mark.parametrize("name", NAMES)
