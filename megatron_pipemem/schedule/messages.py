@@ -12,7 +12,6 @@ from typing import NamedTuple
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import (
     COMPLETING,
-    MESSAGES,
     ORDERED,
     RECEIVES,
     RECOMPUTE,
@@ -125,43 +124,67 @@ def check_adjacent(orders: Sequence[Order], pairs: Container[Action]) -> None:
             raise ScheduleError("bad-pair", problem, at=(device, position, action))
 
 
-def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Check that every message is sent after its producer and received before its consumer, and no other is posted.
+class Post(NamedTuple):
+    """The place of an action that ``lower`` adds: on the device of its stage, after one action or before another one."""
+
+    after: Action | None
+    before: Action | None
+    lack: str  # the fault of a program without the action, for messages of errors
+
+
+def check_posts(
+    program: Program, places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]
+) -> None:
+    """Check that a program has all messages, gradient reductions and sums over replicas, each in its place, and no others.
 
     ``messages`` has the message of every producer, and ``receives`` the receive of every consumer.
     """
-    for producer, message in messages.items():
-        _check_post(message.send, producer, places, after=True)
-    for consumer, receive in receives.items():
-        _check_post(receive, consumer, places, after=False)
-    known = {message.send for message in messages.values()} | set(receives.values())
-    for action, (device, position) in places.items():
-        if action.kind in MESSAGES and action not in known:
-            use = "needs this message" if action.kind in RECEIVES else "produces this message for another device"
+    posts = {message.send: Post(made, None, _NOT_SENT) for made, message in messages.items()}
+    posts |= {receive: Post(None, user, _NOT_RECEIVED) for user, receive in receives.items()}
+    posts |= _reductions(program)
+    for action, post in posts.items():
+        home, neighbour = program.placement.devices[action.stage], post.after or post.before
+        side = "" if neighbour is None else f" before {neighbour}" if post.before else f" after {neighbour}"
+        if action not in places:
+            at = (home, len(program.actions[home]), action) if neighbour is None else (*places[neighbour], neighbour)
+            raise ScheduleError("missing-action", f"{post.lack} without {action}; add {action}{side}", at=at)
+        device, position = places[action]
+        if device != home:
+            code, problem = "misplaced-action", f"belongs on device {home}{side}; move it there"
+        elif neighbour is not None and (places[neighbour][1] > position) is (post.before is None):
+            code, problem = "wrong-order", f"must come{side} at position {places[neighbour][1]}; move it"
+        else:
+            continue
+        raise ScheduleError(code, problem, at=(device, position, action))
+    for action, place in places.items():
+        if action.kind not in ORDERED and action not in posts:
+            use = "sum" if action.kind in WHOLE_STAGE else "receive" if action.kind in RECEIVES else "send"
             raise ScheduleError(
-                "useless-action", f"no action of this device {use}; remove it", at=(device, position, action)
+                "useless-action", f"its stage has nothing to {use} in this step; remove it", at=(*place, action)
             )
 
 
-def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:
-    device, position = places[compute]
-    side = "after" if after else "before"
-    purpose = "its result does not reach the next device" if after else "its input does not reach this device"
-    if post not in places:
-        raise ScheduleError(
-            "missing-action", f"{purpose} without {post}; add {post} {side} {compute}", at=(device, position, compute)
-        )
-    post_device, post_position = places[post]
-    if post_device != device:
-        code, problem = (
-            "misplaced-action",
-            f"belongs to {compute}, which device {device} runs at position {position}; move it there",
-        )
-    elif (post_position > position) is not after:
-        code, problem = "wrong-order", f"must come {side} {compute} at position {position}; move it"
-    else:
-        return
-    raise ScheduleError(code, problem, at=(post_device, post_position, post))
+_NOT_SENT, _NOT_RECEIVED = "its result does not reach the next device", "its input does not reach this device"
+_NOT_COMPLETE = "the gradients of the stage are not complete"
+
+
+def _reductions(program: Program) -> dict[Action, Post]:
+    """Return the place of every gradient reduction and sum over replicas.
+
+    Every stage with weight gradients has a ``REDUCE_GRAD`` after the last of them. With replicas of the model, every
+    replica of such a stage has a ``REDUCE_REPLICAS`` after its last weight gradient, and its ``REDUCE_GRAD`` after that.
+    """
+    placement = program.placement
+    last = {each.stage: each for order in program.schedule.orders for each in order if each.kind in COMPLETING}
+    trained = {replica for stage in last for replica in placement.counterparts(stage)}
+    posts = {}
+    for stage in sorted(trained):
+        complete = last.get(stage)
+        if placement.replicas > 1:
+            total = Action(Kind.REDUCE_REPLICAS, stage)
+            posts[total], complete = Post(complete, None, _NOT_COMPLETE), total
+        posts[Action(Kind.REDUCE_GRAD, stage)] = Post(complete, None, _NOT_COMPLETE)
+    return posts
 
 
 def check_edges(places: Places, messages: Iterable[Message]) -> None:
@@ -181,93 +204,6 @@ def check_edges(places: Places, messages: Iterable[Message]) -> None:
                     f"{destination} arrive in sending order, so receive {message.receive} first",
                     at=(destination, other_position, other.receive),
                 )
-
-
-_LAST_GRADIENT = "the last weight gradient of the stage"
-
-
-def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that every stage with weight gradients, and no other, has a ``REDUCE_GRAD`` after the last of them.
-
-    With replicas of the model, every replica of such a stage must have one, after its ``REDUCE_REPLICAS``. That must
-    come after the last weight gradient of this replica.
-    """
-    placement = program.placement
-    last = {
-        action.stage: (device, position, action)
-        for device, actions in enumerate(program.actions)
-        for position, action in enumerate(actions)
-        if action.kind in COMPLETING
-    }
-    trained = {replica for stage in last for replica in placement.counterparts(stage)}
-    for stage in sorted(trained):
-        reduction, total = Action(Kind.REDUCE_GRAD, stage), Action(Kind.REDUCE_REPLICAS, stage)
-        if placement.replicas == 1:
-            _check_after(reduction, *last[stage], _LAST_GRADIENT, places)
-            continue
-        if stage in last:
-            _check_after(total, *last[stage], _LAST_GRADIENT, places)
-        else:
-            _check_there(total, program, places)
-        _check_there(reduction, program, places)
-        _check_after(reduction, *places[total], total, "the sum over its replicas", places)
-    for action, (device, position) in places.items():
-        if action.kind in WHOLE_STAGE and (
-            action.stage not in trained or action.kind is Kind.REDUCE_REPLICAS and placement.replicas == 1
-        ):
-            role = "only one replica" if action.stage in trained else "no weight gradients"
-            raise ScheduleError(
-                "useless-action",
-                f"has no gradients to sum, because stage {action.stage} has {role}; remove it",
-                at=(device, position, action),
-            )
-
-
-def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that an action of a stage exists and is on the device of the stage."""
-    home = program.placement.devices[action.stage]
-    if action not in places:
-        raise ScheduleError(
-            "missing-action",
-            f"is missing, and {_others(action, program)} of its replicas waits for it; add it",
-            at=(home, len(program.actions[home]), action),
-        )
-    device, position = places[action]
-    if device != home:
-        raise ScheduleError(
-            "misplaced-action",
-            f"is on device {device}, which has no stage {action.stage}; move it to device {home}, because "
-            f"{_others(action, program)} waits for it",
-            at=(device, position, action),
-        )
-
-
-def _others(action: Action, program: Program) -> str:
-    replicas = program.placement.counterparts(action.stage)
-    return ", ".join(str(action._replace(stage=stage)) for stage in replicas if stage != action.stage)
-
-
-def _check_after(
-    action: Action, device: int, position: int, before: Action, role: str, places: Mapping[Action, tuple[int, int]]
-) -> None:
-    """Check that ``action`` exists on a device, and comes after ``before``, which is at ``position`` there.
-
-    ``role`` says in the message, in a few words, which action ``before`` is.
-    """
-    if action not in places:
-        raise ScheduleError(
-            "missing-action",
-            f"completes the gradients of its stage, but {action} is missing; add it after {before}",
-            at=(device, position, before),
-        )
-    found, at = places[action]
-    if found != device or at < position:
-        raise ScheduleError(
-            "wrong-order",
-            f"sums gradients, so it must come after {before} at position {position} of device {device}, {role}; "
-            "move it there",
-            at=(found, at, action),
-        )
 
 
 def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Mapping[Action, Sequence[Action]]:

@@ -34,7 +34,6 @@ from megatron_pipemem.schedule.messages import (
     check_edges,
     check_memory_actions,
     check_posts,
-    check_reductions,
     check_sums,
     prepared_needs,
 )
@@ -109,9 +108,8 @@ def validate_program(
     computed = [action for order in program.schedule.orders for action in order]
     messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
     receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
-    check_posts(places, messages, receives)
+    check_posts(program, places, messages, receives)
     check_edges(places, messages.values())
-    check_reductions(program, places)
     sums = check_sums(program, places)
     # Both ends of an edge post the same sequence, posts never block, and a consumer comes after its own receive. So its
     # message, and all before it on the edge, have moved as soon as the source has posted the send.
