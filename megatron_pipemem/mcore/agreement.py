@@ -78,11 +78,13 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
 
 
 # Only the first rank of a tensor-parallel group reads data, and only on the first and the last stage. Facts about a batch
-# that all ranks of a copy of the model need are gathered along each of its tensor-parallel, context-parallel and pipeline
-# groups.
+# that all ranks of a copy of the model need are sent in one small message along each of its tensor-parallel,
+# context-parallel and pipeline groups.
 
 
 Groups = Sequence[dist.ProcessGroup]
+
+_UNKNOWN, _KNOWN, _FAILED = range(3)
 
 
 def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
@@ -103,7 +105,7 @@ def agreed_numbers(
     an UnsupportedError if no rank knows the numbers, or two ranks disagree. If ``tell`` fails or returns another count
     of numbers on a rank, that rank raises its own error, and every other rank an UnsupportedError.
     """
-    numbers, failure, told = None, None, None
+    numbers, failure = None, None
     try:
         numbers = tell()
         if numbers is not None and len(numbers) != size:
@@ -112,33 +114,32 @@ def agreed_numbers(
             )
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
-        code = error.code if isinstance(error, PipememError) else "other-rank-failed"
-        told = code, f"{error}" or type(error).__name__
-    known = set() if failure is not None or numbers is None else {tuple(map(float, numbers))}
+    # Maxima of the numbers and of the negated numbers give the greatest and the least. If these differ, ranks disagree.
+    told = torch.full((1 + 2 * size,), -torch.inf, dtype=torch.float64)
+    told[0] = _FAILED if failure is not None else _UNKNOWN if numbers is None else _KNOWN
+    if failure is None and numbers is not None:
+        told[1:] = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64)
+    told = told.to(torch.cuda.current_device())
     for group in groups:
-        failures, everyones = zip(*gather((told, known), group), strict=True)
-        told, known = next(filter(None, failures), None), set().union(*everyones)
-    if failure is not None:
-        raise failure
-    if told is not None:
-        code, message = told
-        raise UnsupportedError(code, f"the {what} are unknown: {message}")
-    if not known:
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    state, *values = told.tolist()
+    if state == _FAILED:
+        _raise_everywhere(what, failure, groups)
+    if state == _UNKNOWN:
         raise UnsupportedError(
             "data-iterator",
             f"no rank of this pipeline reads data from an iterator, so the {what} are unknown; pass a data "
             "iterator to the ranks of the first or the last stage",
         )
-    agreed, *others = known
-    for number, values in enumerate(zip(agreed, *others, strict=True)):
-        if min(values) != max(values):
+    greatest, least = values[:size], [-value for value in values[size:]]
+    for number, (most, fewest) in enumerate(zip(greatest, least, strict=True)):
+        if most != fewest:
             raise UnsupportedError(
                 "ranks-differ",
-                f"ranks that read the same batch disagree on the {what}: number {number} is {min(values):g} on one and "
-                f"{max(values):g} on another; let the first and the last stage, and all context-parallel ranks, read the same "
-                "microbatches",
+                f"ranks that read the same batch disagree on the {what}: number {number} is {fewest:g} on one and {most:g} on "
+                "another; let the first and the last stage, and all context-parallel ranks, read the same microbatches",
             )
-    return agreed
+    return tuple(greatest)
 
 
 def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[float, ...]:
@@ -177,3 +178,18 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups | None = None) -
     if told is not None:
         raise failure or told
     return decided
+
+
+def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
+    """Raise on every rank of the groups its own ``failure``, or an UnsupportedError with that of another rank."""
+    told = None
+    if failure is not None:
+        code = failure.code if isinstance(failure, PipememError) else "other-rank-failed"
+        told = (code, f"{failure}" or type(failure).__name__)
+    for group in groups:
+        told = next((each for each in gather(told, group) if each is not None), None)
+    if failure is not None:
+        raise failure
+    assert told is not None, "a rank failed"
+    code, message = told
+    raise UnsupportedError(code, f"the {what} are unknown: {message}")

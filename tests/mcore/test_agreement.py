@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
@@ -54,12 +55,17 @@ class _Group:
 def on_all_ranks(monkeypatch):
     """``on_all_ranks(act)``: what ``act(rank, groups)`` returned or raised on every rank. World rank is ``pp * TP + tp``."""
 
+    def reduce(tensor, op, group):
+        tensor.copy_(torch.stack([each.clone() for each in group.exchange(tensor.clone())]).max(0).values)
+
     def broadcast(payload, src, group):
         payload[:] = group.exchange(list(payload))[group.line.members.index(src)]
 
+    monkeypatch.setattr(agreement.dist, "all_reduce", reduce)
     monkeypatch.setattr(agreement.dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(agreement.dist, "get_global_rank", lambda group, rank: group.line.members[rank])
     monkeypatch.setattr(agreement, "gather", lambda told, group: group.exchange(told))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
     def run(act) -> list:
         tensor = [_Line([pp * TP + tp for tp in range(TP)]) for pp in range(PP)]
