@@ -16,12 +16,12 @@ from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_exists
 from megatron_pipemem.launch.grid.comparison import draw, front, table
 from megatron_pipemem.launch.grid.points import Settings, label
-from megatron_pipemem.launch.grid.store import Result, Store, report_of
+from megatron_pipemem.launch.grid.store import Result, Store
 from megatron_pipemem.planner.changes import Case
-from megatron_pipemem.planner.explanation import LACKS_STEP, case_of_report, explain
+from megatron_pipemem.planner.explanation import explain, read_case
 from megatron_pipemem.report import save_comparison
 from megatron_pipemem.report.figure import IMAGES, write_picture
-from megatron_pipemem.report.run import change_lines, explanation_lines, idle_table, lines
+from megatron_pipemem.report.run import change_lines, explanation_lines, idle_table, lines, opened_report
 from megatron_pipemem.report.run import table as run_table
 
 
@@ -101,7 +101,7 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
 
 
 def _show_run(path: Path, as_json: bool) -> None:
-    with report_of(path) as report:
+    with opened_report(path) as report:
         told, ranks = lines(report), run_table(report)
         page = report["timelines"] and Path(report["timelines"]) / "run.html"
     if as_json:
@@ -159,20 +159,6 @@ def explain_command(
     print_lines(*explanation_lines(facts))
     console().print(idle_table(facts))
     print_lines(*change_lines(facts))
-
-
-def read_case(path: Path, search_seconds: float) -> Case:
-    """Return the measured step in a report, with its schedule and costs. ``path`` is the report file or its folder.
-
-    ``search_seconds`` is the time limit of each search that ``explain`` does with the case. Nothing is searched here.
-    Raise a ConfigError if the report has no recorded step.
-    """
-    path = path / REPORT if path.is_dir() else path
-    with report_of(path) as report:
-        case = case_of_report(report, search_seconds)
-    if case is None:
-        raise ConfigError("wrong-file", LACKS_STEP, file=path)
-    return case
 
 
 _DRAWN = (".json", ".html", ".png", ".svg")

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pipemem.choose.knowledge import UNIT
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Passes
-from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.runs import REPORT, Run
 from megatron_pipemem.config.values import check_magnitudes
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
@@ -18,7 +18,7 @@ from megatron_pipemem.planner.changes import Case, best_changes
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import slowdown_of
 from megatron_pipemem.planner.step import price
-from megatron_pipemem.report.run import measured_bubble
+from megatron_pipemem.report.run import measured_bubble, opened_report
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
@@ -27,11 +27,25 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 SHOWN = 3
 """The number of changes that the explanation shows."""
-LACKS_STEP = (
+_LACKS_STEP = (
     "has no times of actions: an earlier version wrote it, an asynchronous schedule or steps without a barrier ran, or some "
     "actions could not be timed; train a few steps again with --pipemem-report"
 )
 """Why a report without a recorded step cannot be explained."""
+
+
+def read_case(path: Path, search_seconds: float) -> Case:
+    """Return the measured step in a report, with its schedule and costs. ``path`` is the report file or its folder.
+
+    ``search_seconds`` is the time limit of each search that ``explain`` does with the case. Nothing is searched here.
+    Raise a ConfigError if the report has no recorded step.
+    """
+    path = path / REPORT if path.is_dir() else path
+    with opened_report(path) as report:
+        case = case_of_report(report, search_seconds)
+    if case is None:
+        raise ConfigError("wrong-file", _LACKS_STEP, file=path)
+    return case
 
 
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
@@ -100,17 +114,7 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     report = read_json(path, "a profile or a report")
     if not isinstance(report, dict) or "last_step" not in report:
         return slowdown_of(path, run)
-    try:
-        case = case_of_report(report, 0.0)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "wrong-file",
-            "is not a complete report of --pipemem-report; give --profile the whole report of a run, or the file that "
-            "`pipemem profile --output` wrote",
-            file=path,
-        ) from error
-    if case is None:
-        raise ConfigError("wrong-file", LACKS_STEP, file=path)
+    case = read_case(path, 0.0)
     placement = case.step.schedule.placement
     if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
         raise ConfigError(

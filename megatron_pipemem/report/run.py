@@ -1,12 +1,16 @@
-"""Write the results of a run as text and tables: its speed, its memory, and the causes of its idle time."""
+"""Read the report of a run, and write its results as text and tables: speed, memory, and causes of idle time."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.files import read_json
 from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.report.timeline import UNITS
 from megatron_pipemem.schedule.baseline import share_of_1f1b
@@ -15,6 +19,25 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 
 _MIB = 1 << 20
+
+
+@contextmanager
+def opened_report(path: Path) -> Iterator[Any]:
+    """Yield the JSON of a run's report.
+
+    If the block finds that a key is missing or a value has another type, a ConfigError with the name of the file is
+    raised.
+    """
+    report = read_json(path, "the report of a run")
+    try:
+        yield report
+    except KeyError as error:
+        message = f"is not the report of a run, because it lacks the key {error}; give another file, or train again"
+        raise ConfigError("wrong-file", message, file=path) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "wrong-file", f"is not the report of a run ({error}); give another file, or train again", file=path
+        ) from error
 
 
 def peak_activation(schedule: Schedule) -> float:

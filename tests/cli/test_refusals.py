@@ -209,7 +209,6 @@ ROWS = [line for line in TABLE.splitlines() if line and not line.startswith("#")
 def place(tmp_path, monkeypatch) -> Path:
     """The working directory, with the files of the table."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
     Path("mine.csv").write_text(build_schedule("1f1b", num_devices=2, num_microbatches=4).to_csv())
     Path("wrong.csv").write_text("0B0,0F0\n")
     Path("binary.csv").write_bytes(b"\xff\xfe\x00")

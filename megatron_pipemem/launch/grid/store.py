@@ -25,6 +25,7 @@ from megatron_pipemem.config.values import check_magnitudes, refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_writable, read_json, write_whole
 from megatron_pipemem.launch.grid.points import GridPoint, Settings, label
+from megatron_pipemem.report.run import opened_report
 
 Status = Literal["done", "failed", "infeasible"]
 
@@ -103,29 +104,10 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
         return replace(ran, status="failed", reason=str(error), seconds_per_step=None, tokens_per_second=None)
 
 
-@contextmanager
-def report_of(path: Path) -> Iterator[Any]:
-    """Yield the JSON of a run's report.
-
-    If the block finds that a key is missing or a value has another type, a ConfigError with the name of the file is
-    raised.
-    """
-    report = read_json(path, "the report of a run")
-    try:
-        yield report
-    except KeyError as error:
-        message = f"is not the report of a run, because it lacks the key {error}; give another file, or train again"
-        raise ConfigError("wrong-file", message, file=path) from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "wrong-file", f"is not the report of a run ({error}); give another file, or train again", file=path
-        ) from error
-
-
 def _report(path: Path) -> dict[str, Any]:
     """Read a run's report, and return the fields of ``Result`` that it has."""
     keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
-    with report_of(path) as report:
+    with opened_report(path) as report:
         of_run = {"losses": tuple(report["losses"]), "bytes_of_1f1b": report.get("bytes_of_1f1b")}
         return {key: tuple(rank[key] for rank in report["ranks"]) for key in keys} | of_run
 
