@@ -19,11 +19,13 @@ from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import Flags, all_flags
 from megatron_pipemem.launch.feasibility import refusal
 from megatron_pipemem.planner.balance import as_cut, balance
+from megatron_pipemem.planner.plans import Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import Replay, Timing, family_schedule, measured, priced, shortest
 from megatron_pipemem.planner.slices import proposed_slices, sliced_step, with_slices
 from megatron_pipemem.planner.space import Limits, Order, hides_messages, in_pairs, may_pair, orders, without_overlap
-from megatron_pipemem.planner.step import PlannedStep, price
+from megatron_pipemem.planner.step import price
+from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN
 from megatron_pipemem.planner.variants import paired as with_pairs
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
@@ -41,27 +43,13 @@ AS_FAST = 0.01
 """Fraction of a step within which another step counts as equally long."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """A run under one schedule, with its predicted time and memory.
+class Way(Plan):
+    """A run under one schedule, which is compared with the same run under other schedules."""
 
-    Args:
-        run: the configuration, as ``pipemem launch`` takes it.
-        order: the family of the schedule and its chunks per rank.
-        is_stock: whether the schedule is Megatron's own.
-        step: the predicted costs of its stages.
-        makespan: seconds of the schedule in a step.
-        peaks: peak bytes of every pipeline rank, including parameters and optimizer.
-        hidden: per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs.
-    """
-
-    run: Run
-    order: Order
-    is_stock: bool
-    step: PlannedStep
-    makespan: float
-    peaks: tuple[float, ...]
-    hidden: tuple[float, ...] = ()
+    @property
+    def is_stock(self) -> bool:
+        """Whether the schedule is Megatron's own."""
+        return self.run.schedule.name == STOCK
 
     @property
     def name(self) -> str:
@@ -72,28 +60,6 @@ class Way:
             + (f" slices={self.slices}" if self.slices > 1 else "")
             + " in pairs" * self.run.pairs
         )
-
-    @property
-    def slices(self) -> int:
-        return self.run.schedule.slices or 1
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a whole training step."""
-        return self.makespan + self.step.outside
-
-    @property
-    def peak(self) -> float:
-        return max(self.peaks)
-
-    @property
-    def bubble_rate(self) -> float:
-        """Fraction of the makespan in which the busiest rank idles."""
-        busiest = self.step.busiest
-        work = self.run.parallelism.microbatches * self.step.work[busiest] - (
-            self.hidden[busiest] if self.hidden else 0
-        )
-        return max(0.0, 1 - work / self.makespan)
 
     @property
     def idle_rate(self) -> float:
@@ -256,7 +222,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
         )
     if placement is None:  # no family, or one whose passes are not those of whole microbatches
         cut = as_cut(run, partial(cut_flags.layers_of, run), pace)
-        return Way(run, order, False, cut.step, cut.seconds - cut.step.outside, cut.held)
+        return Way(run, order, cut.step, cut.seconds - cut.step.outside, cut.held)
     layers = cut_flags.layers_of(run, placement)
     return _way(run, order, placement, layers, pace, inf)
 
@@ -318,7 +284,8 @@ def _way(
     else:
         schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
         found = Replay(schedule).timing(step.costs).price
-    return Way(run, order, run.schedule.name == STOCK, step, found.seconds, step.held(found.peaks), found.hidden)
+    variant = IN_PAIRS.name if run.pairs else PLAIN
+    return Way(run, order, step, found.seconds, step.held(found.peaks), found.hidden, variant)
 
 
 _BY_SECONDS, _BY_PEAK = attrgetter("seconds"), attrgetter("peak")

@@ -36,10 +36,10 @@ from megatron_pipemem.launch.cut_flags import GROUP_SIZE, VIRTUAL_STAGES, laid_o
 from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
 from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.plans import Answer, Base, Group, Plan, facts, gibibytes, run_files
+from megatron_pipemem.planner.plans import Answer, Plan, facts, gibibytes, run_files
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, is_stocks, without_overlap
-from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN
+from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
@@ -177,11 +177,7 @@ def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
         way = as_it_stands(run, pace)
     except PipememError:
         return None
-    if way.refusal is not None and way.refusal.code != "does-not-fit":
-        return None
-    hidden = way.hidden[way.step.busiest] if way.hidden else 0.0
-    base = Base(Group(run, way.step, (), IN_PAIRS if run.pairs else None, 0.0, 0.0), way.order)
-    return Plan(run, base, None, way.makespan, way.peaks, hidden=hidden)
+    return replace(way, run=run) if way.refusal is None or way.refusal.code == "does-not-fit" else None
 
 
 _COLUMNS = (
@@ -214,7 +210,7 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
             gibibytes(each.peak),
             "-" if each.share_of_1f1b is None else f"{each.share_of_1f1b:.2f}",
             f"{each.bubble_rate:.1%}",
-            "" if each.gain is None else "none" if each.gain <= LEAST_GAIN else f"{each.gain:.3f}",
+            "" if (gain := each.gain_without_barrier) is None else "none" if gain <= LEAST_GAIN else f"{gain:.3f}",
             each.binds,
         )
     return table

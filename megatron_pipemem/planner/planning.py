@@ -194,7 +194,7 @@ class _Planner:
             if not self.queue:
                 self.queue, self.aside, self._effort = self.aside, [], float("inf")
             bound, _, entry = heapq.heappop(self.queue)
-            if isinstance(entry, Plan) and not entry.extended:
+            if isinstance(entry, Plan):
                 found.append(entry)
                 continue
             tell(partial(_standing, len(found), count, len(self.queue), bound))
@@ -203,9 +203,7 @@ class _Planner:
             elif isinstance(entry, Group):
                 self._run_orders(entry)
             elif isinstance(entry, Base):
-                self._vary(entry, _short(entry.group.run))
-            elif isinstance(entry, Plan):
-                self._vary(entry.base, entry.run.parallelism.microbatches)
+                self._vary(entry)
             else:
                 self._price(entry)
         return found
@@ -253,7 +251,7 @@ class _Planner:
         A bound sums the same seconds in another order, and rounding may make it greater than the time. So it is lowered
         slightly.
         """
-        if not isinstance(entry, Plan) or entry.extended:
+        if not isinstance(entry, Plan):
             seconds *= 1 - _ROUNDING
         heapq.heappush(self.queue, (seconds, next(self._serial), entry))
 
@@ -336,7 +334,7 @@ class _Planner:
         found = self._built(Base(group, order), build, cut.microbatches)
         if found is None or slices == 1:
             return found
-        return replace(found, order=None)  # its name and the number of slices are enough
+        return replace(found, passes=None)  # its name and the number of slices are enough
 
     def _measured(self, group: Group, order: Order) -> OrderPrice:
         """Return the time and peaks of an order without a variant, from a cache.
@@ -371,7 +369,7 @@ class _Planner:
         Planning takes longest with many chunks. Trying an order now lowers the effort that is left.
         """
         group = entry.group if isinstance(entry, Base) else entry
-        if group.variant is None or not group.variant.frees_memory:
+        if group.variant is None or not group.variant.frees_memory or (isinstance(entry, Base) and entry.whole):
             return True
         placement = group.step.placement
         effort = 3 * _short(group.run) * placement.num_stages * placement.num_chunks
@@ -381,12 +379,14 @@ class _Planner:
             self._effort -= effort
         return True
 
-    def _vary(self, base: Base, microbatches: int) -> None:
-        """Simulate the variant of an order with ``microbatches`` microbatches, and queue its plan or count its rejection.
+    def _vary(self, base: Base) -> None:
+        """Simulate the variant of an order, and queue its plan or count its rejection.
 
-        Each further microbatch of the run adds the busiest device's work to the time.
+        With few microbatches, queue the order again with a lower bound: each further microbatch of the run adds the
+        busiest device's work to the time.
         """
-        rest = base.group.run.parallelism.microbatches - microbatches
+        most = base.group.run.parallelism.microbatches
+        microbatches = most if base.whole else _short(base.group.run)
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
 
@@ -401,13 +401,14 @@ class _Planner:
         except PipememError as error:
             self.rejected[f"{variant.name} cannot be combined with {order.name}: {error}"] += 1
             return
-        if found is not None and variant is IN_PAIRS and found.order is not None and not found.order.pairs:
+        if found is not None and variant is IN_PAIRS and found.passes is not None and not found.passes.pairs:
             self.rejected[NO_PAIRS] += 1
             return
-        if found is not None and rest:
-            makespan = found.makespan + rest * _busiest(group.step)
-            found = replace(found, order=None, makespan=makespan, extended=True)
-        self._wait(found)
+        if found is not None and microbatches < most:
+            makespan = found.makespan + (most - microbatches) * _busiest(group.step)
+            self._put(makespan + group.step.outside, replace(base, whole=True))
+        else:
+            self._wait(found)
 
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
         """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
@@ -434,12 +435,12 @@ class _Planner:
 
         ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
         """
-        if not self._fits(base.group, price.peaks):
+        group, step = base.group, base.group.step
+        if not self._fits(group, price.peaks):
             return None
-        hidden = price.hidden and price.hidden[base.group.step.busiest]
-        return Plan(
-            _configured(base), base, schedule, price.seconds, base.group.step.held(price.peaks), hidden=hidden or 0.0
-        )
+        name = PLAIN if group.variant is None else group.variant.name
+        made = (_configured(base), base.order, step, price.seconds, step.held(price.peaks), price.hidden)
+        return Plan(*made, name, schedule, group.memory_seconds)
 
     def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory

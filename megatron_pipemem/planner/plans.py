@@ -28,27 +28,25 @@ class Plan:
     """A run with its parallelism, schedule and variant, and its predicted times and bytes."""
 
     run: Run = field(repr=False)
-    """The run for ``pipemem launch``. If there is an ``order``, ``run_files`` names its file as the schedule."""
-    base: Base  # the order alone, its cut and its variant
-    order: Schedule | None = field(repr=False)  # the passes, if a family's name is not enough
+    """The run for ``pipemem launch``. If there are ``passes``, ``run_files`` names their file as the schedule."""
+    order: Order  # the family of the schedule and its chunks per rank; ``search`` for an order that was searched
+    step: PlannedStep = field(repr=False)  # the predicted costs of its stages
     makespan: float  # seconds of the schedule alone; the period if no barrier stands between steps
     peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
-    extended: bool = False  # whether the makespan is a lower bound, extrapolated from fewer microbatches
-    hidden: float = 0.0  # seconds by which pairs shorten the work of the busiest rank
+    hidden: tuple[float, ...] = field(default=(), repr=False)
+    """Per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs."""
+    variant: str = PLAIN  # such as ``offload`` or ``vocabulary-2``
+    passes: Schedule | None = field(default=None, repr=False)  # if a family's name is not enough
+    memory_seconds: float = 0.0  # part of the seconds that is due to the memory limit, by a lower bound
 
     @property
     def schedule(self) -> str:
         """The name of the plan's order of passes: a family, or ``search`` for an order that was searched."""
-        return self.base.order.name
+        return self.order.name
 
     @property
-    def variant(self) -> str:
-        """The name of the plan's variant, such as ``offload`` or ``vocabulary-2``; ``plain`` if it has none."""
-        return PLAIN if self.base.group.variant is None else self.base.group.variant.name
-
-    @property
-    def step(self) -> PlannedStep:
-        return self.base.group.step
+    def slices(self) -> int:
+        return self.run.schedule.slices or 1
 
     @property
     def hides_messages(self) -> bool:
@@ -61,7 +59,7 @@ class Plan:
         return self.makespan + self.step.outside
 
     @cached_property
-    def gain(self) -> float | None:
+    def gain_without_barrier(self) -> float | None:
         """The ratio of the makespan with a barrier between steps to the period without it.
 
         Above 1, steps are faster without the barrier. ``None`` for a plan with the barrier.
@@ -69,8 +67,8 @@ class Plan:
         if not self.run.schedule.overlap_steps:
             return None
         cut, costs = self.run.parallelism, self.step.costs
-        if self.order is not None:
-            return simulate(self.order, costs).makespan / self.makespan
+        if self.passes is not None:
+            return simulate(self.passes, costs).makespan / self.makespan
         return measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs).seconds / self.makespan
 
     @property
@@ -93,7 +91,12 @@ class Plan:
     @property
     def work(self) -> float:
         """Seconds of a step in which the busiest rank computes."""
-        return self.run.parallelism.microbatches * max(self.step.work) - self.hidden
+        return self.run.parallelism.microbatches * max(self.step.work) - self.hides
+
+    @property
+    def hides(self) -> float:
+        """Seconds of a step by which pairs shorten the work of the busiest rank."""
+        return self.hidden[self.step.busiest] if self.hidden else 0.0
 
     @property
     def bubble_rate(self) -> float:
@@ -108,7 +111,7 @@ class Plan:
         found = {
             "bubble": self.makespan - self.work,
             "uneven stages": m * (step.work[busiest] - sum(step.work) / len(step.work)),
-            "messages within layers": m * step.communication[busiest] - self.hidden,
+            "messages within layers": m * step.communication[busiest] - self.hides,
             "recompute": m * step.again[busiest],
             "gradient reduction": step.reduction,
             "optimizer": step.optimizer,
@@ -123,7 +126,7 @@ class Plan:
         """
         cause, seconds = next(iter(self.losses.items()))
         text = f"{cause} {seconds / self.seconds:.1%}"
-        gained = self.base.group.memory_seconds / self.seconds
+        gained = self.memory_seconds / self.seconds
         return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
 
 
@@ -133,11 +136,11 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
     ``path`` is that of the run file. An order that is more than a family's name becomes a schedule file next to it.
     """
     run, files = plan.run, {}
-    if plan.order is not None and run.schedule.name != STOCK:
+    if plan.passes is not None and run.schedule.name != STOCK:
         order = path.with_suffix(".csv")
-        files[order] = plan.order.to_csv()
+        files[order] = plan.passes.to_csv()
         choice = replace(run.schedule, name=str(order))
-        if plan.order.offloads:  # the file has the offload already, and a flag would plan it again
+        if plan.passes.offloads:  # the file has the offload already, and a flag would plan it again
             choice = replace(choice, offload="off")
         run = replace(run, schedule=choice)
     return files | {path: f"{_heading(plan)}{write_yaml(settings_of(run))}"}
@@ -151,14 +154,14 @@ def facts(plan: Plan) -> dict[str, Any]:
         "hides_messages": plan.hides_messages,
         "variant": plan.variant,
         "recompute": plan.run.schedule.recompute,
-        "slices": plan.run.schedule.slices or 1,
+        "slices": plan.slices,
         "slice_cut": plan.run.schedule.slice_cut,
         **{key: getattr(cut, key) for key in ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "microbatches")},
         "layers": list(plan.step.layers),
         "seconds": plan.seconds,
         "mfu": plan.mfu,
         "bubble_rate": plan.bubble_rate,
-        "gain_without_barrier": plan.gain,
+        "gain_without_barrier": plan.gain_without_barrier,
         "peak_bytes": list(plan.peaks),
         "share_of_1f1b": plan.share_of_1f1b,
         "rollback_bytes": list(plan.step.rollback),
@@ -216,6 +219,7 @@ class Base:
 
     group: Group = field(repr=False)  # cut, placement and variant
     order: Order
+    whole: bool = False  # whether the variant is simulated next with all microbatches, and not with a few
 
 
 Entry = tuple[float, int, Run | Group | Base | Plan]

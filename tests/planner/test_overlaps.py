@@ -112,13 +112,13 @@ def test_pairs_are_planned_and_run_as_planned(tmp_path):
     assert {"zbv", "dualpipe-v"} <= paired.keys() and "dualpipe-v" not in alone
     assert 0.2 < paired["zbv"].step.exchange_share < 0.5
     for name, each in paired.items():
-        assert each.run.pairs and each.order.pairs and each.hidden > 0
-        assert each.makespan == simulate(each.order, each.step.costs).makespan
+        assert each.run.pairs and each.passes.pairs and each.hides > 0
+        assert each.makespan == simulate(each.passes, each.step.costs).makespan
         assert sum(each.losses.values()) < each.seconds and min(each.losses.values()) > -1e-12
         if name in alone:
             assert each.seconds < alone[name].seconds
         (order, text), (_, run) = run_files(each, tmp_path / f"{name}.yaml").items()
-        assert Schedule.from_csv(text).pairs == each.order.pairs and order.name in run and EP in run
+        assert Schedule.from_csv(text).pairs == each.passes.pairs and order.name in run and EP in run
     # The step in pairs takes no less than the bound by which the planner leaves out others.
     for each in plans:
         if each.variant == "pairs":
@@ -134,7 +134,7 @@ def test_a_search_for_an_order_with_pairs_keeps_them():
     )
     plans = plan(EXCHANGING, limits=limits, top=200, search_seconds=0.2).plans
     found = [each for each in plans if each.schedule == "search" and each.run.pairs]
-    assert found and all(each.order.pairs for each in found)
+    assert found and all(each.passes.pairs for each in found)
 
 
 def test_a_run_of_our_schedules_with_the_flag_runs_in_pairs():
