@@ -17,12 +17,11 @@ from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Model, Tower
+from megatron_pipemem.config.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Tower
 from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
 from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch import cut_flags
-from megatron_pipemem.launch.command import DELTA_SIZES, EXPERT_SIZES, INDEX_SIZES, LATENT_SIZES, MAMBA_SIZES
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
 
@@ -140,8 +139,11 @@ class _Flags:
         return whole_number(self.get(name), name)
 
     def sizes(self, fields: Mapping[str, str]) -> dict[str, int]:
-        """Return the fields of a model, by their flags, that the command or Megatron's defaults give."""
-        found = {field: self.number(name) for name, field in fields.items()}
+        """Return the fields of a model that the command or Megatron's defaults give.
+
+        ``fields`` has Megatron's attributes, whose names the flags have, by the fields.
+        """
+        found = {field: self.number(name.replace("_", "-")) for field, name in fields.items()}
         return {field: size for field, size in found.items() if size is not None}
 
     def need(self, name: str) -> int:
@@ -384,16 +386,16 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
     }
 
     if flags.on("multi-latent-attention"):
-        shape |= flags.sizes(LATENT_SIZES)
+        shape |= flags.sizes(LATENT)
     variant = flags.get("experimental-attention-variant")
     if variant == "dsa":
-        shape |= flags.sizes(INDEX_SIZES)
+        shape |= flags.sizes(INDEX)
     if variant == "gated_delta_net":
         shape["attention_every"] = _attention_every(str(flags.get("linear-attention-freq")), shape["layers"])
     if variant == "gated_delta_net" or "G" in pattern:
-        shape |= flags.sizes(DELTA_SIZES)
+        shape |= flags.sizes(DELTA)
     if "M" in pattern:
-        shape |= flags.sizes(MAMBA_SIZES)
+        shape |= flags.sizes(MAMBA)
     shape |= _experts(flags, shape["layers"], pattern_flag is not None)
     model = Model(**shape, vocabulary=1)
     return replace(model, vocabulary=vocabulary or _vocabulary(flags, model, assumed))
@@ -443,7 +445,7 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
         return {}
     shape: dict[str, Any] = {
         "experts": experts,
-        **flags.sizes(EXPERT_SIZES),
+        **flags.sizes(EXPERTS),
         "router_score": flags.get("moe-router-score-function"),
         "router_bias": flags.on("moe-router-enable-expert-bias"),
         "router_scale": flags.real("moe-router-topk-scaling-factor", 1.0),

@@ -8,27 +8,59 @@ Layers of the same kind have the same costs.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import ceil
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from megatron_pipemem.config.values import Amount, Count, CountOrZero, Limit, Limited, refuse_if
 from megatron_pipemem.errors import ConfigError
 
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Fields of latent attention. Megatron's flags have the same names."""
-DELTA = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
+LATENT, DELTA, INDEX = (
+    {name: name for name in names}
+    for names in (
+        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        (
+            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+            "linear_conv_kernel_dim",
+        ),
+        (
+            *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq"),
+            "dsa_indexer_skip_topk_offset",
+        ),
+    )
 )
-"""Fields of gated delta nets. Megatron's flags have the same names."""
-INDEX = (
-    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq"),
-    "dsa_indexer_skip_topk_offset",
-)
-"""Fields of sparse attention. Megatron's flags have the same names."""
+"""The sizes of latent attention, of gated delta nets, and of sparse attention: Megatron's attributes by fields of ``Model``."""
+EXPERTS = {
+    "experts_per_token": "moe_router_topk",
+    "expert_ffn": "moe_ffn_hidden_size",
+    "shared_expert_ffn": "moe_shared_expert_intermediate_size",
+    "expert_latent": "moe_latent_size",
+    "router_groups": "moe_router_num_groups",
+    "router_groups_per_token": "moe_router_group_topk",
+}
+"""The sizes of experts, likewise."""
+MAMBA = {
+    "mamba_state": "mamba_state_dim",
+    "mamba_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_groups": "mamba_num_groups",
+}
+"""The sizes of Mamba blocks, likewise."""
+SIZES = {
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "head_channels": "kv_channels",
+    "ffn": "ffn_hidden_size",
+    "experts": "num_moe_experts",
+    **{**EXPERTS, **MAMBA, **LATENT, **DELTA, **INDEX},
+}
+"""Attributes of Megatron's configuration by the fields of ``Model`` for the sizes of layers."""
+Sizes = Callable[[str], Any]
+"""A function from an attribute of Megatron's configuration to its value; 0 or ``None`` if it is not set."""
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 
@@ -166,6 +198,14 @@ class Model(Limited):
         deep = f"adds to the model's first {self.least_first} layers, and the model has {self.layers}; give a smaller number"
         refuse_if(self.least_first > self.layers, "bad-number", "tower.deepstack", deep)
         self._check_patterns()
+
+    @classmethod
+    def of_sizes(cls, of: Sizes, **others: Any) -> Self:
+        """Return the model with the sizes in Megatron's configuration that ``of`` returns.
+
+        ``others`` are further fields, and the values of sizes that are not set. Raise a ConfigError for invalid sizes.
+        """
+        return cls(**others | {field: int(size) for field, attribute in SIZES.items() if (size := of(attribute))})
 
     def _check_patterns(self) -> None:
         allowed = " ".join(block for block in Sublayer if not block.islower())

@@ -10,13 +10,13 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Model, Sublayer
+from megatron_pipemem.config.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
 from megatron_pipemem.config.runs import ADAPTERS, BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
@@ -161,28 +161,6 @@ def words(flags: Flags) -> list[str]:
     return result
 
 
-def _alike(fields: Sequence[str]) -> dict[str, str]:
-    return {field.replace("_", "-"): field for field in fields}
-
-
-LATENT_SIZES, INDEX_SIZES, DELTA_SIZES = map(_alike, (LATENT, INDEX, DELTA))
-EXPERT_SIZES = {
-    "moe-router-topk": "experts_per_token",
-    "moe-ffn-hidden-size": "expert_ffn",
-    "moe-shared-expert-intermediate-size": "shared_expert_ffn",
-    "moe-latent-size": "expert_latent",
-    "moe-router-num-groups": "router_groups",
-    "moe-router-group-topk": "router_groups_per_token",
-}
-MAMBA_SIZES = {
-    "mamba-state-dim": "mamba_state",
-    "mamba-num-heads": "mamba_heads",
-    "mamba-head-dim": "mamba_head_dim",
-    "mamba-num-groups": "mamba_groups",
-}
-"""The sizes of blocks that not all models have: fields of ``Model`` by flag."""
-
-
 def model_flags(model: Model) -> Flags:
     """Return the training script's flags for the sizes of a model.
 
@@ -217,23 +195,23 @@ def model_flags(model: Model) -> Flags:
     }
 
     def sizes(fields: Mapping[str, str]) -> Flags:
-        return {name: getattr(model, field) or None for name, field in fields.items()}
+        return {name.replace("_", "-"): getattr(model, field) or None for field, name in fields.items()}
 
     blocks = "".join(model.all_kinds)
     if model.kv_lora_rank is not None:
-        flags |= {"multi-latent-attention": True, **sizes(LATENT_SIZES)}
+        flags |= {"multi-latent-attention": True, **sizes(LATENT)}
     if model.dsa_indexer_topk:
-        flags |= {"experimental-attention-variant": "dsa", **sizes(INDEX_SIZES)}
+        flags |= {"experimental-attention-variant": "dsa", **sizes(INDEX)}
     if Sublayer.DELTA_NET in blocks:
-        flags |= sizes(DELTA_SIZES)
+        flags |= sizes(DELTA)
     if model.attention_every > 1:
         flags |= {"experimental-attention-variant": "gated_delta_net", "linear-attention-freq": model.attention_every}
     if Sublayer.MAMBA in blocks:
-        flags |= sizes(MAMBA_SIZES)
+        flags |= sizes(MAMBA)
     if model.experts:
         flags |= {
             "num-experts": model.experts,
-            **sizes(EXPERT_SIZES),
+            **sizes(EXPERTS),
             "moe-ffn-hidden-size": model.expert_width,
             "moe-layer-freq": _expert_layers(model),
             "moe-router-score-function": model.router_score,

@@ -14,10 +14,10 @@ from megatron_pipemem.choose.model_cut import Cut, check_cut, is_folded, known_c
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Sublayer
+from megatron_pipemem.config.model import Sizes, Sublayer
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner import counts as weights
+from megatron_pipemem.planner.counts import layer_weight
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
@@ -113,17 +113,42 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
     if name is None or layout.is_cut(pattern) or first_or_last:
         return None
-    sizes, sequence = weights.sizes_of(flags), _whole(flags.get("seq-length")) or 0
+    sizes, sequence = sizes_of(flags), _whole(flags.get("seq-length")) or 0
     layers = layout.pattern_layers(pattern)
-    seconds = [weights.layer_weight(symbol, sizes, sequence) for symbol in layers]
+    seconds = [layer_weight(symbol, sizes, sequence) for symbol in layers]
     if not any(seconds):
         return None  # and Megatron refuses the pattern
     rows = _whole(flags.get("padded-vocab-size")) or _whole(flags.get("vocab-size")) or 0
-    head = weights.head_weight(sizes, rows) if with_head else 0.0
+    head = sizes("hidden_size") * rows if with_head else 0.0
     # Two replicas have their stages on the devices in opposite orders, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
     needed = layout.needed_layers(pattern, flags)
     return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
+
+
+_RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num-experts"}
+"""Flags by attribute of Megatron's configuration, if they have another name."""
+_DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
+"""Megatron's values of attributes without a flag, if ``Model`` has other ones."""
+
+
+def sizes_of(flags: Mapping[str, object]) -> Sizes:
+    """Return a function that maps an attribute of Megatron's configuration to its value by a script's flags.
+
+    ``flags`` has names without leading dashes. An attribute without a flag has Megatron's default. A
+    flag without a value gives 1, and a value that is not a number gives 0.
+    """
+
+    def of(attribute: str) -> float:
+        given = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
+        try:
+            return (
+                _DEFAULTS.get(attribute, 0) if given in (None, False) else float(str(given)) if given is not True else 1
+            )
+        except ValueError:  # Megatron refuses it
+            return 0
+
+    return of
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:

@@ -16,12 +16,12 @@ and values over the whole sequence, and Mamba layers and gated delta nets count 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Execution, Model, Passes, Sublayer
+from megatron_pipemem.config.model import Execution, Model, Passes, Sizes, Sublayer
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import EarlyWeights, early_weights
 
@@ -339,77 +339,29 @@ def head_parameters(model: Model, execution: Execution) -> int:
     return model.hidden * (execution.vocabulary_rows(model) + (2 if model.norm == "layernorm" else 1))
 
 
-Sizes = Callable[[str], float]
-"""A function from an attribute of Megatron's configuration to its value; 0 or ``None`` if it is not set."""
-
-# Attributes of Megatron's configuration by the field of a model, if their names differ.
-_ATTRIBUTES = {
-    **{"hidden": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_query_groups"},
-    **{"head_channels": "kv_channels", "ffn": "ffn_hidden_size"},
-    **{"experts": "num_moe_experts", "experts_per_token": "moe_router_topk"},
-    **{"expert_ffn": "moe_ffn_hidden_size", "shared_expert_ffn": "moe_shared_expert_intermediate_size"},
-    **{"expert_latent": "moe_latent_size"},
-    **{"mamba_state": "mamba_state_dim", "mamba_heads": "mamba_num_heads", "mamba_groups": "mamba_num_groups"},
-}
-# Flags by attribute, if their names differ; and Megatron's values without a flag, if a model has no default.
-_RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num-experts"}
-_DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
-
-
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
     """Return the weight (FLOPs per token / 6) of one block, by its ``symbol`` in a hybrid pattern.
 
     ``of`` returns the sizes of the model, and ``sequence`` is the number of tokens of a sequence. Invalid sizes give 0.
     """
+    hidden, heads, gated = (
+        int(of("hidden_size") or 0),
+        int(of("num_attention_heads") or 1),
+        bool(of("gated_linear_unit")),
+    )
     try:
-        model = _model(symbol, of, sequence)
+        model = Model.of_sizes(
+            of,
+            layers=1,
+            pattern=symbol,
+            vocabulary=1,
+            sequence=max(1, sequence),
+            hidden=hidden,
+            heads=heads,
+            head_channels=max(1, hidden // heads),
+            ffn=hidden * 8 // 3 // 64 * 64 if gated else None,
+            activation="swiglu" if gated else "gelu",
+        )
     except ConfigError:
         return 0.0
     return layer_flops(model, Execution(), symbol).total / (6 * model.sequence)
-
-
-def head_weight(of: Sizes, vocabulary: int) -> float:
-    """Return the weight of an output layer with ``vocabulary`` rows, in the unit of ``layer_weight``."""
-    return of("hidden_size") * vocabulary
-
-
-def sizes_of(flags: Mapping[str, object]) -> Sizes:
-    """Return a function that maps an attribute of Megatron's configuration to its value by a script's flags.
-
-    ``flags`` has names without leading dashes. An attribute without a flag has Megatron's default. A
-    flag without a value gives 1, and a value that is not a number gives 0.
-    """
-
-    def of(attribute: str) -> float:
-        given = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
-        try:
-            return (
-                _DEFAULTS.get(attribute, 0) if given in (None, False) else float(str(given)) if given is not True else 1
-            )
-        except ValueError:  # Megatron refuses it
-            return 0
-
-    return of
-
-
-def _model(symbol: str, of: Sizes, sequence: int) -> Model:
-    """Return a model with one layer, of the kind that ``symbol`` names; raise a ConfigError if its sizes are invalid."""
-
-    names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
-    if symbol in _LATENT:
-        names |= {name: name for name in (*LATENT, *INDEX)}
-    if symbol == Sublayer.DELTA_NET:
-        names |= {name: name for name in DELTA}
-    sizes: dict[str, Any] = {field: int(size) for field, attribute in names.items() if (size := of(attribute))}
-    hidden, heads, gated = sizes.get("hidden", 0), sizes.get("heads", 1), bool(of("gated_linear_unit"))
-    usual = {"hidden": hidden, "heads": heads, "head_channels": max(1, hidden // heads)}
-    if gated:
-        usual["ffn"] = hidden * 8 // 3 // 64 * 64
-    return Model(
-        layers=1,
-        pattern=symbol,
-        vocabulary=1,
-        sequence=max(1, sequence),
-        activation="swiglu" if gated else "gelu",
-        **{**usual, **sizes},
-    )

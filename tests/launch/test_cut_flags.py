@@ -16,8 +16,9 @@ from megatron_pipemem.launch.cut_flags import (
     check_layers,
     cut_of,
     cut_pattern,
+    sizes_of,
 )
-from megatron_pipemem.planner.counts import head_weight, layer_weight, sizes_of
+from megatron_pipemem.planner.counts import layer_weight
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
 
@@ -80,7 +81,7 @@ def test_a_pattern_without_cuts_is_cut_by_what_its_layers_compute(schedule):
     of, segments = sizes_of(flags), written.split("/")[0].split("|")
     each = {symbol: layer_weight(symbol, of, 128) for symbol in "M*-E"}
     loads = [sum(each[symbol] for symbol in segment) for segment in segments]
-    loads[-1] += head_weight(of, 1000)
+    loads[-1] += of("hidden_size") * 1000
     devices = placement.devices[: len(loads)]
     per_device = [sum(load for load, own in zip(loads, devices, strict=True) if own == device) for device in range(P)]
     assert max(per_device) <= sum(per_device) / P + max(each.values())

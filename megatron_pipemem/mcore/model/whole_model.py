@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.config.layout import pattern_layers
-from megatron_pipemem.config.model import DELTA, INDEX, LATENT, Model
+from megatron_pipemem.config.model import Model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.schedule.placement import Placement
@@ -157,32 +157,20 @@ def model_of(config, sequence: int) -> Model:
 
     A configuration has no vocabulary, so its size is 1 here. The layers of hybrid models are not in the configuration.
     """
-    latent = getattr(config, "multi_latent_attention", False)
     variant = getattr(config, "experimental_attention_variant", None)
-    names = (name for name in LATENT if latent and name != "kv_lora_rank")
-    further = DELTA if variant == "gated_delta_net" else INDEX if variant == "dsa" else ()
+    # Sizes of attention that the configuration has, and the model does not use.
+    others = {"kv_lora_rank"} if not getattr(config, "multi_latent_attention", False) else set()
+    others |= {"dsa_indexer_topk"} if variant != "dsa" else set()
     attention = config.linear_attention_freq if variant == "gated_delta_net" else 1
     frequency = config.moe_layer_freq
-    experts = config.num_moe_experts or 0
-    return Model(
+    return Model.of_sizes(
+        lambda attribute: None if attribute in others else getattr(config, attribute, None),
         layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
         vocabulary=1,
         sequence=sequence,
-        kv_heads=config.num_query_groups,
-        head_channels=config.kv_channels,
-        ffn=config.ffn_hidden_size,
         activation="swiglu" if config.gated_linear_unit else "gelu",
-        experts=experts,
-        experts_per_token=config.moe_router_topk if experts else 1,
-        expert_ffn=config.moe_ffn_hidden_size,
-        shared_expert_ffn=config.moe_shared_expert_intermediate_size or 0,
         moe_every=frequency if isinstance(frequency, int) else 1,
         dense_layers=frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
-        expert_latent=getattr(config, "moe_latent_size", None) or 0,
         attention_every=attention if isinstance(attention, int) else 1,
         attention_gate=getattr(config, "attention_output_gate", False),
-        kv_lora_rank=config.kv_lora_rank if latent else None,
-        **{name: getattr(config, name) for name in (*names, *further)},
     )

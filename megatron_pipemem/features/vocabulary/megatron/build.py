@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank
 
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.model import Sublayer
+from megatron_pipemem.config.model import Sizes, Sublayer
 from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
@@ -35,7 +35,7 @@ from megatron_pipemem.mcore.compat import is_plain_head
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
-from megatron_pipemem.planner.counts import Sizes, head_weight, layer_weight
+from megatron_pipemem.planner.counts import layer_weight
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import AUTO, OFF
@@ -61,7 +61,7 @@ def head_in_layers(model: Any) -> float:
 
     In a mixture of experts, a layer has the experts that one token visits. In a hybrid model, the mean layer counts.
     """
-    return head_weight(_sizes(model), model.vocab_size) / _mean_weight(model)
+    return _sizes(model)("hidden_size") * model.vocab_size / _mean_weight(model)
 
 
 def _mean_weight(model: Any) -> float:
