@@ -28,11 +28,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_pipemem.advise.advice import AS_FAST, Advice, advise
-from megatron_pipemem.advise.bridge import evaluate, run_of
+from megatron_pipemem.advise.programs import evaluate, run_of
 from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.hugging_face import unpriced_part
-from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.loading import load, unpriced_part
 from megatron_pipemem.config.refusals import refuse_schedule, refuse_transformer_engine
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.files import write_whole

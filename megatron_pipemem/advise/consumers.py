@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pipemem.advise.advice import OURS, STOCKS, Way, changed_flags
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.hugging_face import known_model, unpriced_part
+from megatron_pipemem.config.loading import known_model, unpriced_part
 from megatron_pipemem.config.runs import ADAPTERS, EP_OVERLAP, FREEZES, Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.command import Flags, model_flags, words

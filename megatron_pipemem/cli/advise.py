@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from megatron_pipemem.advise.advice import AS_FAST, PAIRED, Advice, Way, advise
-from megatron_pipemem.advise.bridge import PREFIX, read_recipe
 from megatron_pipemem.advise.consumers import BRIDGE, call, changes
-from megatron_pipemem.advise.programs import is_settings, read_program, read_settings
+from megatron_pipemem.advise.programs import PREFIX, is_settings, read_program, read_recipe, read_settings
 from megatron_pipemem.advise.reading import Context, Reading
 from megatron_pipemem.advise.shell import training_command
 from megatron_pipemem.cli.common import console, print_facts, print_json

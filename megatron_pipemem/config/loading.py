@@ -12,6 +12,8 @@ relative to the file that has it.
 PyYAML reads the text, with these changes: ``1e-4`` is a number, dates are text, and a mapping may not have a key twice.
 Tags are refused. Deep nesting, and anchors that repeat each other, are refused too, because they take unbounded stack
 or memory.
+
+The shapes of public models, by their names on Hugging Face, ship with the package too, so no network is needed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from inspect import Parameter, signature
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.values import converted
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.display import shortened
@@ -374,3 +377,38 @@ def _dataclass_in(hint: Any) -> type | None:
     if get_origin(hint) in (dict, list, tuple):
         return None
     return next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)
+
+
+_HUGGING_FACE = SHIPPED / "hugging_face.yaml"
+_SAME_SHAPE = re.compile(r"-(instruct|base|chat|it|thinking|hf|bf16|fp8|rl|sft|\d{4})(?=-|$)")
+"""Parts of names that change weights and no shape."""
+
+
+def known_model(name: str) -> Model | None:
+    """Return the shape of a model, or ``None`` if it is unknown.
+
+    ``name`` is its name on Hugging Face, or the path of a folder whose name is that name.
+    """
+    shapes: dict[str, str | dict[str, Any]] = _public_models()["shapes"]
+    shape: str | dict[str, Any] = _name_of_shape(name)
+    while isinstance(shape, str) and shapes.get(shape, shape) != shape:
+        shape = shapes[shape]
+    if isinstance(shape, dict):
+        return typed(shape, Model, _HUGGING_FACE)
+    return load(shape, Model) if (SHIPPED / Model.config_folder / f"{shape}.yaml").is_file() else None
+
+
+def unpriced_part(name: str) -> str | None:
+    """Return the part of this model that has no price, for example ``a vision tower``, or ``None``."""
+    key = _name_of_shape(name)
+    return next((part for part, names in _public_models()["unpriced"].items() if key.startswith(tuple(names))), None)
+
+
+def _name_of_shape(name: str) -> str:
+    last = PurePosixPath(name.rstrip("/")).name.lower().removeprefix("meta-")
+    return _SAME_SHAPE.sub("", last)
+
+
+@cache
+def _public_models() -> dict[str, Any]:
+    return read_raw(_HUGGING_FACE)

@@ -1,6 +1,6 @@
 """Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.mcore.bridge_recipe NAME``.
 
-This runs in a separate process, because it imports Megatron-Bridge. The sizes of models that ``config.hugging_face``
+This runs in a separate process, because it imports Megatron-Bridge. The sizes of models that ``config.loading``
 knows come from that module, so that nothing is downloaded.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_pipemem.config.hugging_face import known_model
+from megatron_pipemem.config.loading import known_model
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import FREEZES
 from megatron_pipemem.launch.asking import MARK
@@ -127,7 +127,7 @@ def _changed(section: object) -> dict[str, Any]:
 
 
 def _with_known_models(bridge: Any) -> None:
-    """Make Megatron-Bridge read the sizes of models in ``config.hugging_face`` from there, not from Hugging Face.
+    """Make Megatron-Bridge read the sizes of models in ``config.loading`` from there, not from Hugging Face.
 
     ``bridge`` is its class ``AutoBridge``, whose ``from_hf_pretrained`` is replaced for the rest of the process. With
     ``HF_HUB_OFFLINE``, a model that is not there, not a folder and not in Hugging Face's cache gets sizes of 1.

@@ -4,7 +4,7 @@
 * ``activations``     the bytes that a microbatch keeps, tensor by tensor
 * ``profile``         measured or modelled costs of the parts of a model, from which stages are priced
 * ``prices``          seconds and bytes of a layer, the embedding and the head on one rank; the offload ratio
-* ``partition``       the layers of every stage
+* ``partition``       the layers of every stage, and moves of layers between stages
 * ``step``            a run on a placement: costs of stages, bytes of ranks, seconds outside the schedule
 * ``memory``          the memory of a run as configured
 * ``space``           all choices of the planner
@@ -12,7 +12,6 @@
 * ``replay``          the time of one order of passes under many costs
 * ``variants``        offload, vocabulary parallelism and other variants of runs
 * ``balance``         the layers per stage with which one schedule is fastest (``pipemem layout``)
-* ``layout_search``   moves of layers between stages, for ``balance``
 * ``changes``         changes of a run, simulated with its measured times
 * ``explanation``     the time of a measured step by cause (``pipemem explain``)
 * ``planning``        the search

@@ -3,7 +3,7 @@
 The partition makes the slowest rank as fast as whole layers allow. Short steps may need other splits. The search
 starts from several layouts: the partition's, the even one, and one with equally many layers on stage after stage and
 the rest on the last. The last two are also changed by moving layers away from the slowest rank. From the best start,
-pieces move to other stages as long as the simulated step gets shorter (``planner.layout_search``). A layout whose
+pieces move to other stages as long as the simulated step gets shorter (``planner.partition``). A layout whose
 fullest rank fits its device is preferred. The moves count only if they gain more than ``AS_GOOD``.
 
 There are no moves with vocabulary passes, slices or asynchronous schedules: the best start is the result. For ``auto``,
@@ -222,7 +222,7 @@ class _Scale:
         A layout must fit the memory, if this is known, or take no more than ``start``. ``others`` are simulated
         first, because their chains are bounds for all further layouts.
         """
-        from megatron_pipemem.planner.layout_search import Bounds, descend  # not above: numpy is slow to load
+        from megatron_pipemem.planner.partition import Bounds, descend  # not above: numpy is slow to load
 
         replay = self._replay(self._count)
         bounds = Bounds(pieces_of(self.run), self.placement, self._further)

@@ -16,7 +16,7 @@ from consumer_models import HIDDEN, INNER, LAYERS, VOCABULARY, configuration
 from lanes import nightly
 
 from megatron_pipemem.advise.advice import advise, as_it_stands
-from megatron_pipemem.advise.bridge import evaluate, run_of
+from megatron_pipemem.advise.programs import evaluate, run_of
 from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster

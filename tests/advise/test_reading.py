@@ -14,8 +14,7 @@ from megatron_pipemem.advise.programs import read_program
 from megatron_pipemem.advise.reading import Context, Reading
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.hugging_face import known_model
-from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.loading import known_model, load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import Nodes, all_flags, command, min_nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pipemem.advise import bridge
+from megatron_pipemem.advise import programs
 from megatron_pipemem.launch.asking import MARK, answers
 from tests.watching.refusals import refused
 
@@ -23,6 +23,6 @@ def test_a_process_that_hangs_or_fails_is_one_sentence(code, program, told):
 
 
 def test_a_recipe_that_takes_too_long_ends_in_a_code(monkeypatch):
-    monkeypatch.setattr(bridge, "_SECONDS", 0.1)
+    monkeypatch.setattr(programs, "_SECONDS", 0.1)
     with refused("no-answer", "Megatron-Bridge"):
-        list(bridge.evaluate(["llama31_70b_sft_config"]))
+        list(programs.evaluate(["llama31_70b_sft_config"]))

@@ -7,12 +7,11 @@ import re
 import pytest
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.hugging_face import _table, known_model, unpriced_part
-from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.loading import _public_models, known_model, load, unpriced_part
 from megatron_pipemem.config.model import Execution
 from megatron_pipemem.planner.profile import from_formulas
 
-NAMED = {name: float(said[1]) for name in _table()["shapes"] if (said := re.search(r"-(\d+(?:\.\d+)?)b", name))}
+NAMED = {name: float(said[1]) for name in _public_models()["shapes"] if (said := re.search(r"-(\d+(?:\.\d+)?)b", name))}
 
 
 @pytest.mark.parametrize("name", NAMED)

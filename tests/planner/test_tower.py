@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.hugging_face import known_model
-from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.loading import known_model, load
 from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import FREEZES, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.launch.command import command
