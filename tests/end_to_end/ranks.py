@@ -85,9 +85,14 @@ class Ranks:
         """One of every rank."""
         replies: dict[int, dict] = {}
         waiting = dict(zip(self._connections, range(self.size), strict=True))
-        patience, deadline = Patience(*(process.pid for process in self._processes), seconds=IDLE_SECONDS), math.inf
-        while waiting and time.monotonic() < deadline and not patience.is_over:
-            for connection in wait(list(waiting), timeout=LOOK_SECONDS):
+        patience, deadline = None, math.inf
+        while waiting and time.monotonic() < deadline:
+            ready = wait(list(waiting), timeout=LOOK_SECONDS)
+            if not ready:  # only now, because to ask for processor seconds reads about every process of the machine
+                patience = patience or Patience(*(process.pid for process in self._processes), seconds=IDLE_SECONDS)
+                if patience.is_over:
+                    break
+            for connection in ready:
                 rank = waiting.pop(connection)
                 try:
                     replies[rank] = connection.recv()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import os
@@ -125,7 +124,6 @@ def run(case: dict) -> dict:
         training.destroy_global_state()
         destroy_moe_metrics_tracker()  # it is as long as the first model was deep
         MTPLossLoggingHelper.tracker.clear()
-        FullCudaGraphWrapper(None).reset_cuda_graph()
         for buffers in StaticBufferLoader.static_buffers.values():
             buffers.clear()
         for backend in (
@@ -134,7 +132,7 @@ def run(case: dict) -> dict:
             "UNFUSED",
         ):  # Megatron refuses another backend than the one of the case before
             os.environ.pop(f"NVTE_{backend}_ATTN", None)
-        gc.collect()
+        FullCudaGraphWrapper(None).reset_cuda_graph()  # which collects all garbage of the case
     dist.barrier()
     return {
         "report": json.loads(Path(case["report"]).read_text()) if reported and Path(case["report"]).is_file() else None,
