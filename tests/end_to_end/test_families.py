@@ -22,7 +22,6 @@ BOUNDARY_BYTES = 64 * 64 * 4  # tokens x hidden size, fp32
 EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
 # Every kind of placement and of backward; the others train with tied embeddings only.
 BOTH = {"1f1b", "interleaved", "zb-h1", "v-half", "1f1b-v"}
-ITERATIONS = ("--train-iters", "3")
 # Sixteen stages for eight layers.
 FLAGS = {"hanayo": ("--pipeline-model-parallel-layout", "Et||t||t||t||t||t|t||t||L")}
 
@@ -49,9 +48,8 @@ def test_a_run_does_not_depend_on_earlier_runs(train):
 
 @every_case
 def test_trains_as_stock(train, assert_same_training, name, embeddings):
-    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()), *ITERATIONS)
-    assert len(run.losses) == 3
-    assert_same_training(run, train("stock", *EMBEDDINGS[embeddings], *ITERATIONS))
+    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()))
+    assert_same_training(run, train("stock", *EMBEDDINGS[embeddings]))
 
 
 def test_the_documented_example_trains_as_stock(train, assert_same_training, tmp_path):
@@ -59,14 +57,14 @@ def test_the_documented_example_trains_as_stock(train, assert_same_training, tmp
     document = (Path(__file__).parents[2] / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
     path = tmp_path / "mine.py"
     path.write_text(re.search(r"```python\n(from megatron_pipemem import .*?)```", document, re.DOTALL)[1])
-    run = train("all-then-all", "--pipemem-schedule-module", str(path), *ITERATIONS)
+    run = train("all-then-all", "--pipemem-schedule-module", str(path))
     assert run.predicted_peaks == run.counted_peaks
-    assert_same_training(run, train("stock", *ITERATIONS))
+    assert_same_training(run, train("stock"))
 
 
 @every_case
 def test_peak_bytes_are_foretold(train, name, embeddings):
-    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()), *ITERATIONS)
+    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()))
     assert all(peak > 0 for peak in run.counted_peaks)
     assert run.predicted_peaks == run.counted_peaks
 
@@ -74,7 +72,7 @@ def test_peak_bytes_are_foretold(train, name, embeddings):
 @pytest.mark.parametrize("name", rest_nightly([*NAMES, "stock"], [*FULL_LANE, "stock"], EXECUTED))
 def test_the_last_step_is_explained(train, name):
     """Of the runs above: idle time splits up, and the run's own schedule, simulated with its times, holds about as much."""
-    run = train(name, *FLAGS.get(name, ()), *ITERATIONS)
+    run = train(name, *FLAGS.get(name, ()))
     case = case_of_report({"plans": run.plans, "last_step": run.last_step, "ranks": run.ranks})
     assert case.bubble_rate == min(run.of_ranks("measured_bubble_rate"))
     for each in idle_causes(case.step):
@@ -89,7 +87,7 @@ def test_the_last_step_is_explained(train, name):
 @pytest.mark.parametrize("name", rest_nightly(NAMES, FULL_LANE, EXECUTED))
 def test_every_run_knows_the_bytes_of_1f1b(train, name):
     """Where 1F1B's stages have other layers, each of the first stage lacks a mask that those behind it make."""
-    run, same = train(name, *FLAGS.get(name, ()), *ITERATIONS), train("1f1b", *ITERATIONS)
+    run, same = train(name, *FLAGS.get(name, ())), train("1f1b")
     linear = run.plans[-1]["chunks"] == 1
     if name in FLAGS:
         assert run.bytes_of_1f1b is None, "its stages do not make even ones"

@@ -6,7 +6,7 @@ import pytest
 from lanes import rest_nightly
 
 PP2 = ("--pipeline-model-parallel-size", "2")
-EVALUATED = ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20")
+EVALUATED = ("--eval-iters", "1", "--eval-interval", "2", "--split", "50,30,20")
 LOGGED = (
     *("--log-params-norm", "--log-num-zeros-in-grad", "--log-throughput", "--timing-log-level", "2"),
     *("--timing-log-option", "all", "--tensorboard-dir", "unused", "--log-world-size-to-tensorboard"),

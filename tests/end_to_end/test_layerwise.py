@@ -48,7 +48,7 @@ def test_two_replicas_begin_as_stock(train, assert_close_training):
 
 
 def test_stocks_own_schedules_train_alike(train, assert_same_training):
-    flags = (*FLAGS, "--global-batch-size", "8")
+    flags = (*FLAGS, "--global-batch-size", "4")
     two = ("--num-virtual-stages-per-pipeline-rank", "2")
     assert_same_training(train("stock", *flags, *two, initialise=False), train("stock", *flags, initialise=False))
 
@@ -68,12 +68,14 @@ def test_shards_and_second_forwards_draw_the_same(train, assert_same_training, f
     assert_same_training(run, train("stock", *FLAGS, *TP_AND_SP, initialise=False))
 
 
-def test_forwards_of_a_later_batch_draw_that_batch_s_numbers(train, emulate):
+@pytest.mark.parametrize(
+    "rule", rest_nightly(["pipedream-2bw", "pipedream"], ["pipedream"], "pipedream, with as many forwards in flight")
+)
+def test_forwards_of_a_later_batch_draw_that_batch_s_numbers(train, emulate, rule):
     """In the emulator, every step runs its own microbatches."""
     flags = (*FLAGS, "--untie-embeddings-and-output-weights", "--clip-grad", "0", "--train-iters", "3")
-    for rule in ("pipedream-2bw", "pipedream"):
-        run = train(rule, *flags, initialise=False)
-        assert run.losses == emulate(rule, *flags, initialise=False).losses, rule
+    run = train(rule, *flags, initialise=False)
+    assert run.losses == emulate(rule, *flags, initialise=False).losses
 
 
 def test_a_hybrid_model_s_layers_have_their_numbers_in_every_cut(train, assert_same_training):
@@ -85,10 +87,12 @@ def test_a_hybrid_model_s_layers_have_their_numbers_in_every_cut(train, assert_s
     assert_same_training(run, stock)
 
 
-def test_depths_of_multi_token_prediction_draw_for_themselves(train, assert_same_training, assert_close_training):
-    stock = train("stock", *FLAGS, *MULTI_TOKEN, initialise=False)
-    assert_same_training(train("v-half", *FLAGS, *MULTI_TOKEN, initialise=False), stock)
-    assert_close_training(train("v-half", *FLAGS, *MULTI_TOKEN, *CUT, initialise=False), stock)
+@pytest.mark.parametrize(
+    "cut", [(), pytest.param(CUT, marks=nightly("the same depths, and a cut vocabulary below"))], ids=["whole", "cut"]
+)
+def test_depths_of_multi_token_prediction_draw_for_themselves(train, assert_same_training, assert_close_training, cut):
+    stock, run = (train(*each, *FLAGS, *MULTI_TOKEN, initialise=False) for each in (("stock",), ("v-half", *cut)))
+    (assert_close_training if cut else assert_same_training)(run, stock)
 
 
 def test_a_cut_vocabulary_begins_as_the_whole_one(train, assert_close_training):

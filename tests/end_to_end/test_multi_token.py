@@ -96,15 +96,10 @@ def test_two_replicas(train, assert_close_training):
     assert run.predicted_peaks == run.counted_peaks
 
 
+@nightly("initial values follow from the names in checkpoints, so the tests above see a wrong one; test_checkpoints.py")
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (("v-half",), ("stock",)),
-        pytest.param(
-            *(("v-half", "--pipemem-vocab-parallel", "2"), ("zb-h1",)),
-            marks=nightly("the same model here, and checkpoints of a cut vocabulary in test_vocabulary.py"),
-        ),
-    ],
+    [(("v-half",), ("stock",)), (("v-half", "--pipemem-vocab-parallel", "2"), ("zb-h1",))],
     ids=["v-to-stock", "cut-to-linear"],
 )
 def test_checkpoints_are_stocks(train, tmp_path, before, after):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from lanes import rest_nightly
+from lanes import nightly, rest_nightly
 from ranks import Ranks
 
 ZBV = {"schedule": "zbv", "chunks": 2, "pp": 4}
@@ -61,9 +61,10 @@ def test_trains_as_with_a_barrier(run_pair, name):
             assert overlapped[what] == value, what
 
 
-@pytest.mark.parametrize(
-    "clips", rest_nightly([False, True], [True], "the loop that clips at times; the same without clipping above")
+@nightly(
+    "test_overlap_faults.py: the loop that clips every step, with its log and checkpoints, and the one that clips some"
 )
+@pytest.mark.parametrize("clips", [False, True])
 def test_megatrons_loop_shows_and_saves_the_same(train, tmp_path, clips):
     """Its log lines, evaluations and checkpoints come in between, and TensorBoard has the norm of every step."""
 

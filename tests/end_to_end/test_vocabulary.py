@@ -114,7 +114,12 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(
-    "name", rest_nightly(EXCHANGES, ["stock-to-cut", "cut-to-half-the-pipeline"], "the two that are kept")
+    "name",
+    rest_nightly(
+        EXCHANGES,
+        ["cut-to-half-the-pipeline"],
+        "that both saves and loads shards; initial values follow from stock's names, so test_trains_as_stock sees a wrong one",
+    ),
 )
 def test_checkpoints_are_interchangeable_with_stock(train, tmp_path, name):
     before, after, flags = EXCHANGES[name]
