@@ -41,6 +41,7 @@ DELTA_NETS = (
     *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "4"),
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "16", "--linear-num-key-heads", "4"),
     *("--linear-num-value-heads", "8", "--linear-conv-kernel-dim", "4"),
+    *("--seq-length", "16"),  # which PyTorch goes through token by token
 )
 SPARSE = (
     *("--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "16"),
@@ -243,11 +244,11 @@ def test_early_weights_of_grouped_experts_hold_less_for_w(
     flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *narrow)
     stock = train("stock", *flags)
     everything = "head,experts_fc1,experts_fc2"
-    runs = [train(schedule, *flags, "--pipemem-early-weights", early) for early in ("none", "auto", everything)]
+    runs = [train(schedule, *flags, "--pipemem-early-weights", early) for early in ("none", everything)]
     for run in runs:
         assert_same_training(run, stock)
     peaks = [max(run.counted_peaks) for run in runs]
-    assert peaks[0] > peaks[1] > peaks[2]
+    assert peaks[0] > peaks[1]
 
 
 HYBRID = (
@@ -320,8 +321,8 @@ def test_schedules_hold_their_share_of_1f1bs_bytes(train_with_transformer_engine
     ("way", "schedule"),
     rest_nightly(
         product(("all_gather", "a2a", "p2p"), ("v-half", "interleaved", "zb-h1")),
-        [("all_gather", "v-half"), ("a2a", "zb-h1"), ("p2p", "v-half")],
-        "the same attention in another placement",
+        [("all_gather", "v-half"), ("a2a", "zb-h1")],
+        "the same attention in another placement; p2p with packed documents below",
     ),
 )
 def test_context_parallel_ranks_train_as_stock(train_with_transformer_engine, assert_same_training, way, schedule):
@@ -393,8 +394,8 @@ def test_slices_of_flash_attention_train_as_whole_sequences(train_with_transform
     ("way", "schedule"),
     rest_nightly(
         [*product((None, "p2p"), ("v-half", "interleaved", "zb-h1")), ("a2a", "zb-h1")],
-        [(None, "v-half"), ("p2p", "zb-h1")],
-        "the same documents in another placement",
+        [("p2p", "zb-h1")],
+        "the same documents in another placement; without context parallelism in test_packed.py",
     ),
 )
 def test_packed_documents_train_as_stock(train_with_transformer_engine, assert_same_training, packed, way, schedule):
