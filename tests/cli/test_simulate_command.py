@@ -1,4 +1,4 @@
-"""``pipemem simulate``."""
+"""``pipemem simulate`` and ``show``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import pytest
 from refusals import check_refusal
 
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.waits import run_single_queues
 
@@ -21,6 +23,12 @@ KEYS = [
     "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_weights", "pairs",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
+SIZE = ("simulate", "1f1b", "-p", 4, "-m", 8)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,3 +238,81 @@ def test_stock_is_megatrons_own_order(pipemem, chunks, own):
     asked, ours = (pipemem("simulate", name, "-p", 4, "-m", 8, *chunks, "--json") for name in ("stock", own))
     assert json.loads(asked.stdout) == json.loads(ours.stdout)
     assert own in asked.stderr and not ours.stderr
+
+
+def test_algorithms_trade_a_microbatch_for_the_head(pipemem_json):
+    off = pipemem_json(*SIZE, "--head-cost", 3)
+    assert off["makespan"] == (8 + 3) * 3 + 8 * 3 and "vocabulary_barriers" not in off
+    for algorithm, barriers in ((1, 2), (2, 1)):
+        found = pipemem_json(*SIZE, "--head-cost", 3, "--vocab-parallel", algorithm)
+        assert found["vocabulary_barriers"] == barriers
+        assert found["peak_activation"] == (4 + barriers) / 4
+        assert found["makespan"] <= (8 + 3) * 3 + 8 * 3 / 4
+    in_layers = pipemem_json(*SIZE, "--head-cost", "8layers", "--layers", 32)
+    assert in_layers["makespan"] == pytest.approx(off["makespan"])
+
+
+def test_auto_says_why(pipemem_json):
+    large = pipemem_json(*SIZE, "--head-cost", 6, "--layers", 32, "--vocab-parallel", "auto")
+    assert large["vocabulary_barriers"] == 1 and "Algorithm 2" in large["vocabulary_reason"]
+    small = pipemem_json(*SIZE, "--head-cost", 0.01, "--vocab-parallel", "auto")
+    assert small["vocabulary_barriers"] == 0 and "not worth" in small["vocabulary_reason"]
+    size = ("simulate", "v-half", "-p", 4, "-m", 8, "--head-cost", 0.4)
+    moved = pipemem_json(*size, "--layers", 64, "--vocab-parallel", "auto")
+    assert moved["vocabulary_barriers"] == 0
+    assert moved["vocabulary_reason"].startswith("moving layers away from the last stage")
+    assert moved["vocabulary_reason"].endswith("layers per stage: 7, 9, 9, 8, 8, 8, 8, 7")
+    assert moved["makespan"] < pipemem_json(*size)["makespan"]
+
+
+def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):
+    schedule = with_vocabulary(build_schedule("v-half", num_devices=3, num_microbatches=4), 2)
+    path = tmp_path / "v.csv"
+    path.write_text(schedule.to_csv())
+    assert Schedule.from_csv(path.read_text(), name="v-half") == schedule
+    assert pipemem_json("check", path)["valid"]
+    assert pipemem_json("simulate", path)["vocabulary_barriers"] == 2
+    path.write_text(schedule.to_csv().replace("1S2,", "", 1))
+    assert not json.loads(pipemem("check", path, "--json").stdout)["valid"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
+def test_files(pipemem, tmp_path, suffix):
+    file, names = tmp_path / f"picture.{suffix}", ("1f1b", "v-half")
+    shown = pipemem("show", *names, "-p", 4, "-m", 8, "--output", file)
+    assert shown.exit_code == 0 and shown.stdout.strip() == str(file)
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>", "json": b"{"}[suffix]
+    content = file.read_bytes()
+    assert content.startswith(start)
+    if suffix != "png":
+        assert all(name.encode() in content for name in names)
+
+
+def test_json_is_the_picture_as_data(pipemem_json, tmp_path):
+    file = tmp_path / "picture.html"
+    (data,) = pipemem_json("show", "1f1b", "-p", 2, "-m", 1, "--output", file)
+    assert data["timeline"] == [
+        [["0F0", 0, 1, 0.5], ["0B0", 4, 6, 0]],
+        [["1F0", 1, 2, 0.5], ["1B0", 2, 4, 0]],
+    ]
+    assert data["output"] == str(file) and file.exists()
+    (data,) = pipemem_json("show", "1f1b", "-p", 2, "-m", 1)
+    assert data["output"] is None
+
+
+def test_a_lowered_file_of_torch_is_simulated_and_drawn_like_its_schedule(pipemem, pipemem_json, tmp_path):
+    source = tmp_path / "program.txt"
+    assert pipemem("check", "zb-h1", "--write", source, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
+    shown = pipemem("show", source, "zb-h1", "-p", 3, "-m", 4)
+    assert shown.exit_code == 0 and "program: p=3, m=4" in shown.stdout
+    assert shown.stderr.startswith("note: ") and "torch since 2.6" in shown.stderr
+    found = json.loads(pipemem("simulate", source, "--json").stdout)
+    wanted = pipemem_json("simulate", "zb-h1", "-p", 3, "-m", 4)
+    assert {**found, "schedule": ""} == {**wanted, "schedule": ""}
+
+
+def test_several_steps_are_one_picture(pipemem_json):
+    (one,), (drawn,) = (pipemem_json("show", "zb-h2", "-p", 2, "-m", 4, *more) for more in ((), ("--steps", 3)))
+    assert drawn["schedule"] == "zb-h2, 3 steps" and drawn["microbatches"] == 12
+    assert [len(row) for row in drawn["timeline"]] == [3 * len(row) for row in one["timeline"]]
+    assert drawn["makespan"] < 3 * one["makespan"]
