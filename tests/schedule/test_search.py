@@ -129,16 +129,16 @@ def test_equal_costs_meet_the_bound(p: int, m: int, cap: float) -> None:
     assert result.makespan == pytest.approx((6 * m + max(6 * p - 1 - 3 * k, p - 1)) / 2)
 
 
-@pytest.mark.parametrize(("cap", "bubble"), [(0.5, 0.300), (0.625, 0.163), (0.75, 0.133), (1.0, 0.086)])
+@pytest.mark.parametrize(("cap", "bubble"), [(0.5, 0.298), (0.625, 0.163), (0.75, 0.133), (1.0, 0.086)])
 def test_unequal_costs_where_the_presets_collapse(cap: float, bubble: float) -> None:
-    result = search(8, 24, Costs(1, 1.5, 0.5), cap, effort=1, max_chunks=2)
+    result = search(8, 24, Costs(1, 1.5, 0.5), cap, max_chunks=2)
     assert simulate(result.schedule, Costs(1, 1.5, 0.5)).bubble_rate <= bubble
 
 
 def test_costs_that_no_fixed_rule_suits() -> None:
     """Where one kind of pass takes most of the time; families and fixed rules, justified and polished, reach .21."""
     costs = Costs(2, 0.4, 0.4)
-    result = search(8, 24, costs, 0.625, effort=0.5, placements=[Placement.interleaved(8, 7)])
+    result = search(8, 24, costs, 0.625, effort=0.2, placements=[Placement.interleaved(8, 7)])
     assert simulate(result.schedule, costs).bubble_rate <= 0.195
 
 
