@@ -15,8 +15,9 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
 
-def test_pareto_choices_are_not_dominated() -> None:
-    found = choices(3, 8, Costs(1, 1.5, 0.5), [0.5, 1.0], max_chunks=2)
+@pytest.mark.parametrize(("p", "m", "costs"), [(2, 6, (1, 1.5, 0.5)), (4, 8, (1, 1, 1))])
+def test_pareto_choices_are_not_dominated(p: int, m: int, costs: tuple[float, float, float]) -> None:
+    found = choices(p, m, Costs(*costs), [0.5, 1.0], max_chunks=2)
     front = [choice for choice in found if not choice.dominated]
     for choice in found:
         better = [
