@@ -6,7 +6,7 @@
   step.
 - ``model``: builds chunks on the devices of a placement, runs them as stages, and splits the backward of their layers.
 - ``report``: measurements of a run, compared with its plan. ``replanning`` plans again with them.
-- ``profiling``: time and memory of a model's stages, each run alone (``lone_stage``).
+- ``profiling``: time and memory of a model's stages, each run alone.
 - ``refusals``: models and settings that cannot run. ``agreement``: decisions that all ranks of a job share.
 """
 

@@ -1,25 +1,74 @@
-"""Measure the time and memory of a model's stages on this device, each run alone (``lone_stage``)."""
+"""Measure the time and memory of a model's stages on this device, each built and run alone.
+
+The stage is Megatron's own model. Our executor runs it with Megatron's own forward and backward steps, and with split
+weight gradients. Received tensors have random values. The other ranks of the tensor- and context-parallel groups do not
+exist, and collectives return at once. So the bytes are those of a run, and the times are those of its computation only.
+Within ``FakeTensorMode`` nothing is computed or allocated, and the bytes are the same.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import fields, replace
+from functools import partial
 from importlib.util import find_spec
+from itertools import repeat
 from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.cpu import is_active
+from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.lone_stage import FIRST, LAST, MIDDLE, build_stage, changes, lone_rank, run_stage
+from megatron_pipemem.launch.command import model_flags
+from megatron_pipemem.mcore.compat import message_shapes
+from megatron_pipemem.mcore.model import linear
+from megatron_pipemem.mcore.model.linear import mark_early
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
+from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
+from megatron_pipemem.mcore.step.extension import Observation, observe
+from megatron_pipemem.mcore.step.split_backward import sharded_replacements
+from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE, PatchSet
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
+from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.planner.profile import Part, Profile, from_formulas, speed
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.runtime.activation_ledger import LedgerEntry
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.display import doing
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.
+_PIPELINE = Placement.linear(3)
+FIRST, MIDDLE, LAST = range(3)
 
 
 def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:
@@ -91,6 +140,13 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
     execution.check(model)
     kinds = "".join(model.all_kinds)
     alone = execution.cp == 1 or (fake and (execution.attention == "flash" or is_active()))
+    not_recomputed = {
+        "activation": "Megatron has no flag for that",
+        "layernorm": "Megatron does that with Transformer Engine only, and profiling builds its local modules",
+        "moe_act": "Megatron does that with grouped products of Transformer Engine, and profiling builds its local modules",
+    }
+    if model.bias == "all":
+        not_recomputed["mlp"] = "Megatron's backward of a recomputed MLP hangs if linear layers have biases"
     for cannot, why in (
         (
             execution.fp8 != "none",
@@ -113,6 +169,10 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
         (
             Sublayer.MAMBA in kinds and (fake or find_spec("mamba_ssm") is None),
             "Mamba layers run with the package mamba_ssm, on a GPU; profile on a GPU, or give --formulas",
+        ),
+        *(
+            (execution.recomputes(module), f"recompute_modules has {module}: {reason}; give --formulas, which price it")
+            for module, reason in not_recomputed.items()
         ),
     ):
         if cannot:
@@ -155,3 +215,380 @@ def _optimizer_seconds(parameters: int, repeats: int) -> float:
         torch.cuda.synchronize()
         took.append(time.perf_counter() - begin)
     return median(took[1:]) / parameters
+
+
+# Attention and norms that keep the same tensors as the fused kernels of GPUs, on any device.
+
+
+class FlashAttention(MegatronModule):
+    """Causal core attention that saves queries, keys, values, output and log-sum-exp, as fused kernels do.
+
+    It replaces Megatron's ``DotProductAttention``, which documents the arguments. It calls PyTorch's own kernel, so
+    that it runs on any device.
+    """
+
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, **_
+    ):
+        super().__init__(config=config)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale
+
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
+        """Return the causal attention: ``[s, b, heads, channels] -> [s, b, heads * channels]``.
+
+        Keys and values may have fewer heads than queries. The arguments after ``value`` are not used.
+        """
+        # Without dropout on a CPU, because PyTorch's kernel with dropout would save all attention scores.
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        if value.size(-1) != query.size(-1) and not query.is_cuda:
+            return _LatentAttention.apply(query, key, value, self.scale).permute(2, 0, 1, 3).flatten(2)
+        output = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if query.is_cuda else 0.0, is_causal=True, scale=self.scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )  # fmt: skip
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+class _LatentAttention(torch.autograd.Function):
+    """Causal attention on a CPU for values with fewer channels than queries and keys.
+
+    It saves the tensors that a fused kernel saves. PyTorch's CPU kernel would save all attention scores in this case.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, scale):
+        wide = functional.pad(value, (0, query.size(-1) - value.size(-1)))
+        output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, wide, 0.0, True, scale=scale
+        )
+        # In the memory layout of the next operation, so that both keep one tensor.
+        output = output[..., : value.size(-1)].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, output, sums = ctx.saved_tensors
+        more = (0, query.size(-1) - value.size(-1))
+        gradient, wide, output = (functional.pad(each, more) for each in (gradient, value, output))
+        at_query, at_key, at_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, wide, output, sums, 0.0, True, scale=ctx.scale
+        )
+        return at_query, at_key, at_value[..., : value.size(-1)], None
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """RMS norm that saves its input and one number per token on any device, as PyTorch's fused kernel does on a GPU."""
+
+    @staticmethod
+    def forward(ctx, input, weight, eps):
+        wide = input.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (eps or torch.finfo(input.dtype).eps))
+        ctx.save_for_backward(input, weight, scale)
+        return (wide * scale * weight).to(input.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        input, weight, scale = ctx.saved_tensors
+        normal = input.float() * scale
+        inner = gradient.float() * weight
+        at_input = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
+        at_weight = (gradient.float() * normal).flatten(0, -2).sum(0)
+        return at_input.to(input.dtype), at_weight.to(weight.dtype), None
+
+
+def fused_rms_norm(norm: torch.nn.RMSNorm, input: torch.Tensor) -> torch.Tensor:
+    """Apply ``norm`` to ``input`` (``[..., hidden]``), and save only the tensors that its fused GPU kernel saves."""
+    return _FusedRMSNorm.apply(input, norm.weight, norm.eps)
+
+
+@contextmanager
+def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
+    """Make this process rank 0 of a job whose other ranks do not exist, within a ``with`` block.
+
+    Collectives return at once. With ``fake``, tensors are PyTorch's fake tensors. Raise an UnsupportedError if the
+    process is already in a process group.
+    """
+    if dist.is_initialized():
+        raise UnsupportedError(
+            "cannot-profile",
+            "profiling needs a process outside of a job, but this one is in a process group; start it without torchrun",
+        )
+    ranks = execution.tp * execution.cp * execution.ep
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    patches = PatchSet()
+    # Megatron recommends another model class for each model, and on a CPU warns in each layer about the random generator.
+    log = logging.getLogger("megatron.core")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=execution.tp,
+            context_parallel_size=execution.cp,
+            expert_model_parallel_size=execution.ep,
+            expert_tensor_parallel_size=execution.etp,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        patches.install([(LINEAR, linear.split_linear)])
+        patches.install(sharded_replacements(execution.weight_inputs))
+        if fake:
+            # Megatron's function compiles an extension first, which takes a minute. Fake tensors have no data to share.
+            patches.install([(DISPATCH, _evenly), (SHARE_STORAGE, lambda original: lambda output, source: None)])
+            # The function compares and sets states of random generators, which cannot be fake tensors.
+            tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
+        with FakeTensorMode() if fake else nullcontext():
+            yield
+    finally:
+        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):  # they keep a tensor for good, perhaps a fake one
+            scaler.main_loss_backward_scale = None
+        MTPLossLoggingHelper.tracker = {}
+        log.setLevel(level)
+        patches.remove()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build_stage(
+    model: Model, execution: Execution, position: int, kinds: Sequence[str], gpu_norms: bool = False
+) -> torch.nn.Module:
+    """Build a stage of the pipeline as Megatron's training loop does. Call it within ``lone_rank``.
+
+    ``position`` is ``FIRST`` (with the embedding), ``MIDDLE``, or ``LAST`` (with the head). ``kinds`` has the kind of
+    each layer. With ``gpu_norms``, RMS norms on a CPU save the tensors that their fused GPU kernel saves.
+    Megatron's local modules must have every layer of the model, and recompute what ``execution`` asks (``_check``).
+    """
+    config = _config(model, execution, kinds, position)
+    ends = {
+        "pre_process": position == FIRST,
+        "post_process": position == LAST,
+        "position_embedding_type": {"learned": "learned_absolute"}.get(model.position, model.position),
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+    }
+    size = (execution.tp * execution.vocabulary_rows(model), model.sequence)
+    if model.pattern is None:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        if execution.attention == "flash":
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = FlashAttention
+        further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+        stage = GPTModel(config, spec, *size, mtp_block_spec=further, **ends)
+    else:
+        spec = deepcopy(hybrid_stack_spec)
+        if execution.attention == "flash":
+            for layer in (spec.submodules.attention_layer, spec.submodules.mla_layer):
+                layer.submodules.self_attention.submodules.core_attention = FlashAttention
+        further = [model.mtp_pattern or ""] * (config.mtp_num_layers or 0)
+        stage = HybridModel(
+            config, spec, *size, hybrid_layer_pattern=layout.FURTHER.join(("".join(kinds), *further)), **ends
+        )
+    stage.cuda()
+    mark_early([stage], early_modules(model, execution))
+    if gpu_norms:
+        for module in stage.modules():
+            if isinstance(module, torch.nn.RMSNorm):
+                module.__dict__["forward"] = partial(fused_rms_norm, module)  # hides the method of its class
+    if execution.precision == "fp32":
+        return stage
+    if any(isinstance(parameter, FakeTensor) for parameter in stage.parameters()):
+        # nn.Module converts fake parameters by swapping them, which weak references forbid.
+        for parameter in stage.parameters():
+            parameter.data = parameter.data.to(_DTYPES[execution.precision])
+        stage.bfloat16 = stage.half = lambda: stage
+    return Float16Module(config, stage)
+
+
+def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observation:
+    """Run F, I and W of ``microbatches`` microbatches through a stage, and return the bytes and times of actions.
+
+    Each F except the first runs before the I and W of the previous microbatch. The result has the first microbatch too:
+    callers leave its times out, and take bytes by ``changes``.
+    """
+    config = stage.config
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (shape,) = message_shapes(model.sequence, execution.micro_batch, None, config, groups)
+    observed = observe([stage])
+    step = StepContext(
+        config, _forward_step, microbatches, execution.cp, False, False, None, False,
+        num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
+    )  # fmt: skip
+    batch = watch_batches(repeat(_batch(model, execution, position)), observed.counter.exclude)
+    placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
+    runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
+    program = lower(_schedule(microbatches))
+    # The part of a transport that a step without earlier and later stages uses.
+    messages: Any = _MadeUpMessages(shape, config.pipeline_dtype)
+    Executor(program, position, {position: runner}, messages, (), observed.ledger, observed.trace).run()
+    return observed
+
+
+def _evenly(preprocess: Callable, dispatcher, routing_map: torch.Tensor) -> np.ndarray:
+    """Assign the same number of tokens to every expert, up to the remainder of the division.
+
+    It replaces Megatron's own count, because fake tensors have no values and the shapes of later tensors depend on it.
+    It sets the sizes in ``dispatcher``, and returns the number of tokens of each expert of this rank.
+    """
+    preprocess(dispatcher, routing_map)
+    visits, experts = dispatcher.num_out_tokens, dispatcher.num_experts
+    sources = dispatcher.ep_size * dispatcher.tp_size
+    each = np.diff(np.arange(experts + 1) * visits // experts)
+    from_each = np.tile(each[: dispatcher.num_local_experts], (sources, 1))
+    dispatcher.num_global_tokens_per_local_expert = from_each
+    if sources > 1:
+        dispatcher.input_splits = each.reshape(dispatcher.ep_size, -1).sum(axis=1)
+        dispatcher.output_splits = np.full(dispatcher.ep_size, from_each[0].sum())
+        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, dispatcher.output_splits.sum())
+    for order in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+        shape = (-1, dispatcher.num_local_experts) if order.startswith("sort") else (dispatcher.num_local_experts, -1)
+        chunks = np.arange(dispatcher.num_experts * dispatcher.tp_size)
+        setattr(dispatcher, order, chunks.reshape(shape).T.ravel())
+    return from_each.sum(axis=0)
+
+
+def _schedule(microbatches: int) -> Schedule:
+    def order(stage: int) -> tuple[Action, ...]:
+        actions = [Action(Kind.F, stage, 0)]
+        for microbatch in range(microbatches):
+            following = [Action(Kind.F, stage, microbatch + 1)] if microbatch + 1 < microbatches else []
+            actions += [*following, Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
+        return tuple(actions)
+
+    return Schedule("lone stage", _PIPELINE, microbatches, tuple(map(order, range(_PIPELINE.num_stages))))
+
+
+def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
+    """Return the bytes by which each kind of action changes a stage's activation memory in the middle of a step.
+
+    Kinds that free memory have negative bytes. F and its messages are taken from a microbatch that starts while the
+    previous one is held. Other kinds are taken from a microbatch that ends while the next one is held. So tensors that
+    microbatches share, or that remain after them, do not count.
+    """
+    befores = (0, *(entry.bytes for entry in entries))
+    forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+    return {
+        entry.action.kind: entry.bytes - before
+        for before, entry in zip(befores, entries, strict=False)
+        if entry.action.microbatch == int(entry.action.kind in forward)
+    }
+
+
+class _MadeUpMessages:
+    """Replaces ``Transport`` without other ranks: a receive returns random numbers at once, and a send does nothing."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
+        self._shape, self._dtype = shape, dtype
+        self._received: dict[Action, torch.Tensor] = {}
+
+    def post_receive(self, action: Action) -> torch.Tensor:
+        tensor = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
+        self._received[action] = tensor.normal_(std=1.0 if action.kind is Kind.RECV_F else 1e-3)
+        return tensor
+
+    def wait(self, action: Action) -> torch.Tensor:
+        return self._received.pop(action)
+
+    def post_send(self, action: Action, tensor: torch.Tensor) -> None: ...
+
+    def settle(self, action: Action) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def _forward_step(data, model):
+    """Run the model on the next batch, as the forward step of a training script does."""
+    group = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(dict(next(data)), is_hybrid_cp=False, cp_group=group)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def _loss(loss_mask: torch.Tensor, output: torch.Tensor):
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def _batch(model: Model, execution: Execution, position: int) -> dict[str, torch.Tensor | None]:
+    if position == MIDDLE:  # reads no data; its layers make the masks they need, and keep them
+        return dict.fromkeys(("tokens", "labels", "position_ids", "loss_mask", "attention_mask"))
+    size = (execution.micro_batch, model.sequence)
+    device = torch.cuda.current_device()
+    tokens = torch.randint(model.vocabulary, size, device=device)
+    mask = None
+    if execution.attention == "unfused":
+        mask = torch.ones(1, 1, model.sequence, model.sequence, dtype=torch.bool, device=device).triu(1)
+    return {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "position_ids": torch.arange(size[1], device=device).repeat(size[0], 1),
+        "loss_mask": torch.ones(size, device=device),
+        "attention_mask": mask,
+    }
+
+
+_ACTIVATIONS = {
+    "gelu": functional.gelu, "geglu": functional.gelu, "swiglu": functional.silu,
+    "squared_relu": lambda x: torch.square(functional.relu(x)),
+}  # fmt: skip
+
+
+def _config(model: Model, execution: Execution, kinds: Sequence[str], position: int) -> TransformerConfig:
+    dtype = _DTYPES[execution.precision]
+    recompute: dict[str, object] = {}
+    if execution.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif execution.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": list(execution.recompute_modules)}
+    kind_of_config = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
+    shape = replace(
+        model, activation="gelu"
+    )  # flags know fewer activations than the configuration, which gets it below
+    known = {each.name for each in fields(kind_of_config)}
+    flags = {name.replace("-", "_"): value for name, value in model_flags(shape).items() if value is not None}
+    of_kinds: dict[str, object] = {
+        "num_layers": len(kinds),
+        "mtp_num_layers": model.mtp_layers if model.mtp_layers and position == LAST else None,
+    }
+    if model.experts:
+        of_kinds |= {
+            "num_moe_experts": model.experts,
+            "moe_router_topk_scaling_factor": model.router_scale,
+            "moe_router_load_balancing_type": "none",
+            "moe_layer_freq": [int(Sublayer.EXPERTS in kind) for kind in kinds],
+            "moe_token_dispatcher_type": "alltoall",
+        }
+    if model.kv_lora_rank is not None:
+        of_kinds["rope_type"] = "rope"
+    fuses_experts = model.fuses_experts or not model.experts
+    return kind_of_config(
+        **{name: value for name, value in flags.items() if name in known}
+        | {
+            "gated_linear_unit": model.gated,
+            "activation_func": _ACTIVATIONS[model.activation],
+            "add_bias_linear": model.bias == "all",
+            "add_qkv_bias": model.bias != "none",
+            "tensor_model_parallel_size": execution.tp,
+            "sequence_parallel": execution.sequence_parallel,
+            "context_parallel_size": execution.cp,
+            "expert_model_parallel_size": execution.ep,
+            "expert_tensor_parallel_size": execution.expert_tp,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": execution.precision == "bf16",
+            "fp16": execution.precision == "fp16",
+            "deallocate_pipeline_outputs": True,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+            "masked_softmax_fusion": False,
+            "apply_rope_fusion": False,
+            "bias_dropout_fusion": execution.fused,
+            "bias_activation_fusion": execution.fused and model.activation != "squared_relu" and fuses_experts,
+        }
+        | recompute
+        | of_kinds
+    )

@@ -167,12 +167,12 @@ def told(model: Model, execution: Execution, cluster: Cluster) -> list[str]:
 
 def ledger_of(model: Model, execution: Execution, position: int, layers: int) -> dict[str, int]:
     """Bytes by which real passes of a real stage changed what the activation ledger counts."""
-    from megatron_pipemem.mcore import lone_stage
+    from megatron_pipemem.mcore import profiling
 
-    with lone_stage.lone_rank(execution, fake=False):
-        stage = lone_stage.build_stage(model, execution, position, model.kinds[:layers])
-        entries = lone_stage.run_stage(stage, model, execution, position, 2).counter.entries
-    return {str(kind): change for kind, change in lone_stage.changes(entries).items()}
+    with profiling.lone_rank(execution, fake=False):
+        stage = profiling.build_stage(model, execution, position, model.kinds[:layers])
+        entries = profiling.run_stage(stage, model, execution, position, 2).counter.entries
+    return {str(kind): change for kind, change in profiling.changes(entries).items()}
 
 
 CPU = load("cpu", Cluster)

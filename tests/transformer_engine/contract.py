@@ -35,7 +35,7 @@ from megatron.core.utils import is_te_min_version  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from megatron_pipemem.config.model import Execution, Model  # noqa: E402
-from megatron_pipemem.mcore import lone_stage  # noqa: E402
+from megatron_pipemem.mcore import profiling  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
     MARKS_THE_PARAMETER,
     defer,
@@ -249,7 +249,7 @@ def _planned(sequence_parallel: bool, kept: str) -> None:
         implementation="transformer_engine",
         weight_inputs=kept,
     )
-    spec_of, config_of = lone_stage.get_gpt_decoder_block_spec, lone_stage._config
+    spec_of, config_of = profiling.get_gpt_decoder_block_spec, profiling._config
 
     def delaying(*args):
         config = config_of(*args)
@@ -257,17 +257,17 @@ def _planned(sequence_parallel: bool, kept: str) -> None:
         return config
 
     with (
-        lone_stage.lone_rank(execution, fake=False),
-        mock.patch.object(lone_stage, "_config", delaying),
+        profiling.lone_rank(execution, fake=False),
+        mock.patch.object(profiling, "_config", delaying),
         mock.patch.object(
-            lone_stage, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
+            profiling, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
         ),
     ):
         freed = []
         for layers in (1, 2):
-            stage = lone_stage.build_stage(model, execution, lone_stage.MIDDLE, [model.main_kind] * layers)
+            stage = profiling.build_stage(model, execution, profiling.MIDDLE, [model.main_kind] * layers)
             assert len(delayed_modules(stage)) == 4 * layers
-            entries = lone_stage.run_stage(stage, model, execution, lone_stage.MIDDLE, 2).counter.entries
+            entries = profiling.run_stage(stage, model, execution, profiling.MIDDLE, 2).counter.entries
             freed += [a.bytes - b.bytes for a, b in pairwise(entries) if b.action.kind is Kind.W][1:]
     assert freed[1] - freed[0] == layer_bytes(model, execution).after_input, (freed, layer_bytes(model, execution))
 
