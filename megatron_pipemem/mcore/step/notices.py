@@ -83,16 +83,15 @@ def _spans_of_megatron() -> Callable[..., AbstractContextManager] | None:
         return None
 
 
-def signed_chunks(schedule: Schedule, device: int) -> list[float]:
+def signed_chunks(schedule: Schedule, device: int) -> list[int]:
     """Return a device's passes as Transformer Engine writes them: ``c + 1`` is a forward of chunk ``c``.
 
-    ``-(c + 1)`` is its backward or I, and ``-(c + 1.5)`` its W. Call it only if the passes of one kind and
-    chunk run in ascending order of microbatches.
+    ``-(c + 1)`` is its backward. Call it only if the passes of one kind and chunk run in ascending order of
+    microbatches, and backwards are not split.
     """
     number = {stage: chunk + 1 for chunk, stage in enumerate(schedule.placement.stages[device])}
-    signs = {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.W: -1}
-    passes = (each for each in schedule.orders[device] if each.kind in signs)
-    return [signs[each.kind] * number[each.stage] - (0.5 if each.kind is Kind.W else 0) for each in passes]
+    signs = {Kind.F: 1, Kind.B: -1}
+    return [signs[each.kind] * number[each.stage] for each in schedule.orders[device] if each.kind in signs]
 
 
 class GraphOrder(Extension):
@@ -110,7 +109,7 @@ class GraphOrder(Extension):
     def prepare(self, step: Step) -> None:
         self._last = step.program.schedule, step.pipeline.device
 
-    def _captured(self, original: Callable, num_warmup: int, num_chunks: int, table: Sequence) -> list[float]:
+    def _captured(self, original: Callable, num_warmup: int, num_chunks: int, table: Sequence) -> list[int]:
         if self._last is None:
             raise UnsupportedError(
                 "needs-option",
