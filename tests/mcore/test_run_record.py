@@ -112,6 +112,10 @@ def test_a_run_is_told_and_written(record, caplog):
     assert [p["measured_makespan"] for p in report["plans"]] == [float(len(PLAN.schedule.orders[0]))]
     names = {f"{name}.{suffix}" for name in ("plan", "run") for suffix in ("html", "png", "json")}
     assert {path.name for path in record.trace.iterdir()} == names
+    assert PLAN.costs.memory is None, "bytes of the picture are those that were counted"
+    events = json.loads((record.trace / "run.json").read_text())["traceEvents"]
+    held = [each["args"]["bytes"] for each in events if each.get("name") == "held by device 0"]
+    assert max(held) == rank["counted_peak_bytes"] == report["bytes_of_1f1b"] == 4096
     told = [each.getMessage() for each in caplog.records]
     assert told[: len(lines(report))] == lines(report)
     assert lines(report)[:2] == [
@@ -146,14 +150,6 @@ def test_log_report_page_and_explain_name_one_bubble(record, caplog):
     assert report["plans"][-1]["measured_makespan"] == work + 2
 
 
-def test_the_picture_of_a_run_has_the_bytes_that_were_counted(record):
-    assert PLAN.costs.memory is None
-    report = train(record, None, None)
-    events = json.loads((record.trace / "run.json").read_text())["traceEvents"]
-    held = [each["args"]["bytes"] for each in events if each.get("name") == "held by device 0"]
-    assert max(held) == report["ranks"][0]["counted_peak_bytes"] == report["bytes_of_1f1b"] == 4096
-
-
 def test_the_last_step_is_written_for_explain(record, world):
     config = SimpleNamespace(cuda_graph_impl="full")
     record.trace = None
@@ -172,14 +168,6 @@ def test_the_last_step_is_written_for_explain(record, world):
     assert case.schedule == PLAN.schedule and case.own.peak == record.held.counted_peak_bytes
     assert case.step.spans == (tuple((at * 10**9, (at + 1) * 10**9) for at in range(len(PLAN.schedule.orders[0]))),)
     assert explain(case)["idle"][0]["idle_ns"] == 0
-
-
-def test_a_step_that_was_not_timed_as_planned_is_not_written(record):
-    schedule = Programs(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
-    record.trace = None
-    record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
-    record.write()
-    assert json.loads(record.report.read_text())["last_step"] is None
 
 
 def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):
@@ -229,12 +217,12 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(record, caplog):
     assert "without all of its files, which failed: OutputError: " in warned and str(record.report) in warned
 
 
-def test_a_picture_that_cannot_be_drawn_leaves_the_others(record, caplog):
+def test_a_step_that_was_not_timed_as_planned_is_neither_drawn_nor_explained(record):
     schedule = Programs(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
     record.write()
     assert {path.name for path in record.trace.iterdir()} == {"plan.html", "plan.png", "plan.json"}
-    assert record.report.is_file()
+    assert json.loads(record.report.read_text())["last_step"] is None
 
 
 def test_bytes_are_counted_until_two_steps_in_a_row_held_the_same(record):
