@@ -22,10 +22,9 @@ from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.step.batches import StepShapes
 from megatron_pipemem.mcore.step.extension import Extension, LaunchOrders
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
-from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
+from megatron_pipemem.mcore.step.gradients import GradientReductions, SplitBackward
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
-from megatron_pipemem.mcore.step.split_backward import SplitBackward
 from megatron_pipemem.mcore.symbols import USED, Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.request import PROFILE, Request, prices_of
 from megatron_pipemem.schedule.options import AUTO

@@ -52,7 +52,7 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.step.extension import Observation, observe
-from megatron_pipemem.mcore.step.split_backward import sharded_replacements
+from megatron_pipemem.mcore.step.gradients import sharded_replacements
 from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE, PatchSet
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
 from megatron_pipemem.planner.counts import early_modules

@@ -17,7 +17,7 @@ import megatron_pipemem
 from megatron_pipemem.errors import UnsupportedError, UpstreamError
 from megatron_pipemem.mcore import plugin, symbols
 from megatron_pipemem.mcore.model.linear import split_linear
-from megatron_pipemem.mcore.step.split_backward import SplitBackward
+from megatron_pipemem.mcore.step.gradients import SplitBackward
 
 WATCHED = (
     (schedules, "forward_backward_pipelining_with_interleaving"),

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear
 from megatron_pipemem.mcore.plugin import _Enabled
-from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions, _BucketStarts
+from megatron_pipemem.mcore.step.gradients import GradientReductions, _BucketStarts
 from megatron_pipemem.mcore.symbols import PatchSet
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import Executor
