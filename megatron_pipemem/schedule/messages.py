@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
@@ -187,52 +188,37 @@ def _reductions(program: Program) -> dict[Action, Post]:
     return posts
 
 
-def check_edges(places: Places, messages: Iterable[Message]) -> None:
-    """Check that both ends of every directed edge post the same messages in the same order."""
-    edges: dict[Edge, list[Message]] = {}
-    for message in messages:
-        edges.setdefault(message.edge, []).append(message)
-    for (source, destination), crossing in edges.items():
-        sent = sorted((places[message.send][1], message) for message in crossing)
-        received = sorted((places[message.receive][1], message) for message in crossing)
-        for (position, message), (other_position, other) in zip(sent, received, strict=True):
-            if message != other:
-                raise ScheduleError(
-                    "message-order",
-                    f"device {source} sends {message.send} at position {position}, but device {destination} expects "
-                    f"{other.receive} at position {other_position}; messages from device {source} to device "
-                    f"{destination} arrive in sending order, so receive {message.receive} first",
-                    at=(destination, other_position, other.receive),
-                )
+def check_order(program: Program, places: Places, messages: Iterable[Message]) -> None:
+    """Check that devices post in the same order what they share: the messages of an edge, and sums over replicas.
 
-
-def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Mapping[Action, Sequence[Action]]:
-    """Check that devices with replicas of the same stages post their sums in the same order: they share a channel.
-
-    Return for every ``REDUCE_GRAD`` the ``REDUCE_REPLICAS`` that must be posted before it can run.
+    Devices with replicas of the same stages have one channel for their sums.
     """
     placement = program.placement
-    posted: dict[tuple[int, ...], dict[int, dict[int, tuple[int, Action]]]] = {}
-    needs = {}
+    # Per channel and device: position and action of every post, by the action that stands for the message or sum.
+    channels: dict[tuple[str, tuple[int, ...]], dict[int, dict[Action, tuple[int, Action]]]] = {}
+    for message in messages:
+        for device, post in zip(message.edge, message[1:], strict=True):
+            queue = channels.setdefault(("message-order", message.edge), {}).setdefault(device, {})
+            queue[message.send] = places[post][1], post
     # A device with several replicas of a stage starts the sum when it has posted the last of them.
     sums = ((*place, action) for action, place in places.items() if action.kind is Kind.REDUCE_REPLICAS)
     for device, position, action in sorted(sums):
-        replicas = placement.counterparts(action.stage)
-        needs[Action(Kind.REDUCE_GRAD, action.stage)] = [Action(Kind.REDUCE_REPLICAS, replica) for replica in replicas]
-        channel = placement.holders(action.stage)
-        posted.setdefault(channel, {}).setdefault(device, {})[replicas[0]] = (position, action)
-    for queues in posted.values():
-        (first, own), *others = ((device, sorted(queue.values())) for device, queue in sorted(queues.items()))
+        queue = channels.setdefault(("collective-order", placement.holders(action.stage)), {}).setdefault(device, {})
+        queue[action._replace(stage=action.stage % placement.model_stages)] = position, action
+    for (code, _), queues in channels.items():
+        (first, own), *others = ((device, sorted(queue.items(), key=_BY_PLACE)) for device, queue in queues.items())
         for device, theirs in others:
-            for (position, action), (other_position, other) in zip(own, theirs, strict=True):
-                if other.stage not in placement.counterparts(action.stage):
+            for (ours, (position, action)), (other, (place, post)) in zip(own, theirs, strict=True):
+                if ours != other:
                     raise ScheduleError(
-                        "collective-order",
-                        f"would be paired with {action}, which device {first} posts at position {position}; move it so "
-                        "that both devices post their sums in the same order",
-                        at=(device, other_position, other),
+                        code,
+                        f"is posted where device {first} posts {action}, at position {position} there; what the two "
+                        f"devices share runs in posting order, so post {queues[device][ours][1]} first",
+                        at=(device, place, post),
                     )
-    return needs
+
+
+_BY_PLACE = itemgetter(1)
 
 
 def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:

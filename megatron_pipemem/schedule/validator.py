@@ -31,10 +31,9 @@ from megatron_pipemem.schedule.messages import (
     Router,
     check_adjacent,
     check_compute_actions,
-    check_edges,
     check_memory_actions,
+    check_order,
     check_posts,
-    check_sums,
     prepared_needs,
 )
 from megatron_pipemem.schedule.schedule import Program, Schedule, weight_uses
@@ -109,15 +108,16 @@ def validate_program(
     messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
     receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
     check_posts(program, places, messages, receives)
-    check_edges(places, messages.values())
-    sums = check_sums(program, places)
+    check_order(program, places, messages.values())
     # Both ends of an edge post the same sequence, posts never block, and a consumer comes after its own receive. So its
     # message, and all before it on the edge, have moved as soon as the source has posted the send.
     sends = {message.receive: message.send for message in messages.values()}
-    barriers = program.schedule.vocabulary_barriers
+    barriers, replicas = program.schedule.vocabulary_barriers, program.placement.replicas
 
     def needs(action: Action) -> list[Action]:
-        before = [sends[receives[action]]] if action in receives else [*sums.get(action, ())]
+        before = [sends[receives[action]]] if action in receives else []
+        if action.kind is Kind.REDUCE_GRAD and replicas > 1:
+            before = [Action(Kind.REDUCE_REPLICAS, each) for each in program.placement.counterparts(action.stage)]
         if barriers and action.kind in ORDERED:
             waited = dependencies(action, program.placement, (), program.schedule.slices, barriers)
             # Needs of other stages are covered by messages.

@@ -151,7 +151,7 @@ class QueueRun:
 def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     """Simulate a program in the strict model of one hardware queue per device, and return the times of its actions.
 
-    Every send must have its receive (``check_edges``).
+    Every send must have its receive (``check_posts``).
 
     Raises:
         ScheduleError: the program has a deadlock in this model.

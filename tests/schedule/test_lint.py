@@ -44,7 +44,7 @@ LOWERED = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F
         ("0F0,0B0\n1F0,,1B0,1F0\n", (2, 4), "already stands"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1\n", (2, 3), "needs 1F1, which comes later"),
         ("0F0,0I0\n1F0,1B0\n", (1, 2), "has no 0W0 after it"),
-        (LOWERED.replace("1RECV_F0,1RECV_F1", "1RECV_F1,1RECV_F0"), (2, 1), "receive 1RECV_F0 first"),
+        (LOWERED.replace("1RECV_F0,1RECV_F1", "1RECV_F1,1RECV_F0"), (2, 1), "post 1RECV_F0 first"),
         (LOWERED.replace("1SEND_B0,", ""), (2, 5), "without 1SEND_B0; add 1SEND_B0 after 1B0"),
         (LOWERED.replace("0RECV_B1,", "0RECV_B1,0RECV_B1,"), (1, 8), "already stands"),
         (LOWERED.replace("1RECV_F1,1F0,1F1", "1F0,1F1,1RECV_F1"), (2, 4), "must come before 1F1"),
