@@ -322,14 +322,17 @@ def lower_paired(schedule: Schedule) -> Program:
     found = Dependencies.of_schedule(schedule)
     if error := found.stuck():
         raise error
-    # Devices take turns, the first one first. A device that waits for a message lets the others go on.
     waits, device_of = found.graph.waits, found.graph.lane_of
     turns, following = [0] * len(found.actions), [0] * len(schedule.orders)
-    for node in found.walk.nodes:
+
+    def turn_of(node: int) -> int:
+        """Return the turn of a node: devices take turns, and one that waits for a message lets the others go on."""
         device = device_of[node]
         turns[node] = max([following[device], *(turns[n] + (device_of[n] > device) for n, _ in waits[node])])
         following[device] = turns[node] + 1
-    nodes = sorted(found.walk.nodes, key=lambda node: (turns[node], device_of[node]))
+        return turns[node]
+
+    nodes = found.graph.by_urgency(turn_of)
     rows = add_messages_in_sequence(schedule, ((device_of[node], found.actions[node]) for node in nodes))
     return Program(schedule, tuple(map(add_gradient_reductions, rows)))
 

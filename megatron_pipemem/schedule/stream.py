@@ -18,7 +18,7 @@ training begins in the middle of the stream, they are microbatches that earlier 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -353,20 +353,12 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
     if schedule.updates is not None:
         drawn = _endless(schedule, steps)
     else:
-        units = schedule.num_units
-        orders = tuple(
-            tuple(
-                action._replace(microbatch=action.microbatch + step * units)
-                for step in range(steps)
-                for action in order
-            )
-            for order in schedule.orders
-        )
-        pairs = frozenset(
-            action._replace(microbatch=action.microbatch + step * units)
-            for step in range(steps)
-            for action in schedule.pairs
-        )
+
+        def repeated(actions: Iterable[Action]) -> Iterator[Action]:
+            for step in range(steps):
+                yield from (each._replace(microbatch=each.microbatch + step * schedule.num_units) for each in actions)
+
+        orders, pairs = tuple(map(tuple, map(repeated, schedule.orders))), frozenset(repeated(schedule.pairs))
         drawn = replace(schedule, num_microbatches=steps * schedule.num_microbatches, orders=orders, pairs=pairs)
     return simulate(replace(drawn, name=f"{schedule.name}, {steps} steps"), costs)
 
