@@ -281,7 +281,7 @@ from pkgutil import iter_modules
 import megatron_pipemem, megatron_pipemem.cli.app
 from megatron_pipemem.schedule import registry
 from megatron_pipemem import families
-assert not [name for name in sys.modules if name.startswith("megatron_pipemem.families.hanayo")]
+assert not [name for name in sys.modules if name.startswith("megatron_pipemem.families.v_shape")]
 names = [each.name for each in registry.families()]
 assert names[:2] == ["gpipe", "1f1b"]
 modules = [import_module(f"{families.__name__}.{found.name}") for found in iter_modules(families.__path__)]
