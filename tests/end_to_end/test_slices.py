@@ -140,7 +140,7 @@ def lines(tmp_path_factory) -> Path:
         pytest.param("stock", "seq1f1b", cut(8), marks=nightly("slices of other lengths")),
         ("stock", "seq1f1b", (*cut(4), *BY_FLOPS)),
         # Only stages that read data get masks, so that V schedules are compared with their own whole microbatches.
-        ("zbv", "zbv", cut(4)),
+        pytest.param("zbv", "zbv", cut(4), marks=nightly("the same masks in seq1f1b")),
     ],
 )
 def test_documents_do_not_see_each_other(train, assert_close_training, lines, whole, schedule, ours):
@@ -192,6 +192,7 @@ def test_gradients_are_summed_over_data_parallel_ranks(train, assert_close_train
     assert_close_training(run, stock)
 
 
+@nightly("slices keep nothing between steps; test_checkpoints.py")
 def test_checkpoints_are_stocks(train, tmp_path):
     train("seq1f1b", *cut(2), *ROPE, "--save", str(tmp_path), "--save-interval", "2")
     load = ("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler")
