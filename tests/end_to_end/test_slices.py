@@ -7,13 +7,14 @@ gradient is summed over slices first.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lanes import nightly, rest_nightly
 from quickstart import ROUNDING
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
-from test_vocabulary import DISTRIBUTED, SEARCH, TP2
+from test_vocabulary import DISTRIBUTED, PP2, SEARCH, TP2
 from text_to_dataset import END_OF_DOCUMENT, write_dataset
 
 ROPE = ("--position-embedding-type", "rope")
@@ -85,6 +86,7 @@ CASES = {
     ),
     "two sequences a microbatch": ("seq1f1b", cut(2), (*GROUPED, "--micro-batch-size", "2")),
 }
+SMALL = (*PP2, "--num-layers", "4", "--global-batch-size", "4")
 DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 BY_THE_MODEL = {"recomputed by the model", "attention recomputed by the model"}
 
@@ -111,10 +113,21 @@ NIGHTLY = {
 }
 
 
+@pytest.fixture(scope="module")
+def train_small(train) -> Callable:
+    """``train`` four layers on a pipeline of two ranks. With two chunks per rank, it has stages between the ends, too."""
+
+    def run(schedule: str, *flags: str, **how: object):
+        ranks = 4 if "--tensor-model-parallel-size" in flags else 2
+        return train(schedule, *SMALL, *flags, ranks=ranks, **how)
+
+    return run
+
+
 @pytest.mark.parametrize("name", rest_nightly(CASES, CASES.keys() - NIGHTLY, "a case with the same flags"))
-def test_trains_as_stock(train, assert_close_training, name):
+def test_trains_as_stock(train_small, assert_close_training, name):
     schedule, ours, flags = CASES[name]
-    stock, run = train("stock", *flags, gradients=True), train(schedule, *ours, *flags, gradients=True)
+    stock, run = (train_small(*each, *flags, gradients=True) for each in (("stock",), (schedule, *ours)))
     assert_close_training(run, stock)
     if name not in BY_THE_MODEL:  # Megatron's recomputation is never foretold to the byte
         assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
@@ -143,23 +156,22 @@ def lines(tmp_path_factory) -> Path:
         pytest.param("zbv", "zbv", cut(4), marks=nightly("the same masks in seq1f1b")),
     ],
 )
-def test_documents_do_not_see_each_other(train, assert_close_training, lines, whole, schedule, ours):
+def test_documents_do_not_see_each_other(train_small, assert_close_training, lines, whole, schedule, ours):
     text = ("--data-path", str(lines), "--vocab-size", str(END_OF_DOCUMENT + 1))
     flags = (*text, *DOCUMENTS)
-    expected, run = train(whole, *flags, gradients=True), train(schedule, *ours, *flags, gradients=True)
+    expected, run = (train_small(*each, *flags, gradients=True) for each in ((whole,), (schedule, *ours)))
     assert_close_training(run, expected)
     assert run.predicted_peaks == run.counted_peaks
     assert {key: off for key, off in differences(run, expected).items() if not off <= 1e-6} == {}
     if whole == "stock":
-        seen = train(whole, *text, "--eod-mask-loss")
+        seen = train_small(whole, *text, "--eod-mask-loss")
         assert expected.losses != pytest.approx(seen.losses, rel=1e-4), "masks that hide nothing would show nothing"
 
 
-def test_activations_of_slices_leave_the_device(train):
+def test_activations_of_slices_leave_the_device(train_small):
     """Otherwise the offloaded cases above would show nothing."""
     schedule, ours, flags = CASES["offloaded"]
-    whole = train(schedule, *cut(4), *flags, gradients=True)
-    away = train(schedule, *ours, *flags, gradients=True)
+    whole, away = (train_small(schedule, *own, *flags, gradients=True) for own in (cut(4), ours))
     assert max(away.counted_peaks) < max(whole.counted_peaks)
     assert min(away.of_ranks("counted_host_peak_bytes")) > 0
 
@@ -173,8 +185,8 @@ def test_activations_of_slices_leave_the_device(train):
         ),
     ],
 )
-def test_trains_in_16_bits(train, flags, within):
-    stock, run = (train(*each, *flags, *ROPE) for each in (("stock",), ("seq1f1b", *cut(4))))
+def test_trains_in_16_bits(train_small, flags, within):
+    stock, run = (train_small(*each, *flags, *ROPE) for each in (("stock",), ("seq1f1b", *cut(4))))
     assert run.losses == pytest.approx(stock.losses, rel=within)
     assert run.grad_norms == pytest.approx(stock.grad_norms, rel=10 * within)
 

@@ -122,6 +122,8 @@ def run(case: dict) -> dict:
             # with its threads and sockets. Python's collector cannot see that circle, so it is opened here.
             vars(chunks.pop()).clear()
         training.destroy_global_state()
+        started = getattr(training, "_STARTUP_TIMESTAMPS", {})  # with them Megatron sums once more, and waits for ranks
+        started.update(dict.fromkeys(started))  # that have none, because they were idle in the case
         destroy_moe_metrics_tracker()  # it is as long as the first model was deep
         MTPLossLoggingHelper.tracker.clear()
         for buffers in StaticBufferLoader.static_buffers.values():
