@@ -31,6 +31,6 @@ def test_the_table_is_current():
     page = (ROOT / "docs" / "choosing-a-schedule.md").read_text(encoding="utf-8")
     table = page.split("<!-- recipes -->\n")[1].split("\n<!-- end of recipes -->")[0]
     assert table in done.stdout
-    understood = re.search(r"It can price (\d+ of \d+)\. .*?Of the \d+, (\d+) gain more", page, re.DOTALL)
+    understood = re.search(r"It can price (\d+ of \d+): .*?Of the \d+, (\d+) gain more", page, re.DOTALL)
     assert f"\n{understood[1]} recipes" in done.stdout and f"\n{understood[2]} gain more" in done.stdout
     assert f"of {understood[1].split()[0]} public recipes" in (ROOT / "README.md").read_text().replace("Of", "of")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -139,10 +140,11 @@ def test_megatron_bridges_own_loops_train_as_under_stock(run, models, loop, sche
 def test_statements_that_advise_prints_for_a_recipe_train(run, models):
     """All 80 layers of the recipe, each of them narrow."""
     path = os.pathsep.join([*PACKAGES, *packages.consumers(), os.environ.get("PYTHONPATH", "")])
-    command = "-W ignore -m megatron_pipemem advise bridge:llama31_70b_sft".split()
+    command = "-W ignore -m megatron_pipemem advise bridge:llama31_70b_sft --json".split()
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     told = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
-    ways = [line.rpartition(": ")[2] for line in told.stdout.splitlines() if "a step is" in line]
+    added = [[*filter(None, [way["call"]]), *way["add"]] for way in json.loads(told.stdout)["ways"].values() if way]
+    ways = ["; ".join(statements) for statements in added if statements]
     names = " ".join(ways)
     assert len(ways) == 4 and all(each in names for each in ("zb-h1", "gis", "v-half", "parallel_layout"))
     stock = bridge_loop(run, "finetune", models["llama-80"], steps=2)

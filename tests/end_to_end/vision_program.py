@@ -51,7 +51,7 @@ def train(case: dict) -> dict:
             patch_size=PATCH,
             out_hidden_size=HIDDEN,
             num_position_embeddings=36,
-            deepstack_visual_indexes=[0] * case["deepstack"],
+            deepstack_visual_indexes=list(range(case["deepstack"])),
         ),
         image_token_id=IMAGE,
         vision_start_token_id=START,
