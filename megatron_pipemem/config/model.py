@@ -56,7 +56,11 @@ SIZES = {
     "head_channels": "kv_channels",
     "ffn": "ffn_hidden_size",
     "experts": "num_moe_experts",
-    **{**EXPERTS, **MAMBA, **LATENT, **DELTA, **INDEX},
+    **EXPERTS,
+    **MAMBA,
+    **LATENT,
+    **DELTA,
+    **INDEX,
 }
 """Attributes of Megatron's configuration by the fields of ``Model`` for the sizes of layers."""
 Sizes = Callable[[str], Any]

@@ -141,10 +141,12 @@ def sizes_of(flags: Mapping[str, object]) -> Sizes:
 
     def of(attribute: str) -> float:
         given = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
+        if given in (None, False):
+            return _DEFAULTS.get(attribute, 0)
+        if given is True:
+            return 1
         try:
-            return (
-                _DEFAULTS.get(attribute, 0) if given in (None, False) else float(str(given)) if given is not True else 1
-            )
+            return float(str(given))
         except ValueError:  # Megatron refuses it
             return 0
 

@@ -360,7 +360,8 @@ def build_stage(
 
     ``position`` is ``FIRST`` (with the embedding), ``MIDDLE``, or ``LAST`` (with the head). ``kinds`` has the kind of
     each layer. With ``gpu_norms``, RMS norms on a CPU save the tensors that their fused GPU kernel saves.
-    Megatron's local modules must have every layer of the model, and recompute what ``execution`` asks (``_check``).
+    Every layer of the model, and the recomputation that ``execution`` sets, must exist in Megatron's local modules
+    (``_check``).
     """
     config = _config(model, execution, kinds, position)
     ends = {

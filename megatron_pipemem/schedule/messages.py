@@ -189,7 +189,7 @@ def _reductions(program: Program) -> dict[Action, Post]:
 
 
 def check_order(program: Program, places: Places, messages: Iterable[Message]) -> None:
-    """Check that devices post in the same order what they share: the messages of an edge, and sums over replicas.
+    """Check that two devices post the messages of their edge, and their sums over replicas, in the same order.
 
     Devices with replicas of the same stages have one channel for their sums.
     """
@@ -212,8 +212,8 @@ def check_order(program: Program, places: Places, messages: Iterable[Message]) -
                 if ours != other:
                     raise ScheduleError(
                         code,
-                        f"is posted where device {first} posts {action}, at position {position} there; what the two "
-                        f"devices share runs in posting order, so post {queues[device][ours][1]} first",
+                        f"is posted where device {first} posts {action}, at position {position}; messages and sums "
+                        f"of two devices run in posting order, so post {queues[device][ours][1]} first",
                         at=(device, place, post),
                     )
 

@@ -116,8 +116,8 @@ def with_round_trips(
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
-    # The position before which an action is inserted, and what sorts the actions of one position: their times, ranks at
-    # equal times, and numbers, which count the actions trip by trip.
+    # Per action: the position before which it is inserted, then three keys that sort the actions of one position: its time,
+    # its rank at equal times, and its number, counted trip by trip.
     insertions: list[tuple[int, float, float, int]] = []
     for number, (item, out, back) in enumerate(own):
         made, used = lives[item.key]
