@@ -1,4 +1,4 @@
-"""What commands refuse: in one line with a code and the values that matter, with and without --json, and nothing is written.
+"""Refusals of commands: one line with a code and the values at fault, with and without --json. Nothing is written.
 
 A row has the command, the code of the error with the values that its line names, and the exit code if it is not 2.
 """

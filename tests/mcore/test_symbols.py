@@ -1,4 +1,4 @@
-"""What is Megatron's and not public: listed whole, true of the installed Megatron, and replaced all or not at all."""
+"""Megatron's functions that are not public: all are listed, exist in the installed version, and are replaced together."""
 
 from __future__ import annotations
 

@@ -86,7 +86,10 @@ def _misadded(program: Program, trained: set[int], size: int) -> list[str]:
 
 
 def undelivered(program: Program, have: list[set[Tensor]] | None = None) -> list[str]:
-    """What stops or is left over. ``have`` is what every device had before and has afterwards."""
+    """Return the faults: actions that cannot run, and messages left over.
+
+    ``have`` has the results on every device before the program. Those of the program are added.
+    """
     devices = program.placement.devices
     size = len(devices) // program.placement.replicas
 

@@ -1,7 +1,7 @@
 """A second opinion on the times and memory of a step, written apart from the package's simulator on purpose.
 
-It plays a step literally, one action after another: of the devices that can go on, the one that can soonest does. What every
-action takes is looked up by its name, ``(kind, stage, unit)``, what its device holds is kept in a dictionary. Microbatches
+It plays a step literally, one action after another: the next action is that of the device that can go on soonest. Seconds of
+an action are looked up by its name, ``(kind, stage, unit)``. A dictionary has the bytes that each device holds. Microbatches
 need not be alike, and activations may leave their device, run again, or meet vocabulary passes.
 """
 
@@ -19,7 +19,7 @@ Event = tuple[str, int, int]
 
 
 class Played(NamedTuple):
-    """What a step came to: when every action of every device started and ended, the most that it held, and its copies."""
+    """The result of a step: start and end of every action by device, the peak of each device, and the copies."""
 
     spans: list[list[tuple[float, float]]]
     device_peaks: list[float]
@@ -48,9 +48,9 @@ def play(
         schedule: a valid one.
         seconds: of an action, a copy or a collective (whose stage is -1).
         message: seconds of one message of a microbatch.
-        size: what a stage's forward of a microbatch holds.
-        dropped: the part of that which a forward followed by RS leaves out. One followed by R leaves out all of it.
-        changes: in place of all this: by how much a pass changes what its device holds, in no round trip.
+        size: the memory that a stage's forward of a microbatch holds.
+        dropped: the part of ``size`` that a forward followed by RS leaves out. One followed by R leaves out all of it.
+        changes: in place of sizes: the change of the device's memory by a pass. There are no round trips then.
         lane: copies with the same lane, given their device and kind, run one after the other.
     """
     rows = [[(a.kind.value, a.stage, a.microbatch) for a in order] for order in schedule.orders]

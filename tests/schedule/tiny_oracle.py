@@ -1,6 +1,6 @@
 """The shortest step of a tiny problem, by all orders there are; it shares no code with the package.
 
-Full backwards (B) count as one action, as they do in the package's peaks: what I takes is not held after a B.
+Full backwards (B) count as one action, as they do in the package's peaks: the memory that I takes is not held after a B.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Tiny(NamedTuple):
         devices: the device of every stage.
         ticks: of F, I, W and B of a stage and a microbatch.
         message: ticks of a microbatch's message between two devices.
-        changes: of what a device holds, after F, I and W of a stage and a microbatch; B changes it as I and W together.
+        changes: of a device's memory, by F, I and W of a stage and a microbatch; B changes it as I and W together.
         caps: the most every device may hold after any action; ``None`` is no limit.
         m: microbatches.
         kinds: of the passes that orders may have.
-        slices: of a sequence; what goes for a microbatch above goes for each of them, and ``m`` counts them all.
+        slices: of a sequence; each of them counts as a microbatch above, and ``m`` counts them all.
         in_order: whether each pass of a stage runs in the order of microbatches. Where these are alike, only the order of
             weight gradients makes a difference.
     """
@@ -62,7 +62,7 @@ def shortest(tiny: Tiny) -> int | None:
         return [(_F, stage, k), *adds, *([(_I, stage + 1, k)] if stage < last else [])]
 
     def awaited(done: frozenset[Pass]) -> list[Pass]:
-        """What somebody on another device has still to use."""
+        """Return the results that another device has still to use."""
         return sorted(
             each
             for each in done
