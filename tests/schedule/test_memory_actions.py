@@ -32,11 +32,12 @@ ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 def with_round_trips(draw: st.DrawFn, schedule: Schedule) -> Schedule:
     """Some stages recomputed, in part or wholly, and some of the activations that are kept away for some time."""
     again = draw(st.dictionaries(st.integers(0, schedule.num_stages - 1), st.sampled_from([Kind.R, Kind.RS])))
+    chance = draw(st.randoms(use_true_random=True))
     orders = []
     for order in with_recompute(schedule, again).orders:
         actions = list(order)
         for forward in [action for action in order if action.kind is Kind.F and again.get(action.stage) != Kind.R]:
-            if not draw(st.booleans()):
+            if chance.random() < 0.5:
                 continue
             made = actions.index(forward)
             used = next(
@@ -44,14 +45,11 @@ def with_round_trips(draw: st.DrawFn, schedule: Schedule) -> Schedule:
                 for at, action in enumerate(actions)
                 if action[1:] == forward[1:] and action.kind in (Kind.RS, Kind.I, Kind.B)
             )
-            for kind, at in zip(reversed(ROUND_TRIP), sorted(_places(draw, made, used), reverse=True), strict=True):
+            places = sorted((chance.randint(made + 1, used) for _ in ROUND_TRIP), reverse=True)
+            for kind, at in zip(reversed(ROUND_TRIP), places, strict=True):
                 actions.insert(at, forward._replace(kind=kind))
         orders.append(tuple(actions))
     return replace(schedule, orders=tuple(orders))
-
-
-def _places(draw: st.DrawFn, made: int, used: int) -> list[int]:
-    return draw(st.lists(st.integers(made + 1, used), min_size=4, max_size=4))
 
 
 @st.composite
