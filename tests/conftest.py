@@ -54,6 +54,7 @@ MAKE_ONCE = (
     "report/test_page_in_browser.py",
     "scripts/test_package.py",
     "scripts/test_site.py",
+    "schedule/test_imports.py",
     "transformer_engine/",
 )
 

@@ -155,14 +155,11 @@ def test_asking_leaves_nothing_behind(tmp_path):
 def test_nothing_of_ours_is_written_otherwise():
     root = Path(megatron_pipemem.__file__).parents[1]
     sources = [path for part in ("megatron_pipemem", "scripts", "benchmarks") for path in (root / part).rglob("*.py")]
+    writes = re.compile(r"(?:\.write_(?:text|bytes)|\.savefig|os\.replace|\.rename)\(")
     written = {
-        str(path.relative_to(root)): found
+        str(path.relative_to(root)): [line for line in text.splitlines() if writes.search(line)]
         for path in sources
-        if (
-            found := re.findall(
-                r".*(?:\.write_(?:text|bytes)\(|\.savefig\(|os\.replace\(|\.rename\().*", path.read_text()
-            )
-        )
+        if writes.search(text := path.read_text(encoding="utf-8"))
     }
     assert written.pop("megatron_pipemem/files.py")
     (picture,) = written.pop("megatron_pipemem/report/figure.py")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,8 +14,7 @@ PACKAGE = Path(megatron_pipemem.__file__).parent
 def test_no_class_name_stands_twice():
     places = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+        for name in re.findall(r"^ *class (\w+)[(:\[]", path.read_text(encoding="utf-8"), re.MULTILINE):
+            places[name].append(str(path.relative_to(PACKAGE)))
     assert len(places) > 300
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -47,24 +49,28 @@ def part_named(module: str) -> str:
     return part_of(PACKAGE.parent.joinpath(*module.split(".")))
 
 
-def imported(source: Path) -> set[str]:
-    """Full names of all that a file imports anywhere, also within functions."""
-    names = set()
+@cache
+def read(source: Path) -> tuple[set[str], set[str]]:
+    """Full names of all that a file imports anywhere, also within functions, and all its strings."""
+    names, strings = set(), set()
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {PUBLIC.get(name, name) for name in names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.add(node.value)
+    return {PUBLIC.get(name, name) for name in names}, strings
+
+
+def imported(source: Path) -> set[str]:
+    return read(source)[0]
 
 
 def test_only_mcore_and_cpu_name_megatron():
     for source in SOURCES:
         if part_of(source) not in ("mcore", "cpu", "features/megatron"):
-            nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-            names = imported(source) | {
-                n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            }
+            names = set.union(*read(source))
             assert not [name for name in names if name == "megatron" or name.startswith("megatron.")], source
 
 
@@ -72,34 +78,34 @@ BASE = {"errors", "files"}
 CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "conflicts", "choose"}
 
 
-@pytest.mark.parametrize(
-    ("part", "may_import"),
-    [
-        ("errors", set()),
-        ("files", {"errors"}),
-        ("schedule", {*BASE, "schedule", "families"}),  # the registry lists the families' modules
-        ("families", {"errors", "schedule", "families", "search", "features"}),
-        ("search", {*BASE, "schedule", "search"}),
-        ("features", {"errors", "schedule", "request", "features"}),
-        ("request", {"errors", "schedule"}),
-        ("conflicts", {"errors", "schedule", "request"}),
-        ("choose", CHOOSING),
-        ("config", {*BASE, "schedule", "request", "conflicts", "config"}),
-        ("planner", {*CHOOSING, "config", "planner", "report"}),
-        ("launch", {*CHOOSING, "config", "planner", "report", "launch"}),
-        ("advise", {*CHOOSING, "config", "planner", "report", "launch", "advise"}),
-        ("report", {"errors", "files", "schedule", "search", "report"}),
-        ("explore", {*CHOOSING, "report", "explore"}),
-        ("runtime", {"errors", "schedule", "runtime"}),
-        ("features/runtime", {"errors", "schedule", "features", "runtime", "features/runtime"}),
-        ("cpu", {"errors", "cpu"}),
-    ],
-)
-def test_imports_point_one_way(part, may_import):
+MAY_IMPORT = {
+    "errors": set(),
+    "files": {"errors"},
+    "schedule": {*BASE, "schedule", "families"},  # the registry lists the families' modules
+    "families": {"errors", "schedule", "families", "search", "features"},
+    "search": {*BASE, "schedule", "search"},
+    "features": {"errors", "schedule", "request", "features"},
+    "request": {"errors", "schedule"},
+    "conflicts": {"errors", "schedule", "request"},
+    "choose": CHOOSING,
+    "config": {*BASE, "schedule", "request", "conflicts", "config"},
+    "planner": {*CHOOSING, "config", "planner", "report"},
+    "launch": {*CHOOSING, "config", "planner", "report", "launch"},
+    "advise": {*CHOOSING, "config", "planner", "report", "launch", "advise"},
+    "report": {"errors", "files", "schedule", "search", "report"},
+    "explore": {*CHOOSING, "report", "explore"},
+    "runtime": {"errors", "schedule", "runtime"},
+    "features/runtime": {"errors", "schedule", "features", "runtime", "features/runtime"},
+    "cpu": {"errors", "cpu"},
+}
+
+
+def test_imports_point_one_way():
     for source in SOURCES:
-        if part_of(source) == part:
+        if (may_import := MAY_IMPORT.get(part_of(source))) is not None:
             parts = {part_named(n) for n in imported(source) if n.startswith("megatron_pipemem.")}
             assert parts <= may_import, source
+    assert {part_of(source) for source in SOURCES} > MAY_IMPORT.keys()
 
 
 def test_the_kernel_imports_no_feature():
@@ -197,26 +203,29 @@ assert before == after, [(b, a) for b, a in zip(before, after) if b != a]
     assert run(code) == ""
 
 
-def test_importing_leaves_megatron_alone():
-    """Every attribute of Megatron's pipeline modules is the same object afterwards."""
+def test_importing_leaves_megatron_alone(monkeypatch):
+    """Every attribute of Megatron's pipeline modules is the same object after an import of the package."""
     pytest.importorskip("megatron.core")
-    code = """
-import sys
-import megatron.core.pipeline_parallel.schedules
-def state():
-    return {
-        (name, attribute): value
-        for name, module in list(sys.modules.items())
-        if name.split(".")[0] in ("megatron", "torch") and module is not None
-        for attribute, value in vars(module).items()
-    }
-before = state()
-import megatron_pipemem, megatron_pipemem.schedule.registry, megatron_pipemem.runtime, megatron_pipemem.mcore
-after = state()
-assert before.keys() == after.keys() and all(before[key] is after[key] for key in before)
-print("same", len(before) > 1000)
-"""
-    assert run(code).strip().splitlines()[-1] == "same True"
+    importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    names = ["megatron_pipemem", *(f"megatron_pipemem.{each}" for each in ("schedule.registry", "runtime", "mcore"))]
+
+    def state():
+        return {
+            (name, attribute): value
+            for name, module in list(sys.modules.items())
+            if name.split(".")[0] in ("megatron", "torch") and module is not None
+            for attribute, value in vars(module).items()
+        }
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron_pipemem"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = state()
+    fresh = [importlib.import_module(name) for name in names]
+    after = state()
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron_pipemem"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert fresh[0] is not megatron_pipemem and len(before) > 1000
+    assert before.keys() == after.keys() and all(before[key] is after[key] for key in before)
 
 
 @pytest.mark.parametrize("missing", ["torch", "megatron"])
