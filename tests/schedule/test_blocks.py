@@ -76,7 +76,7 @@ def test_weight_gradients_need_room() -> None:
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min", "1f1b-v"])
-@pytest.mark.parametrize(("p", "n"), [(1, 1), (3, 1), (4, 1), (8, 1), (9, 1), (3, 5), (4, 2)])
+@pytest.mark.parametrize(("p", "n"), [(1, 1), (3, 1), (4, 1), (8, 1), (3, 5), (4, 2)])
 def test_long_steps_are_what_reordering_them_whole_would_give(
     name: str, p: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,8 +36,7 @@ CURRENT_TORCH = OLDER_TORCH.replace("B", "I")
 # ------------------------------------------------------------------------------------------------------------- actions
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-@given(stage=st.integers(0, 10**6), microbatch=st.integers(0, 10**6))
+@given(kind=st.sampled_from([*Kind]), stage=st.integers(0, 10**6), microbatch=st.integers(0, 10**6))
 def test_actions_round_trip(kind, stage, microbatch):
     action = Action(kind, stage, None if kind in WHOLE_STAGE else microbatch)
     assert Action.parse(str(action)) == action
@@ -82,13 +81,12 @@ def test_csv_round_trip(schedule):
 @given(schedule=random_schedules(), data=st.data())
 def test_layout_of_the_file_does_not_matter(schedule, data):
     """Idle cells, blanks, blank lines, DOS line ends and a byte order mark change nothing."""
-    blank = st.sampled_from(["", " ", "\t"])
-    lines = []
+    blanks, lines, chance = ["", " ", "\t"], [], data.draw(st.randoms(use_true_random=True))
     for order in schedule.orders:
-        cells = [data.draw(blank) + str(action) + data.draw(blank) for action in order]
-        for _ in range(data.draw(st.integers(0, 3))):
-            cells.insert(data.draw(st.integers(0, len(cells))), data.draw(blank))
-        lines += [*data.draw(st.lists(st.sampled_from(["", " ", ",,"]), max_size=1)), ",".join(cells)]
+        cells = [chance.choice(blanks) + str(action) + chance.choice(blanks) for action in order]
+        for _ in range(chance.randint(0, 3)):
+            cells.insert(chance.randint(0, len(cells)), chance.choice(blanks))
+        lines += [*chance.sample(["", " ", ",,"], chance.randint(0, 1)), ",".join(cells)]
     end = data.draw(st.sampled_from(["\n", "\r\n"]))
     text = data.draw(st.sampled_from(["", "\ufeff"])) + end.join(lines) + data.draw(st.sampled_from(["", end]))
     assert Schedule.from_csv(text).orders == schedule.orders
@@ -248,13 +246,8 @@ def variants(schedule: Schedule) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("name", [each.name for each in families()])
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 1)])
-def test_every_family(name: str, p: int, m: int) -> None:
-    try:
-        schedule = build_schedule(name, num_devices=p, num_microbatches=m)
-    except PipememError:
-        assert m == 1
-        return
+def test_every_family(name: str) -> None:
+    schedule = build_schedule(name, num_devices=2, num_microbatches=4)
     for written in variants(schedule):
         assert same(Schedule.from_csv(written.to_csv()), written)
         for dialect in ("auto", "torch-new") if written.splits_backward else ("torch-new",):
@@ -272,10 +265,10 @@ def test_every_family(name: str, p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("letters", LETTERS)
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_kind_of_action(kind: Kind, letters: str) -> None:
-    action = Action(kind, 12, None if kind in WHOLE_STAGE else 34)
-    assert read_table(write_table([(action,)], letters), letters).actions == ((action,),)
+def test_every_kind_of_action(letters: str) -> None:
+    for kind in Kind:
+        action = Action(kind, 12, None if kind in WHOLE_STAGE else 34)
+        assert read_table(write_table([(action,)], letters), letters).actions == ((action,),)
 
 
 KINDS = ["F", "I", "W", "B", "BW", "R", "RESHARD", "UNSHARD", *sorted(WHOLE_STAGE), "SEND_F", "S", "EMBED_B"]
@@ -371,22 +364,18 @@ IN_TORCHS_LETTERS = [
 
 
 @pytest.mark.parametrize(
-    ("dialect", "text", "place", "code", "values"),
+    ("dialects", "row"),
     [
-        (dialect, text, place, code, values)
-        for dialects, rows in (
-            (("pipemem", "auto", "torch-new"), UNREADABLE),
-            (("pipemem",), IN_OUR_LETTERS),
-            (("auto", "torch-new"), IN_TORCHS_LETTERS),
-        )
-        for dialect in dialects
-        for text, place, code, *values in rows
+        *((("pipemem", "auto", "torch-new"), row) for row in UNREADABLE),
+        *((("pipemem",), row) for row in IN_OUR_LETTERS),
+        *((("auto", "torch-new"), row) for row in IN_TORCHS_LETTERS),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_one_short_line_that_names_the_place(dialect, text, place, code, values):
-    with refused(code, *values, kind=ScheduleFormatError) as raised:
-        Schedule.from_csv(text, dialect=dialect)
-    line, column = place
-    assert (raised.value.line, raised.value.column) == place
-    start = "" if line is None else f"line {line}: " if column is None else f"line {line}, column {column}: "
-    assert str(raised.value).startswith(start) and len(str(raised.value)) < 400 and "\n" not in str(raised.value)
+def test_what_cannot_be_read_is_refused_in_one_short_line_that_names_the_place(dialects, row):
+    text, (line, column), code, *values = row
+    for dialect in dialects:
+        with refused(code, *values, kind=ScheduleFormatError) as raised:
+            Schedule.from_csv(text, dialect=dialect)
+        assert (raised.value.line, raised.value.column) == (line, column)
+        start = "" if line is None else f"line {line}: " if column is None else f"line {line}, column {column}: "
+        assert str(raised.value).startswith(start) and len(str(raised.value)) < 400 and "\n" not in str(raised.value)

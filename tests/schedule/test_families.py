@@ -13,7 +13,7 @@ import oracle
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from lanes import examples
+from lanes import examples, rest_nightly
 from promises import assert_bubble_as_promised, assert_correct, assert_peak_as_promised, letters
 from refusals import refused
 
@@ -62,6 +62,12 @@ def some_microbatches(p: int) -> tuple[int, ...]:
     return tuple(sorted({1, max(1, p - 1), p, p + 1, 2 * p, 4 * p + 1})) if p <= 9 else (1 + p // 3, p + 1, 2 * p + 1)
 
 
+FEW, MANY = [1, 2, 3, 4, 5, 6], [7, 8, 11, 12, 16]
+NUMBERS_OF_DEVICES = rest_nightly(
+    [FEW, MANY], [FEW], "test_correct_for_any_devices_and_microbatches, test_published_makespans"
+)
+
+
 def without_copies(schedule: Schedule) -> Schedule:
     """The passes of a schedule alone, once its copies to the host and back have been found right."""
     assert offload_oracle.mistakes(schedule) == []
@@ -71,23 +77,24 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 7, 8, 11, 16])
-def test_correct_and_within_its_peak(family: Family, p: int) -> None:
-    numbers = some_microbatches(p)
-    if family.offloads:  # planning takes long
-        numbers = (1, p, 4 * p) if p < 8 else (4 * p,)
-    for m in sorted({max(m, family.fewest_microbatches(p)) for m in numbers}):
-        if schedule := built(family, p, m):
-            assert_peak_as_promised(family, schedule, max(simulate(schedule).peaks))
-            assert_correct(without_copies(schedule) if family.offloads else schedule)
+@pytest.mark.parametrize("devices", NUMBERS_OF_DEVICES)
+def test_correct_and_within_its_peak(family: Family, devices: list[int]) -> None:
+    for p in devices:
+        numbers = some_microbatches(p)
+        if family.offloads:  # planning takes long
+            numbers = (1, p, 4 * p) if p < 8 else (4 * p,)
+        for m in sorted({max(m, family.fewest_microbatches(p)) for m in numbers}):
+            if schedule := built(family, p, m):
+                assert_peak_as_promised(family, schedule, max(simulate(schedule).peaks))
+                assert_correct(without_copies(schedule) if family.offloads else schedule)
 
 
 @examples(80)
 @given(data=st.data())
 def test_correct_for_any_devices_and_microbatches(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(families()))
-    p = data.draw(st.integers(1, 24))
-    m = data.draw(st.integers(1, 4 * p + 1))
+    p = data.draw(st.integers(1, 16))
+    m = data.draw(st.integers(1, 3 * p + 1))
     schedule = built(family, p, m)
     assume(schedule is not None)
     if family.offloads:
@@ -118,17 +125,18 @@ def test_simulator_and_validator_agree_with_the_oracle(data: st.DataObject) -> N
 @pytest.mark.parametrize(
     "family", [each for each in families() if isinstance(each.bubble, Formula)], ids=lambda family: family.name
 )
-@pytest.mark.parametrize("p", [*range(1, 9), 12, 13, 16])
-def test_bubble_is_the_closed_form(family: Family, p: int) -> None:
-    if family.offloads and p > 6:
-        pytest.skip("planning takes long")
-    for m in {2 * p, (p + 1) // 2 * 4}:  # groups of p, or of half of that
-        if schedule := built(family, p, m):
-            assert_bubble_as_promised(family, schedule)
+@pytest.mark.parametrize("devices", NUMBERS_OF_DEVICES)
+def test_bubble_is_the_closed_form(family: Family, devices: list[int]) -> None:
+    for p in devices:
+        if family.offloads and p > 6:  # planning takes long
+            continue
+        for m in {2 * p, (p + 1) // 2 * 4}:  # groups of p, or of half of that
+            if schedule := built(family, p, m):
+                assert_bubble_as_promised(family, schedule)
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min"])
-@pytest.mark.parametrize("p", [3, 5, 8, 12])
+@pytest.mark.parametrize("p", [3, 5, 8])
 def test_v_bubble_is_reached_as_soon_as_the_microbatches_fill_the_peak(name: str, p: int) -> None:
     held = round(simulate(build(name, p, 4 * p)).peak * 2 * p)
     for m in (held, p + 2, 4 * p + 1, 9 * p):
@@ -137,7 +145,7 @@ def test_v_bubble_is_reached_as_soon_as_the_microbatches_fill_the_peak(name: str
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zbv"])
-@pytest.mark.parametrize("p", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
 def test_no_bubble_within_a_device(name: str, p: int) -> None:
     timeline = in_unit_passes(build(name, p, max(1, 2 * p - 1)))
     assert timeline.device_bubble_rate == pytest.approx(0)
@@ -170,17 +178,13 @@ MAKESPANS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "p", "m", "makespan", "peak"),
-    [
-        (name, p, m, makespan, peaks[(4, 8, 16).index(p)])
-        for name, (makespans, peaks) in MAKESPANS.items()
-        for (p, m), makespan in makespans.items()
-    ],
-)
-def test_published_makespans(name: str, p: int, m: int, makespan: int, peak: float) -> None:
-    timeline = in_unit_passes(build(name, p, m))
-    assert (timeline.makespan, timeline.peak) == (makespan, pytest.approx(peak))
+@pytest.mark.parametrize("name", MAKESPANS)
+def test_published_makespans(name: str) -> None:
+    makespans, peaks = MAKESPANS[name]
+    timelines = {size: in_unit_passes(build(name, *size)) for size in makespans}
+    assert {size: each.makespan for size, each in timelines.items()} == makespans
+    for (p, _), each in timelines.items():
+        assert each.peak == pytest.approx(peaks[(4, 8, 16).index(p)])
 
 
 @pytest.mark.parametrize(
@@ -249,8 +253,10 @@ def test_interleaved_where_other_generators_deadlock(p: int, m: int, v: int) -> 
         assert max(oracle.peak(schedule)) * p * v <= group * (v - 1) + 2 * p - 1
 
 
-@pytest.mark.parametrize("v", [2, 4])
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("p", "v"),
+    rest_nightly(product((2, 4, 8), (2, 4)), [(2, 4), (4, 2)], "test_offload.py::test_everything_can_be_planned"),
+)
 def test_peaks_of_offload_hold_for_ratios_up_to_one(p: int, v: int) -> None:
     for name, k in product(OFFLOADING, (0.6, 1.0)):
         schedule = build(name, p, 4 * p, chunks=v, k=k)
@@ -263,9 +269,9 @@ def test_a_wrong_closed_form_is_found() -> None:
     for wrong in (lambda m, **_: m, lambda p, m, **_: min(p, m) / p):
         claims = replace(gpipe, peak=Formula("wrong", wrong), bubble=Formula("wrong", lambda p, f, **_: p * f))
         with pytest.raises(AssertionError):
-            test_correct_and_within_its_peak(claims, 4)
+            test_correct_and_within_its_peak(claims, [4])
         with pytest.raises(AssertionError):
-            test_bubble_is_the_closed_form(claims, 4)
+            test_bubble_is_the_closed_form(claims, [4])
 
 
 REFUSED = [
@@ -307,8 +313,7 @@ def bubble_and_peak(name: str, p: int, m: int, v: int, **options: object) -> tup
 
 
 @pytest.mark.parametrize(
-    ("v", "gis", "gis_h"),
-    [(2, (14, 16), (18, 12)), (3, (14, 24), (22, 16)), (5, (14, 40), (30, 24)), (16, (14, 128), (74, 68))],
+    ("v", "gis", "gis_h"), [(2, (14, 16), (18, 12)), (3, (14, 24), (22, 16)), (5, (14, 40), (30, 24))]
 )
 def test_published_bubbles_and_peaks(v: int, gis: tuple[int, int], gis_h: tuple[int, int]) -> None:
     assert bubble_and_peak("gis", 8, 32, v) == gis
@@ -324,9 +329,7 @@ def test_published_percentages(v: int, group: int, percent: float, stages: int) 
     assert peak / v == stages
 
 
-@pytest.mark.parametrize(
-    ("p", "v", "bubble", "peak"), [(8, 2, 23, 13), (8, 3, 34, 16), (8, 5, 56, 24), (8, 16, 172, 71)]
-)
+@pytest.mark.parametrize(("p", "v", "bubble", "peak"), [(8, 2, 23, 13), (8, 3, 34, 16), (8, 5, 56, 24)])
 def test_uniform_repeating(p: int, v: int, bubble: int, peak: int) -> None:
     assert bubble_and_peak("gis-h", p, 4 * p, v, group_size=1) == (bubble, peak)
 
@@ -362,7 +365,7 @@ def test_rates_for_as_many_microbatches_as_devices(waves: int, rate: float) -> N
 
 
 @pytest.mark.parametrize("waves", [1, 2, 3])
-@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
 def test_memory_is_that_of_1f1b_or_a_microbatch_more(p: int, waves: int) -> None:
     for m in (1, p, p + 1, 2 * p + 1, 4 * p):
         schedule = hanayo(p, m, waves=waves)
@@ -389,7 +392,7 @@ def auto(p: int, m: int, **arguments: object) -> Schedule:
     return build("zb-auto", p, m, **arguments)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", rest_nightly(PROFILES, ["1.5B", "6.2B"], "the smaller models of the table"))
 def test_rates_of_the_zero_bubble_paper(profile: str) -> None:
     p, m, prices, published = PROFILES[profile]
     costs = Costs(*prices)
@@ -417,7 +420,7 @@ def test_within_the_cap_and_no_slower_than_what_is_written_down(data: st.DataObj
             assert simulate(schedule, costs).makespan <= simulate(known, costs).makespan * (1 + 1e-8)
 
 
-@pytest.mark.parametrize("cap", [0.5, 0.75, 1.25, 1.5])
+@pytest.mark.parametrize("cap", [0.5, 1.25])
 @pytest.mark.parametrize("costs", [Costs(p2p=0.3), Costs(1, 1.5, 0.5)])
 def test_an_order_fitted_to_the_costs_beats_one_for_equal_passes(costs: Costs, cap: float) -> None:
     fitted, equal = auto(8, 24, costs=costs, memory_cap=cap), auto(8, 24, memory_cap=cap)

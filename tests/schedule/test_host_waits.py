@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import host_oracle
@@ -29,11 +30,11 @@ from megatron_pipemem.search import search_schedule
 NAMES = [each.name for each in families()]
 
 
-def schedule_or_skip(name: str, p: int, m: int, costs: Costs | None = None) -> Schedule:
-    try:
-        return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs or Costs())
-    except PipememError as error:
-        pytest.skip(str(error))
+def built_nearby(name: str) -> Schedule:
+    """On three devices, or on four where a family needs an even number and many microbatches."""
+    with suppress(PipememError):
+        return build_schedule(name, num_devices=3, num_microbatches=5, costs=Costs())
+    return build_schedule(name, num_devices=4, num_microbatches=8, costs=Costs())
 
 
 def fault(program: Program) -> ScheduleError | None:
@@ -71,10 +72,9 @@ def ahead(program: Program) -> Program:
     return Program(program.schedule, tuple(rows))
 
 
-@pytest.mark.parametrize(("p", "m"), [(3, 5), (4, 8)])
 @pytest.mark.parametrize("name", NAMES)
-def test_hosts_may_wait_anywhere_in_every_family(name: str, p: int, m: int) -> None:
-    schedule = schedule_or_skip(name, p, m)
+def test_hosts_may_wait_anywhere_in_every_family(name: str) -> None:
+    schedule = built_nearby(name)
     for program in (lower(schedule), lower(schedule, single_queue=True), lower_paired(schedule)):
         if program.placement.replicas == 1 or Kind.REDUCE_REPLICAS in {a.kind for a in program.actions[0]}:
             assert fault(program) is None and host_oracle.unsafe(program) == set()
@@ -98,11 +98,11 @@ def test_passes_offload_recomputation_and_slices() -> None:
     costs = Costs(1, 1.5, 0.5, p2p=0.1)
     costs = replace(costs, channel=Channel.of_ratio(0.5, costs))
     for name in ("zb-h1", "v-half", "hanayo"):
-        schedule = build_schedule(name, num_devices=4, num_microbatches=6)
+        schedule = build_schedule(name, num_devices=3, num_microbatches=4)
         derived = [with_vocabulary(schedule, barriers, costs) for barriers in (1, 2)]
         derived += [plan_offload(schedule, costs).schedule, with_recompute(schedule, {1: Kind.R, 2: Kind.RS})]
         if name != "hanayo":
-            sliced = build_schedule(name, num_devices=4, num_microbatches=3, slices=2)
+            sliced = build_schedule(name, num_devices=3, num_microbatches=2, slices=2)
             derived += [sliced, with_vocabulary(sliced, 1, costs)]
         for each in derived:
             for single_queue in (False, True):
@@ -181,7 +181,7 @@ def test_the_rule_and_the_play_agree() -> None:
     """On random orders, schedules of families, searched orders, and programs whose posts have been moved."""
     tally, chance = Tally(), random.Random(35)
 
-    @settings(examples(520), deadline=None, derandomize=True, database=None)
+    @settings(examples(240), deadline=None, derandomize=True, database=None)
     @given(
         random_schedules(max_microbatches=3, max_replicas=2, max_slices=2)
         | family_schedules(max_devices=4, max_microbatches=4)
@@ -198,9 +198,9 @@ def test_the_rule_and_the_play_agree() -> None:
                 found = search_schedule(**asked, memory_cap=cap, effort=0.05, seconds=600)
             except PipememError:
                 continue
-            for _ in range(8):
+            for _ in range(4):
                 judge_all(tally, found.schedule, chance)
-    assert tally.taken > 500 and tally.refused > 150 and tally.taken + tally.refused >= 1000
+    assert tally.taken > 250 and tally.refused > 75 and tally.taken + tally.refused >= 500
 
 
 def test_collectives_count(monkeypatch: pytest.MonkeyPatch) -> None:

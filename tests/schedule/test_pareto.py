@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 
 from megatron_pipemem.choose.pareto import bound_line, choices, trades, useful_caps
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -33,7 +34,7 @@ def test_pareto_choices_are_not_dominated(p: int, m: int, costs: tuple[float, fl
     assert trades(front)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(
     p=st.integers(1, 4),
     m=st.integers(1, 7),

@@ -88,10 +88,11 @@ def test_chunks_must_agree_with_the_family() -> None:
 
 @pytest.mark.parametrize("name", [each.name for each in families() if "memory_cap" not in each.options])
 def test_a_cap_at_the_peak_is_met_and_below_it_refused(name: str) -> None:
-    peak = simulate(build_schedule(name, num_devices=6, num_microbatches=24)).peak
-    build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak)
-    with refused("over-cap", name, f"{peak:.4g}", 6, 24, kind=UnsupportedError):
-        build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak - 0.01)
+    size = {"num_devices": 4, "num_microbatches": 8}
+    peak = simulate(build_schedule(name, **size)).peak
+    build_schedule(name, **size, memory_cap=peak)
+    with refused("over-cap", name, f"{peak:.4g}", *size.values(), kind=UnsupportedError):
+        build_schedule(name, **size, memory_cap=peak - 0.01)
 
 
 def test_cap_and_costs_reach_the_families_that_list_them() -> None:

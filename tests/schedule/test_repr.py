@@ -36,8 +36,8 @@ PER_STAGE = Costs(
 def public_objects() -> dict[str, object]:
     schedule = build_schedule("v-half", num_devices=16, num_microbatches=64)
     small = build_schedule("1f1b", num_devices=4, num_microbatches=8)
-    found = search_schedule(num_devices=4, num_microbatches=8, seconds=0.2)
-    compared = choices(4, 8, caps=[0.75], seconds=0.2)
+    found = search_schedule(num_devices=4, num_microbatches=8, seconds=0)
+    compared = choices(4, 8, caps=[0.75], seconds=0)
     limits = Limits({"schedule": ["1f1b"], "tp": [1], "recompute": ["none"], "variant": ["plain"]})
     planned = plan(load(RUN, Run), limits=limits, top=2, search_seconds=0)
     return {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from lanes import examples
+from lanes import examples, rest_nightly
 from promises import assert_correct
 from refusals import refused
 
@@ -79,7 +79,7 @@ def family_timelines(placement: Placement, m: int, n: int, costs: Costs) -> Iter
 @given(data=st.data())
 def test_every_result_is_valid_within_the_cap_and_no_worse_than_a_family(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([1, 1, 2, 3, 4]))
-    p, m = (data.draw(st.integers(1, most)) for most in ((6, 13) if n == 1 else (4, 5)))
+    p, m = (data.draw(st.integers(1, most)) for most in ((5, 9) if n == 1 else (3, 5)))
     stages = data.draw(st.sampled_from([p, 2 * p]))
     prices = st.lists(PRICE, min_size=stages, max_size=stages).map(tuple)
     costs = Costs(data.draw(prices), data.draw(prices), data.draw(prices), p2p=data.draw(st.sampled_from([0.0, 0.15])))
@@ -95,7 +95,11 @@ def test_every_result_is_valid_within_the_cap_and_no_worse_than_a_family(data: s
 
 @pytest.mark.parametrize(
     ("p", "m", "costs"),
-    [(2, 3, (1, 1, 1)), (3, 7, (1, 1.5, 0.5)), (4, 5, (2, 0.5, 1))],
+    rest_nightly(
+        [(2, 3, (1, 1, 1)), (3, 4, (1, 1.5, 0.5)), (3, 7, (1, 1.5, 0.5)), (4, 5, (2, 0.5, 1))],
+        [(2, 3, (1, 1, 1)), (3, 4, (1, 1.5, 0.5))],
+        "test_every_result_is_valid_within_the_cap_and_no_worse_than_a_family",
+    ),
 )
 def test_never_worse_than_a_family_in_the_same_memory(p: int, m: int, costs: tuple[float, float, float]) -> None:
     """Families with any number of chunks; the search with its defaults."""
@@ -114,12 +118,11 @@ def test_optimal_is_about_all_placements_that_were_tried() -> None:
     result = search(4, 12, Costs(1, 1.5, 0.5), 0.75)
     assert result.lower_bound <= min(candidate.lower_bound for candidate in result.candidates)
     assert result.is_optimal == (result.makespan <= result.lower_bound * (1 + 1e-6))
-    hasty = search_schedule(num_devices=8, num_microbatches=24, costs=Costs(1, 1.5, 0.5), memory_cap=0.5, seconds=0)
-    patient = search(8, 24, Costs(1, 1.5, 0.5), 0.5)
-    assert hasty.lower_bound == patient.lower_bound, "what there was no time for counts too"
+    hasty = search_schedule(num_devices=4, num_microbatches=12, costs=Costs(1, 1.5, 0.5), memory_cap=0.75, seconds=0)
+    assert hasty.lower_bound == result.lower_bound, "what there was no time for counts too"
 
 
-@pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 24), (16, 48)])
+@pytest.mark.parametrize(("p", "m"), rest_nightly([(4, 12), (8, 24), (16, 48)], [(4, 12), (8, 24)], "fewer devices"))
 @pytest.mark.parametrize("cap", [0.5, 0.625, 0.75, 1.0])
 def test_equal_costs_meet_the_bound(p: int, m: int, cap: float) -> None:
     result = search(p, m, Costs(), cap, max_chunks=2)
@@ -175,10 +178,10 @@ def test_exact_search_improves_what_was_found_and_gives_up_in_time() -> None:
 
 
 def test_memory_in_bytes_and_a_cap_per_device() -> None:
-    p, m = 4, 10
+    p, m = 4, 6
     costs = Costs(1, 1.5, 0.5, memory={Kind.F: 1000.0, Kind.I: -400.0, Kind.W: -600.0})
     caps = [2200.0, 2600.0, 3000.0, 2400.0]
-    result = search(p, m, costs, caps)
+    result = search(p, m, costs, caps, max_chunks=2)
     assert all(peak <= cap for peak, cap in zip(result.peaks, caps, strict=True))
     timeline = simulate(result.schedule, costs)
     assert timeline.peaks == result.peaks
@@ -250,7 +253,7 @@ def test_numbers_of_other_libraries() -> None:
 
 def test_equal_seeds_find_equal_schedules() -> None:
     costs = Costs(1.3, 0.8, 1.1)
-    one, other = (search(4, 12, costs, 0.625) for _ in range(2))
+    one, other = (search(4, 6, costs, 0.625) for _ in range(2))
     assert one.schedule == other.schedule and one.candidates == other.candidates
 
 
@@ -282,12 +285,12 @@ def test_a_search_that_ran_out_of_time_is_not_kept(tmp_path) -> None:
 
 def test_finished_searches_are_found_again(tmp_path) -> None:
     cache = ResultCache(tmp_path)
-    question = {"p": 4, "m": 8, "costs": Costs(1, 1.5, 0.5), "cap": 0.75}
+    question = {"p": 2, "m": 4, "costs": Costs(1, 1.5, 0.5), "cap": 0.75, "max_chunks": 2}
     fresh = search(**question, cache=cache)
     (kept,) = tmp_path.glob("*.json")
     again = search(**question, cache=cache)
     assert again.candidates == fresh.candidates and again.seconds == 0 < fresh.seconds
-    search(**{**question, "cap": 0.5}, cache=cache)
+    search(**{**question, "cap": 1.0}, cache=cache)
     assert len(list(tmp_path.glob("*.json"))) == 2
     for damaged in (
         "not JSON",
@@ -352,7 +355,7 @@ def test_one_microbatch_after_another_fits_any_cap_that_admits_one(data: st.Data
         validate(to_schedule(AUTO, placement, problem, orders), costs, cap)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(data=st.data())
 def test_slices_with_prices_of_their_own(data: st.DataObject) -> None:
     placement, m, n, costs, alone = draw_prices(data)

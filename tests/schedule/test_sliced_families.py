@@ -8,7 +8,7 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import examples
+from lanes import examples, nightly
 from promises import assert_bubble_as_promised, assert_correct, assert_peak_as_promised
 from refusals import refused
 
@@ -47,11 +47,13 @@ def test_whole_sequences_run_in_the_orders_that_families_had_before_slices(name:
     assert hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16] == UNSLICED[name]
 
 
+SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, p - 1, p, p + 1, 2 * p, 3 * p + 1)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n", [2, 5])
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_correct_and_as_small_and_fast_as_promised(name: str, p: int, n: int) -> None:
-    for m in (1, p - 1, p, p + 1, 2 * p, 3 * p + 1):
+def test_correct_and_as_small_and_fast_as_promised(name: str, n: int) -> None:
+    for p, m in SIZES:
         schedule = build(name, p, max(m, 1), slices=n)
         assert_correct(schedule)
         assert schedule.slices == n
@@ -60,6 +62,7 @@ def test_correct_and_as_small_and_fast_as_promised(name: str, p: int, n: int) ->
             assert_bubble_as_promised(family(name), schedule)
 
 
+@nightly("test_correct_and_as_small_and_fast_as_promised, test_slices_save_memory_and_cost_no_time")
 @pytest.mark.parametrize("name", NAMES)
 def test_many_slices_on_many_devices(name: str) -> None:
     for p, m, n in ((16, 2, 16), (12, 24, 3)):

@@ -19,13 +19,12 @@ from megatron_pipemem.schedule.stream import draw_steps, family_window, steady, 
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import search_schedule
 
-SIZES = [(p, p * times) for p in (4, 8, 16) for times in (1, 2, 4)]
+SIZES = [(4, 4), (4, 8), (4, 16), (8, 16)]
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "v-min"])
-def test_schedules_whose_first_device_works_from_end_to_end_gain_nothing(name, p, m):
-    assert stream(build_schedule(name, num_devices=p, num_microbatches=m)).gain == 1
+def test_schedules_whose_first_device_works_from_end_to_end_gain_nothing(name):
+    assert [stream(build_schedule(name, num_devices=p, num_microbatches=m)).gain for p, m in SIZES] == [1] * len(SIZES)
 
 
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0]])
@@ -36,7 +35,7 @@ def test_zero_bubble_schedules_gain_what_their_closed_form_says(name, part, p, m
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2)])
-@pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[0] < 16])
+@pytest.mark.parametrize(("p", "m"), SIZES)
 def test_double_buffered_weights_save_the_drain_as_their_closed_form_says(p, m, forward, backward):
     costs = Costs(forward, backward / 2, backward / 2)
     found = stream(build_schedule("pipedream-2bw", num_devices=p, num_microbatches=m), costs)

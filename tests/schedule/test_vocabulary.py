@@ -13,7 +13,7 @@ import pytest
 from host_oracle import hangs
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import examples
+from lanes import examples, rest_nightly
 from mutants import is_accepted, mutants
 from random_schedules import random_schedules
 from refusals import refused
@@ -107,9 +107,9 @@ def test_whole_sequences_run_in_the_orders_that_they_had_before_slices():
 @examples(60)
 @given(
     name=st.sampled_from(NAMES),
-    p=st.integers(2, 5),
-    m=st.integers(1, 6),
-    n=st.sampled_from([1, 2, 3, 4]),
+    p=st.integers(2, 4),
+    m=st.integers(1, 5),
+    n=st.sampled_from([1, 2, 3]),
     barriers=st.sampled_from([1, 2]),
     prices=st.tuples(*[st.sampled_from([0.0, 0.3, 1.0, 2.5])] * 7),
     p2p=st.sampled_from([0.0, 0.1, 2.0]),
@@ -150,7 +150,7 @@ def test_any_order_whatever(schedule, barriers):
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("p", range(2, 9))
+@pytest.mark.parametrize("p", rest_nightly(range(2, 9), [2, 3, 4], "test_any_schedule_and_costs, fewer devices"))
 def test_a_slice_more_per_barrier_is_in_flight_and_the_bubble_shrinks(p, barriers):
     """What 1f1b and seq1f1b without a cut vocabulary promise, and one interval per barrier more."""
     head = 6.0
@@ -259,7 +259,7 @@ def test_cutting_is_weighed_against_the_head_where_it_is():
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("p", [2, 3, 4, 5])
 def test_v_half_holds_two_half_stages_more_per_barrier(p, barriers):
     base = build_schedule("v-half", num_devices=p, num_microbatches=3 * p)
     schedule = with_vocabulary(base, barriers, Costs())
@@ -338,7 +338,7 @@ def test_prices():
         VocabularyCosts(score=(1.0, 2.0)).seconds(3)
 
 
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_interlaced_holds_half_as_much_again_as_1f1b(p):
     interlaced = runpy.run_path(str(INTERLACED))["interlaced"]
     for m in (1, p, 2 * p + 4):
@@ -410,7 +410,7 @@ def searched(p, m, barriers, cap, costs=None, placement=None, known=None, **opti
 
 @pytest.mark.parametrize(("cap", "barriers"), [(0.75, 1), (1.0, 2)])
 def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
-    result = searched(4, 8, barriers, cap, effort=0.05, seconds=60, max_chunks=8)
+    result = searched(3, 5, barriers, cap, effort=0.05, seconds=60, max_chunks=3)
     for candidate in result.candidates:
         assert max(candidate.peaks) <= cap + 1e-9
         validate(candidate.schedule, memory_cap=cap)
@@ -444,12 +444,12 @@ def test_what_takes_no_time_is_not_compared():
     assert choose_vocabulary(schedule, Costs(1, 0, 0), 0.0, layers=4).best.name == "off"
 
 
-@pytest.mark.parametrize(("p", "m", "cap", "barriers"), [(5, 9, 2.0, 1), (4, 15, None, 2), (2, 12, 1.5, 1)])
+@pytest.mark.parametrize(("p", "m", "cap", "barriers"), [(4, 6, 2.0, 1), (3, 7, None, 2), (2, 6, 1.5, 1)])
 def test_a_search_is_never_slower_than_a_family_with_passes(p, m, cap, barriers):
     """Whatever the time that it has."""
     costs = replace(Costs(1, 1.5, 0.5), vocabulary=VocabularyCosts.of_head(2.0, p, barriers))
     known = tuple(families_with_passes(p, m, costs, barriers))
-    result = searched(p, m, barriers, cap, costs, known=known, seconds=0, effort=0, max_chunks=8)
+    result = searched(p, m, barriers, cap, costs, known=known, seconds=0, effort=0, max_chunks=4)
     compared = 0
     for schedule in synchronous_schedules(p, m, costs):
         timeline = simulate(with_vocabulary(schedule, barriers, costs), costs)
