@@ -153,7 +153,8 @@ class ConductedRanks:
 def _conduct(connection: Connection, path: list[str], logs: Path, preload: list[str]) -> None:
     sys.path[:0] = path
     get_context("forkserver").set_forkserver_preload(preload)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
+    # Python 3.12's fork server looks for what it shall import in these folders alone, and goes on without what is not there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     kinds: dict[tuple[str, int], Ranks] = {}
     try:
         while True:

@@ -58,50 +58,49 @@ def ranks(ranks_without_training) -> ConductedRanks:
 
 
 @pytest.fixture(scope="module")
-def losses(ranks) -> Callable[[dict], list[str]]:
-    """Return the losses that the last rank saw; equal cases are served from memory."""
-    made: dict[str, list[str]] = {}
+def show(ranks) -> Callable[[dict], dict]:
+    """Return what the last rank saw of a case on four ranks, or as many as it names; equal cases are served from memory."""
+    made: dict[str, dict] = {}
 
-    def run(case: dict) -> list[str]:
+    def run(case: dict) -> dict:
         if repr(case) not in made:
-            made[repr(case)] = ranks.run(case)[-1]["losses"]
+            made[repr(case)] = ranks.run(case, size=case.get("size", 4))[-1]
         return made[repr(case)]
 
     return run
 
 
-# With DDP, every schedule is there with one of the two orders of imports; without it, the first and the last placement.
-NIGHTLY = [
-    case
-    for number, case in enumerate(CASES)
-    if (case["ddp"] and number and number % 4 in (1, 0))
-    or (not case["ddp"] and case["schedule"] in ("zb-h1", "hanayo", "1f1b-v", "auto"))
+TWO = {"size": 2}
+# With DDP, either kind of backward and a placement of two chunks, with one of the two orders of imports; without DDP, a V.
+FULL_LANE = [
+    *({"schedule": "1f1b", "chunks": 1, "import_after": True, "ddp": True},),
+    *({"schedule": "zb-h1", "chunks": 1, "import_after": False, "ddp": True},),
+    *({"schedule": "hanayo", "chunks": 2, "import_after": True, "ddp": True},),
+    *({"schedule": "v-half", "chunks": 2, "import_after": False, "ddp": False},),
 ]
 
 
 @pytest.mark.parametrize(
     "case",
-    rest_nightly(CASES, [case for case in CASES if case not in NIGHTLY], "the same with the other order of imports"),
+    rest_nightly(
+        CASES,
+        FULL_LANE,
+        "the same with the other order of imports; of auto and 1f1b-v, test_auto.py and test_families.py",
+    ),
     ids=lambda case: "-".join(map(str, case.values())),
 )
-def test_trains_as_stock(losses, case):
-    stock = losses({**STOCK, "ddp": case["ddp"]})
+def test_trains_as_stock(show, case):
+    stock = show({**STOCK, **TWO, "ddp": case["ddp"]})["losses"]
     assert len(set(stock)) > 10
-    assert losses(case) == stock
+    assert show({**case, **TWO})["losses"] == stock
 
 
 @pytest.fixture(scope="module")
-def variable(ranks) -> Callable[..., dict]:
-    """``variable(name, **case)``: what the last rank saw of microbatches that differ."""
-    made: dict[str, dict] = {}
-
-    def run(name: str, **case) -> dict:
-        key = f"{name} {case}"
-        if key not in made:
-            made[key] = ranks.run({**VARIABLE_STOCK, "schedule": name.split()[0], **case})[-1]
-        return made[key]
-
-    return run
+def variable(show) -> Callable[..., dict]:
+    """``variable(name, **case)``: what the last rank of a pipeline of two saw of microbatches that differ."""
+    return lambda name, **case: show(
+        {**VARIABLE_STOCK, "schedule": name.split()[0], "size": 2 * case.get("tp", 1), **case}
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_microbatches_that_differ_train_as_stocks_do(variable, name):
     "name",
     rest_nightly(
         [*FORETOLD, *WEIGHED, *(f"{name} cut" for name in CUT)],
-        ["v-half tp", "v-half recompute", "zb-h1 offload weighed", "v-half cut", "zb-h1 tp cut"],
+        ["v-half recompute", "zb-h1 offload weighed", "v-half cut", "zb-h1 tp cut"],
         "the same schedule with more",
     ),
 )
@@ -154,30 +153,31 @@ def test_microbatches_that_differ_train_as_stock_but_for_the_order_of_sums(varia
 @pytest.mark.parametrize(
     ("schedule", "chunks", "counted", "words"),
     [
-        ("v-half", 2, 1, "hold 16 layers where the model has 8"),
-        ("interleaved", 2, 1, "hold 16 layers where the model has 8"),
+        ("v-half", 2, 1, "hold 8 layers where the model has 4"),
+        ("interleaved", 2, 1, "hold 8 layers where the model has 4"),
         ("hanayo", 3, 2, "hanayo does not run 3 model chunks per pipeline rank"),
         ("v-half", None, 1, "virtual_pipeline_model_parallel_size=2 to initialize_model_parallel"),
     ],
 )
 def test_a_model_that_is_cut_wrongly_is_refused_on_every_rank(ranks, schedule, chunks, counted, words):
-    told = [result["told"] for result in ranks.run({"schedule": schedule, "chunks": chunks, "counted": counted})]
+    case = {"schedule": schedule, "chunks": chunks, "counted": counted}
+    told = [result["told"] for result in ranks.run(case, size=2)]
     assert words in told[0] and set(told) == {told[0]}
 
 
 def test_the_example_trains(ranks):
-    losses = ranks.run({"example": str(Path(__file__).parents[2] / "examples")})[-1]["losses"]
+    losses = ranks.run({"example": str(Path(__file__).parents[2] / "examples")}, size=2)[-1]["losses"]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
 
 
-def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losses):
+def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, show):
     case = {"schedule": "zb-h1", "chunks": 1, "import_after": False, "ddp": True, "fails_before": True}
     results = ranks.run(case)
     told = [result["told"] for result in results]
     assert told[0].startswith("ArithmeticError this rank cannot go on") and "device 0 failed at position" in told[0]
     for device, text in enumerate(told[1:], 1):
         assert f"device {device} failed at position" in text and "of schedule v-half" in text
-    assert results[-1]["losses"] == losses({**STOCK, "ddp": True})
+    assert results[-1]["losses"] == show({**STOCK, "ddp": True})["losses"]
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losse
         pytest.param("zbv", 2, "1", False, {"slices": 2}, marks=nightly("seq1f1b, and the same without slices")),
     ],
 )
-def test_three_ranks_and_logits_without_labels(ranks, schedule, chunks, algorithm, hybrid, options):
+def test_three_ranks_and_logits_without_labels(show, schedule, chunks, algorithm, hybrid, options):
     """Without ``megatron.training``, and without DDP; 64 rows over 3 ranks; both classes of models; logits of slices joined."""
-    case = {"ddp": chunks == 2, "import_after": False, "hybrid": hybrid, "ranks": 3}
-    stock = ranks.run({**case, "schedule": "stock", "chunks": 1})[-1]
+    case = {"import_after": False, "hybrid": hybrid, "size": 3}
+    stock = show({**case, "schedule": "stock", "chunks": 1, "ddp": False})
     settings = {"vocab_parallel": algorithm, "options": options}
-    cut = ranks.run({**case, "schedule": schedule, "chunks": chunks, "settings": settings})[-1]
+    cut = show({**case, "schedule": schedule, "chunks": chunks, "ddp": chunks == 2, "settings": settings})
     wanted = [float.fromhex(loss) for loss in stock["losses"]]
     assert len(set(wanted)) > 10
     assert [float.fromhex(loss) for loss in cut["losses"]] == pytest.approx(wanted, rel=5e-6)

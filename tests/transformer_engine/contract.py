@@ -1,6 +1,6 @@
 """Program of a process that has Transformer Engine on its path: delayed weight gradients beside immediate ones.
 
-Prints, as JSON, the version and what became of every case.
+Prints, as JSON, the version, what became of every case, and graphs in the orders of the schedules in its arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_pipemem.cpu import activate
 
 activate()
 
+import graph_orders  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformer_engine  # noqa: E402
@@ -288,6 +289,7 @@ def _alone(check: Callable[..., None], how: tuple) -> None:
 
 
 def main() -> None:
+    orders = graph_orders.train_all(*sys.argv[1:])  # before Megatron has random states, which graphs would take
     results = {}
     for name, check, how in cases():
         try:
@@ -295,7 +297,7 @@ def main() -> None:
             results[name] = "exact"
         except Exception:
             results[name] = traceback.format_exc()
-    json.dump({"version": transformer_engine.__version__, "cases": results}, sys.stdout)
+    json.dump({"version": transformer_engine.__version__, "cases": results, "orders": orders}, sys.stdout)
 
 
 main()

@@ -1,26 +1,14 @@
-"""Program of a process that has Transformer Engine on its path: its graphs, captured and replayed in our orders.
-
-Every argument is ``family,p,m``. Prints, as JSON, what became of every device of every case.
-"""
+"""Transformer Engine's graphs, captured and replayed in our orders. For a process that has it on its path."""
 
 from __future__ import annotations
 
-import json
-import sys
+import torch
+import transformer_engine.pytorch.graph as te_graph
+from te_stand_in.graphs import CUDAGraph
 
-import te_stand_in  # noqa: F401 - before the CPU lane
-
-from megatron_pipemem.cpu import activate
-
-activate()
-
-import torch  # noqa: E402
-import transformer_engine.pytorch.graph as te_graph  # noqa: E402
-from te_stand_in.graphs import CUDAGraph  # noqa: E402
-
-from megatron_pipemem.mcore.step.notices import signed_chunks  # noqa: E402
-from megatron_pipemem.schedule.action import Kind  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.mcore.step.notices import signed_chunks
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.registry import build_schedule
 
 WIDTH, TOKENS, DEPTH = 4, 3, 2
 
@@ -95,14 +83,11 @@ def train(name: str, p: int, m: int, device: int) -> dict[str, int]:
     }
 
 
-def main(*cases: str) -> None:
+def train_all(*cases: str) -> dict[str, dict[str, int]]:
+    """Return the counts of every device of every case ``family,p,m``."""
     found = {}
     for case in cases:
         family, devices, microbatches = case.split(",")
         for device in range(int(devices)):
             found[f"{case},{device}"] = train(family, int(devices), int(microbatches), device)
-    sys.stdout.write(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import packages
@@ -18,16 +15,8 @@ NUMBER = 2 * (2 + 2 * 2 * 2) + 3 + 2 + 3 + 3
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_case_is_exact(version):
-    process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("contract.py"))],
-        env=packages.environment(version),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout[process.stdout.index("{") :])
+def test_every_case_is_exact(contract, version):
+    found = contract(version)
     assert found["version"] == version
     wrong = {name: result for name, result in found["cases"].items() if result != "exact"}
     assert not wrong, "\n".join(f"{name}: {result}" for name, result in wrong.items())
