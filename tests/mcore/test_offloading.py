@@ -304,8 +304,8 @@ def test_every_rank_may_have_a_cap_of_its_own():
     caps = (0.75, 0.7, 0.5, 0.3)
     for wanted in (
         source("1f1b", "0.75,0.7,0.5,0.3", offload="auto", offload_options={"ratio": 0.2}),
-        source("auto", "0.75,0.7,0.5,0.3", offload="auto", offload_options={"ratio": 0.2}, options={"seconds": 1}),
-        source("auto", "0.75,0.7,0.5,0.3", options={"seconds": 1}),
+        source("auto", "0.75,0.7,0.5,0.3", offload="auto", offload_options={"ratio": 0.2}, options={"seconds": 0.3}),
+        source("auto", "0.75,0.7,0.5,0.3", options={"seconds": 0.3}),
     ):
         plan = wanted.plan(Shape(4, wanted.request.chunks, 8), "start")
         assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(plan.timeline.peaks, caps, strict=True))
@@ -315,13 +315,13 @@ def test_every_rank_may_have_a_cap_of_its_own():
 
 def test_the_placement_is_that_of_the_fastest_plan_with_its_offload():
     settings = {"offload": "auto", "offload_options": {"ratio": 1.4}}
-    wanted = source("auto", 0.5, options={"seconds": 1}, **settings)
+    wanted = source("auto", 0.5, options={"seconds": 0.3}, **settings)
     assert wanted.placement(3, 2).name == "interleaved"
     plan = wanted.plan(Shape(3, 2, 12), "start")
     assert plan.schedule.placement.name == "interleaved" and plan.timeline.peak <= 0.5 * (1 + 1e-9)
-    over_a_v = source("auto", 0.5, options={"seconds": 1, "placement": "v"}, **settings)
+    over_a_v = source("auto", 0.5, options={"seconds": 0.3, "placement": "v"}, **settings)
     assert plan.timeline.makespan < over_a_v.plan(Shape(3, 2, 12), "start").timeline.makespan
-    assert source("auto", options={"seconds": 1}).placement(3, 2).name == "v", "what is fastest without offload"
+    assert source("auto", options={"seconds": 0.3}).placement(3, 2).name == "v", "what is fastest without offload"
 
 
 def test_a_cap_in_bytes_is_kept_by_what_is_cheap_to_make_again_first():

@@ -243,7 +243,7 @@ def test_auto_keeps_a_layout_where_moving_layers_is_best_and_cutting_little_bett
 )
 def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = {"seconds": 1, "placement": "linear"} if schedule == "auto" else {}
+    options = {"seconds": 0.3, "placement": "linear"} if schedule == "auto" else {}
     source = programs_of(schedule, cap, "unit", options, vocab_parallel="auto")
     found = source.ways(source.placement(4, 1), 1)
     assert set(found) == allowed

@@ -11,6 +11,7 @@ import pytest
 from commands import pipemem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import rest_nightly
 from refusals import refused
 
 from megatron_pipemem.config import layout
@@ -75,14 +76,17 @@ MANY = replace(RUN, cluster=replace(CLUSTER, host=HostChannel(200.0, 200.0)), pa
 CUTS = {"tp": (1, 4), "micro_batch": (1, 2)}
 ALONE = CUTS | {"variant": (PLAIN,)}
 VARIED = CUTS | {"schedule": ("1f1b", "zb-h1", "v-half"), "pp": (2, 4), "recompute": ("none",)}
+OF_REPLICAS = ALONE | {"schedule": ("1f1b", "v-half", "chimera", "gems", "dualpipe")}
 
 
 @pytest.mark.parametrize(
     ("run", "limits", "memory_gib"),
     [
         (RUN, ALONE | {"schedule": FAMILIES}, 5.0),
-        (RUN, ALONE | {"schedule": ("1f1b", "v-half", "chimera", "gems", "dualpipe")}, 24.0),
-        *((MANY, VARIED, memory) for memory in (3.0, 5.0, 24.0)),
+        (RUN, OF_REPLICAS, 24.0),
+        *rest_nightly(
+            [(MANY, VARIED, memory) for memory in (3.0, 5.0, 24.0)], [(MANY, VARIED, 3.0)], "the case of 3 GiB"
+        ),
     ],
 )
 def test_the_listed_plans_are_the_best_of_all_candidates(run, limits, memory_gib):
@@ -205,7 +209,7 @@ def test_a_search_starts_where_families_leave_time(tmp_path):
             "micro_batch": (1,),
         }
     )
-    found = plan(RUN, limits=limits, top=4, search_seconds=1)
+    found = plan(RUN, limits=limits, top=4, search_seconds=0.3)
     best = found.plans[0]
     assert best.schedule == SEARCHED and best.seconds < min(each.seconds for each in found.plans if each.passes is None)
     assert best.passes is not None
@@ -289,7 +293,7 @@ def test_a_searched_order_is_written_beside_its_run(tmp_path):
     source, target = tmp_path / "run.yaml", tmp_path / "best.yaml"
     source.write_text(CONFIG)
     limits = ["--only", "schedule=1f1b,search", "--only", "pp=4", "--only", "tp=1", "--only", "micro_batch=1"]
-    done = pipemem("plan", source, "--output", target, "--search-seconds", "1", *limits)
+    done = pipemem("plan", source, "--output", target, "--search-seconds", "0.3", *limits)
     assert done.exit_code == 0 and "binds" in done.output, done.output
     run = load(target, Run)
     assert run.schedule.name == str(tmp_path / "best.csv") and feasible(run) is None

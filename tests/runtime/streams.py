@@ -14,9 +14,11 @@ operation that reaches the dispatcher, with the current stream. A storage knows 
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 from unittest import mock
 
@@ -24,7 +26,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 TOUCHES_NOTHING = {
     "aten::alias",
@@ -51,7 +52,16 @@ def merge(into: Clock, other: Clock) -> None:
 
 
 def tensors(value: object) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    """Return the tensors in lists, tuples and dicts. PyTorch's ``tree_leaves`` would take most of the time of a test."""
+    found, values = [], [value]
+    for each in values:  # it grows meanwhile
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list)):
+            values.extend(each)
+        elif isinstance(each, dict):
+            values.extend(each.values())
+    return found
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -169,6 +179,7 @@ class Streams(TorchDispatchMode):
         self.used_in_backward: set[Stream] = set()
         self.in_node = True  # outside of the engine, there is no sum of gradients between nodes
         self._known: dict[int, Memory] = {}
+        self._shared: dict[int, Memory] = {}  # those of them that another stream than their home stream has used
         self._freed: dict[Stream, list[tuple[str, list[Use], tuple[str, ...]]]] = {}
         self._patches = contextlib.ExitStack()
 
@@ -197,7 +208,7 @@ class Streams(TorchDispatchMode):
 
         def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             if nbytes == 0 and storage._cdata in self._known:
-                self._free(self._known.pop(storage._cdata))
+                self._free(storage._cdata)
             return resize(storage, nbytes)
 
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted_resize))
@@ -224,8 +235,17 @@ class Streams(TorchDispatchMode):
         if memory is not None:
             memory.recorded.add(stream)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because PyTorch would import its compiler, which takes longer than most tests."""
+        return False
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # BackwardStreams would look at what the sanitizer asks of tensors, too
+            return self._note(function, args, kwargs or {})
+
+    def _note(self, function: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
+        """Run an operation and note what it uses."""
         inputs = tensors((args, kwargs))
         before = {key_of(tensor) for tensor in inputs}
         result = function(*args, **kwargs)
@@ -289,6 +309,8 @@ class Streams(TorchDispatchMode):
             )
         if tensor.numel() == 0:
             return
+        if stream is not memory.home:
+            self._shared[key_of(tensor)] = memory
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin, size = int(tensor.storage_offset()), tensor.element_size()
         use = Use(begin * size, (begin + last + 1) * size, stream, dict(stream.clock), name)
@@ -306,10 +328,12 @@ class Streams(TorchDispatchMode):
         memory.writes.append(use)
 
     def _note_freed(self) -> None:
-        for key in [key for key, memory in self._known.items() if memory.alive.expired()]:
-            self._free(self._known.pop(key))
+        for key in [key for key, memory in self._shared.items() if memory.alive.expired()]:
+            self._free(key)
 
-    def _free(self, memory: Memory) -> None:
+    def _free(self, key: int) -> None:
+        memory = self._known.pop(key)
+        self._shared.pop(key, None)
         if uses := memory.foreign_uses():
             self._freed.setdefault(memory.home, []).append((memory.origin, uses, _place()))
 
@@ -318,8 +342,9 @@ class Streams(TorchDispatchMode):
 
 
 def _place() -> tuple[str, ...]:
-    frames = [frame for frame in traceback.extract_stack() if "megatron_pipemem" in frame.filename]
-    return tuple(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in frames[-3:])
+    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe()))
+    ours = (f"{name.rsplit('/', 1)[-1]}:{line}" for name, line in lines if "megatron_pipemem" in name)
+    return tuple(islice(ours, 3))[::-1]
 
 
 class BackwardStreams(TorchFunctionMode):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy
+from lanes import rest_nightly
 
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import MessageFormat, Transport
@@ -53,22 +54,43 @@ QUEUED = [
     for variable in ("", "message")
 ]
 CASES += [*MOVING, *QUEUED, *({**case, "single_queue": True} for case in MOVING[:4])]
+FEATURES = ("offload", "recompute", "selective")
 
 
-def launch(tmp_path: Path, cases: list[dict]) -> list[list[dict]]:
-    """``seen[rank][case]``."""
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, str(TOY), str(tmp_path / "cases.json"), str(tmp_path)]
+def in_full_lane(case: dict) -> bool:
+    """Whether the full lane runs a case: every family in one way, v-half in every way, and fused backwards in most."""
+    name, moved = case["schedule"], [what for what in FEATURES if what in case]
+    if name == "v-half" or case["microbatches"] == 9 and not moved:
+        return True
+    if case.get("single_queue"):
+        return name in ("1f1b", "interleaved") and not case["variable"] and moved in ([], ["offload", "recompute"])
+    if not moved:
+        return name == "1f1b" or name == "interleaved" and bool(case["variable"])
+    return name == "1f1b" and len(moved) == 1 and len(case[moved[0]]) == 8 and not case["variable"]
+
+
+def case_id(case: dict) -> str:
+    flavour = (
+        "forward-only" if case["forward_only"] else f"variable-{case['variable']}" if case["variable"] else "train"
+    )
+    moving = "".join(f"-{what}{len(case[what])}" for what in FEATURES if what in case)
+    queued = "-queued" if case.get("single_queue") else ""
+    return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}{queued}"
+
+
+@pytest.fixture(scope="module")
+def seen(request, tmp_path_factory) -> dict[str, list[dict]]:
+    """Run the cases that this run of pytest has selected. ``seen[case][rank]``."""
+    items = [item for item in request.session.items if item.path == request.path and "seen" in item.fixturenames]
+    cases, folder = [item.callspec.params["case"] for item in items], tmp_path_factory.mktemp("toy")
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(TOY), str(folder / "cases.json"), str(folder)]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(toy.DEVICES)]
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> list[list[dict]]:
-    return launch(tmp_path_factory.mktemp("toy"), CASES)
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(toy.DEVICES)]
+    return dict(zip(map(case_id, cases), zip(*ranks, strict=True), strict=True))
 
 
 def alone(case: dict, num_stages: int):
@@ -85,25 +107,18 @@ def alone(case: dict, num_stages: int):
     return losses, [[p.grad.flatten() for p in stage.parameters()] for stage in stages]
 
 
-def case_id(index: int) -> str:
-    case = CASES[index]
-    flavour = (
-        "forward-only" if case["forward_only"] else f"variable-{case['variable']}" if case["variable"] else "train"
-    )
-    moving = "".join(f"-{what}{len(case[what])}" for what in ("offload", "recompute", "selective") if what in case)
-    queued = "-queued" if case.get("single_queue") else ""
-    return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}{queued}"
-
-
-@pytest.mark.parametrize("index", range(len(CASES)), ids=case_id)
-def test_executes_as_scheduled_and_equals_one_process(seen, index):
-    case = CASES[index]
+@pytest.mark.parametrize(
+    "case",
+    rest_nightly(CASES, [*filter(in_full_lane, CASES)], "the same way to run with v-half or 1f1b"),
+    ids=case_id,
+)
+def test_executes_as_scheduled_and_equals_one_process(seen, case):
     schedule = toy.make_schedule(case, toy.DEVICES)
     if case["forward_only"]:
         schedule = schedule.forward_only()
     losses, gradients = alone(case, schedule.num_stages)
     for device, order in enumerate(schedule.orders):
-        here = seen[device][index]
+        here = seen[case_id(case)][device]
         assert here["actions"] == [str(action) for action in order if action.kind in COMPUTE]
         assert here["left_bytes"] == here["left_away_bytes"] == 0, "the step left activations behind"
         if device == schedule.placement.devices[schedule.num_stages - 1]:

@@ -200,18 +200,22 @@ def make_schedule(case: dict, devices: int) -> Schedule:
     return with_offload(schedule, case.get("offload", ()), case.get("every", 1))
 
 
-def run_case(case: dict, device: int, devices: int, connections: dict, engine: OffloadEngine) -> dict:
-    schedule = make_schedule(case, devices)
-    forward_only = case.get("forward_only", False)
-    single_queue = case.get("single_queue", False)
-    program = lower(schedule.forward_only() if forward_only else schedule, single_queue=single_queue)
-    if device == 0:  # it is the same on every rank
-        validate_program(program, single_queue=single_queue)
+def make_program(case: dict) -> Program:
+    schedule, single_queue = make_schedule(case, DEVICES), case.get("single_queue", False)
+    program = lower(schedule.forward_only() if case["forward_only"] else schedule, single_queue=single_queue)
+    validate_program(program, single_queue=single_queue)
+    return program
+
+
+def run_case(case: dict, program: Program, device: int, connections: dict, engine: OffloadEngine) -> dict:
+    schedule, forward_only = program.schedule, case["forward_only"]
     pipeline = connections.get(schedule.placement.devices)
     if pipeline is None:
         pipeline = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD, "cpu")
     with torch.set_grad_enabled(not forward_only):
-        runners, ledger, trace = run_step(program, pipeline, engine, single_queue, variable=case.get("variable", ""))
+        runners, ledger, trace = run_step(
+            program, pipeline, engine, case.get("single_queue", False), variable=case["variable"]
+        )
     moved = engine.statistics()
     seen = {
         "losses": [loss.item() for runner in runners.values() for loss in runner.losses],
@@ -232,7 +236,7 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
         }
         actions = program.actions[device]
         for what, on_host in (("predicted_peak", False), ("predicted_host_peak", True)):
-            if case.get("variable"):
+            if case["variable"]:
                 foretold = BytesByTokens(on_host)
                 foretold.learn(ledger.entries)
                 seen[what] = foretold.peak(actions, ledger.tokens_of)
@@ -242,15 +246,16 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
     return seen
 
 
-def run_cases(cases: list[dict], out: Path) -> None:
+def run_cases(cases: list[dict], programs: list[Program], out: Path) -> None:
     rank = dist.get_rank()
     connections: dict = {}
     engine = OffloadEngine.on(torch.device("cpu"), 1 << 20, min_bytes=1, guard=True)
-    seen = [run_case(case, rank, DEVICES, connections, engine) for case in cases]
+    seen = [run_case(case, program, rank, connections, engine) for case, program in zip(cases, programs, strict=True)]
     engine.close()
     (out / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(fork_ranks(DEVICES, run_cases, json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])))
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    sys.exit(fork_ranks(DEVICES, run_cases, cases, [*map(make_program, cases)], Path(sys.argv[2])))
