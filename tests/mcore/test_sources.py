@@ -156,11 +156,11 @@ def test_a_search_keeps_to_the_placement_and_the_cap():
 )
 def test_a_run_and_the_command_line_find_the_same_order(flags, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(run_programs, "microbatches_of_the_run", lambda: 6)
+    monkeypatch.setattr(run_programs, "microbatches_of_the_run", lambda: 4)
     file, cap = tmp_path / "auto.csv", "1.1" if "vocab_parallel" in settings else "0.5"
-    asked = ["simulate", "auto", "-p", "3", "-m", "6", "--memory-cap", cap, *flags, "--json"]
+    asked = ["simulate", "auto", "-p", "3", "-m", "4", "--memory-cap", cap, *flags, "--json"]
     told = pipemem(*asked)
-    run = programs_of("auto", cap, **settings).plan(Shape(3, 2, 6), "start")
+    run = programs_of("auto", cap, **settings).plan(Shape(3, 2, 4), "start")
     assert json.loads(told.stdout)["makespan"] == run.timeline.makespan
     if not flags:
         assert pipemem("check", "auto", "--write", file, *asked[2:8]).exit_code == 0
