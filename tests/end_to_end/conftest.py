@@ -41,6 +41,9 @@ DEFAULTS = {
     "--no-rope-fusion": None,
     "--split": "80,10,10",
 }
+# Of a run that shows a feature or a flag: with two chunks per rank, it has stages between the ends, too.
+SMALL = {"--pipeline-model-parallel-size": "2", "--num-layers": "4", "--global-batch-size": "4"}
+TWO_RANKS_A_STAGE = {f"--{name}-model-parallel-size" for name in ("tensor", "expert")} | {"--context-parallel-size"}
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,13 @@ class Trainer:
     ranks: Ranks | ConductedRanks
     folder: Path
     text: Path
+    defaults: dict[str, str | None] = field(default_factory=lambda: DEFAULTS)
     _runs: dict[tuple, Run] = field(default_factory=dict)
 
     def __call__(
         self, schedule: str, *flags: str, ranks: int | None = None, gradients: bool = False, **how: object
     ) -> Run:
-        """Return a run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
+        """Return a run of ``ITERATIONS`` steps on all ranks, with the ``defaults`` unless ``flags`` say otherwise.
 
         ``+`` in front of a default flag takes it away. Fewer ``ranks`` leave the others idle. ``gradients`` notes those of the
         first step, for runs without data parallelism. ``training.run`` says ``how`` else a run can be.
@@ -106,7 +110,7 @@ class Trainer:
         without = {*given, *(flag.removeprefix("+") for flag in flags if flag.startswith("+"))}
         defaults = [
             part
-            for flag, value in DEFAULTS.items()
+            for flag, value in self.defaults.items()
             if flag not in without
             for part in (flag, value)
             if part is not None
@@ -198,6 +202,24 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
     ranks.stop()
 
 
+@pytest.fixture(scope="session")
+def train_small(train, tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
+    """``train`` four layers with four microbatches on a pipeline of two ranks.
+
+    Stages have two ranks each if a flag names a size of tensor, context or expert parallelism, or with ``ranks=4``.
+    """
+    folders = [tmp_path_factory.mktemp("small") for _ in range(2)]
+    two = Trainer(Ranks("training", folders[0], size=2), folders[0], text, DEFAULTS | SMALL)
+    four = Trainer(train.ranks, folders[1], text, DEFAULTS | SMALL)
+
+    def run(schedule: str, *flags: str, ranks: int | None = None, **how: object) -> Run:
+        size = ranks or (4 if TWO_RANKS_A_STAGE & {*flags} else 2)
+        return (two if size == 2 else four)(schedule, *flags, ranks=size, **how)
+
+    yield run
+    two.ranks.stop()
+
+
 @pytest.fixture(scope="module")
 def train_on_eight_ranks(tmp_path_factory, text) -> Iterator[Trainer]:
     folder = tmp_path_factory.mktemp("eight_ranks")
@@ -244,13 +266,13 @@ def ranks_without_training(tmp_path_factory) -> Iterator[ConductedRanks]:
 
 @pytest.fixture(scope="session")
 def emulate(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
-    """``emulate(rule, *flags, stages=4, replicas=1)``: what ``scripts/emulate.py`` predicts, on one rank."""
+    """``emulate(rule, *flags, stages=2, replicas=1)``: what ``scripts/emulate.py`` predicts, on one rank, of small runs."""
     folder = tmp_path_factory.mktemp("emulation")
     ranks = Ranks("training", folder, size=1)
-    trainer = Trainer(ranks, folder, text)
+    trainer = Trainer(ranks, folder, text, DEFAULTS | SMALL | {"--pipeline-model-parallel-size": "1"})
 
-    def run(rule: str, *flags: str, stages: int = 4, replicas: int = 1, **how) -> Run:
-        return trainer("stock", *flags, "--pipeline-model-parallel-size", "1", emulate=(rule, stages, replicas), **how)
+    def run(rule: str, *flags: str, stages: int = 2, replicas: int = 1, **how) -> Run:
+        return trainer("stock", *flags, emulate=(rule, stages, replicas), **how)
 
     yield run
     ranks.stop()

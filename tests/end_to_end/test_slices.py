@@ -7,14 +7,13 @@ gradient is summed over slices first.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lanes import nightly, rest_nightly
 from quickstart import ROUNDING
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
-from test_vocabulary import DISTRIBUTED, PP2, SEARCH, TP2
+from test_vocabulary import DISTRIBUTED, SEARCH, TP2
 from text_to_dataset import END_OF_DOCUMENT, write_dataset
 
 ROPE = ("--position-embedding-type", "rope")
@@ -86,7 +85,6 @@ CASES = {
     ),
     "two sequences a microbatch": ("seq1f1b", cut(2), (*GROUPED, "--micro-batch-size", "2")),
 }
-SMALL = (*PP2, "--num-layers", "4", "--global-batch-size", "4")
 DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 BY_THE_MODEL = {"recomputed by the model", "attention recomputed by the model"}
 
@@ -111,17 +109,6 @@ NIGHTLY = {
     *("v-half, offloaded", "v-half", "zbv", "v-half, tensor parallel", "one barrier of a cut vocabulary"),
     *("one microbatch, cut vocabulary", "two sequences a microbatch"),
 }
-
-
-@pytest.fixture(scope="module")
-def train_small(train) -> Callable:
-    """``train`` four layers on a pipeline of two ranks. With two chunks per rank, it has stages between the ends, too."""
-
-    def run(schedule: str, *flags: str, **how: object):
-        ranks = 4 if "--tensor-model-parallel-size" in flags else 2
-        return train(schedule, *SMALL, *flags, ranks=ranks, **how)
-
-    return run
 
 
 @pytest.mark.parametrize("name", rest_nightly(CASES, CASES.keys() - NIGHTLY, "a case with the same flags"))
