@@ -17,12 +17,23 @@ UNIT = {"dualpipe": ("--global-batch-size", "8")}  # it takes even numbers of at
 UNTIED = "--untie-embeddings-and-output-weights"
 TWO_MICROBATCHES = ("--global-batch-size", "2")
 DOUBLED = ("--pipemem-option", "doubling=true")
-THREE_STAGES = ("--pipeline-model-parallel-size", "3", "--num-layers", "6")
+THREE_STAGES = ("--pipeline-model-parallel-size", "3", "--num-layers", "3")
 EVALUATED = ("--eval-iters", "1", "--eval-interval", "2", "--train-iters", "3")
 DATA_PARALLEL = (
     *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"),
     *("--overlap-param-gather", "--ddp-bucket-size", "20000"),
 )
+
+
+@pytest.fixture
+def train_replicas(train_small):
+    """``train`` four layers with four microbatches on four ranks, as fewer would not show which device has whose copy."""
+
+    def run(schedule: str, *flags: str, ranks: int = 4, **how: object):
+        stages = () if "--pipeline-model-parallel-size" in flags else ("--pipeline-model-parallel-size", str(ranks))
+        return train_small(schedule, *stages, *flags, ranks=ranks, **how)
+
+    return run
 
 
 def assert_copies_are_equal(run, dp: int = 1) -> None:
@@ -44,10 +55,10 @@ EMBEDDINGS = {"tied": (), "untied": (UNTIED,)}
         "the same replicas with the other embedding",
     ),
 )
-def test_trains_and_evaluates_as_stock(train, assert_close_training, name, embeddings):
+def test_trains_and_evaluates_as_stock(train_replicas, assert_close_training, name, embeddings):
     flags = (*EMBEDDINGS[embeddings], *EVALUATED, *UNIT.get(name, ()))
-    run = train(name, *flags)
-    assert_close_training(run, train("stock", *flags))
+    run = train_replicas(name, *flags)
+    assert_close_training(run, train_replicas("stock", *flags))
     assert len(run.validation) > 1
     assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
     assert_copies_are_equal(run)
@@ -61,9 +72,9 @@ def test_trains_and_evaluates_as_stock(train, assert_close_training, name, embed
         "the same replicas with the other embedding, and gems above",
     ),
 )
-def test_one_microbatch_per_copy_is_exact(train, assert_same_training, name, embeddings):
+def test_one_microbatch_per_copy_is_exact(train_replicas, assert_same_training, name, embeddings):
     flags = (*TWO_MICROBATCHES, *EMBEDDINGS[embeddings])
-    assert_same_training(train(name, *flags), train("stock", *flags))
+    assert_same_training(train_replicas(name, *flags), train_replicas("stock", *flags))
 
 
 @pytest.mark.parametrize(
@@ -75,45 +86,45 @@ def test_one_microbatch_per_copy_is_exact(train, assert_same_training, name, emb
     ),
     ids=["less-than-a-unit", "a-ragged-unit", "a-ragged-doubled-unit", "a-doubled-unit"],
 )
-def test_units_of_chimera(train, assert_close_training, microbatches, options):
+def test_units_of_chimera(train_replicas, assert_close_training, microbatches, options):
     flags = ("--global-batch-size", microbatches)
-    run = train("chimera", *flags, *options)
-    assert_close_training(run, train("stock", *flags))
+    run = train_replicas("chimera", *flags, *options)
+    assert_close_training(run, train_replicas("stock", *flags))
     assert run.predicted_peaks == run.counted_peaks
     assert_copies_are_equal(run)
 
 
-def test_a_copy_without_a_microbatch_changes_nothing(train, assert_same_training):
+def test_a_copy_without_a_microbatch_changes_nothing(train_replicas, assert_same_training):
     flags = ("--global-batch-size", "1")
-    run = train("chimera", *flags)
-    assert_same_training(run, train("stock", *flags))
+    run = train_replicas("chimera", *flags)
+    assert_same_training(run, train_replicas("stock", *flags))
     assert_copies_are_equal(run)
 
 
-def test_both_copies_of_the_middle_stage_on_one_device(train, assert_close_training):
-    run = train("gems", *THREE_STAGES, ranks=3)
-    assert_close_training(run, train("stock", *THREE_STAGES, ranks=3))
+def test_both_copies_of_the_middle_stage_on_one_device(train_replicas, assert_close_training):
+    run = train_replicas("gems", *THREE_STAGES, ranks=3)
+    assert_close_training(run, train_replicas("stock", *THREE_STAGES, ranks=3))
     assert run.predicted_peaks == run.counted_peaks
     assert_copies_are_equal(run)
 
 
 @pytest.mark.parametrize("name", rest_nightly(["chimera", "zbv"], ["chimera"], "a frozen V in test_flags.py"))
-def test_models_built_by_the_script_or_by_megatron(train, name):
+def test_models_built_by_the_script_or_by_megatron(train_replicas, name):
     """Both ways of building chunks that are not dealt round robin lead to the same model, and copies start equal and stay so.
 
     With Megatron's own initial values, which depend on the rank.
     """
-    run = train(name, initialise=False)
-    assert train(name, by_provider=True, initialise=False) == run
+    run = train_replicas(name, initialise=False)
+    assert train_replicas(name, by_provider=True, initialise=False) == run
     if name == "chimera":
         assert_copies_are_equal(run)
 
 
 @pytest.mark.parametrize("name", rest_nightly(["chimera", "dualpipe"], ["dualpipe"], "dualpipe"))
-def test_data_parallel_ranks_with_the_distributed_optimizer(train, assert_close_training, name):
+def test_data_parallel_ranks_with_the_distributed_optimizer(train_replicas, assert_close_training, name):
     flags = (*DATA_PARALLEL, *UNIT.get(name, ()))
-    run = train(name, *flags)
-    assert_close_training(run, train("stock", *flags))
+    run = train_replicas(name, *flags)
+    assert_close_training(run, train_replicas("stock", *flags))
     assert_copies_are_equal(run, dp=2)
 
 
@@ -125,19 +136,19 @@ def test_data_parallel_ranks_with_the_distributed_optimizer(train, assert_close_
         ("gems", ("--pipemem-costs", "profile")),
     ],
 )
-def test_recomputation_offload_and_measured_costs(train, assert_close_training, name, flags):
+def test_recomputation_offload_and_measured_costs(train_replicas, assert_close_training, name, flags):
     unit = UNIT.get(name, ())
-    run = train(name, *flags, *unit)
-    assert_close_training(run, train("stock", *unit))
+    run = train_replicas(name, *flags, *unit)
+    assert_close_training(run, train_replicas("stock", *unit))
     assert run.predicted_peaks == run.counted_peaks
     assert_copies_are_equal(run)
 
 
-def test_weights_stand_on_the_devices_twice(train):
+def test_weights_stand_on_the_devices_twice(train_replicas):
     flags = (UNTIED, *EVALUATED)  # of the runs above
-    ours, stock = (train(name, *flags).of_ranks("counted_weight_bytes") for name in ("chimera", "stock"))
+    ours, stock = (train_replicas(name, *flags).of_ranks("counted_weight_bytes") for name in ("chimera", "stock"))
     assert ours == [own + other for own, other in zip(stock, reversed(stock), strict=True)]
-    assert ours == train("chimera", *flags).of_ranks("predicted_weight_bytes")
+    assert ours == train_replicas("chimera", *flags).of_ranks("predicted_weight_bytes")
 
 
 @pytest.mark.parametrize(
@@ -148,14 +159,14 @@ def test_weights_stand_on_the_devices_twice(train):
         "its two halves",
     ),
 )
-def test_checkpoints_hold_one_copy(train, tmp_path, before, after):
+def test_checkpoints_hold_one_copy(train_replicas, tmp_path, before, after):
     """With the state of Adam."""
     flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
-    train(before, *flags)
-    resumed = train(
+    train_replicas(before, *flags)
+    resumed = train_replicas(
         after, "--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler", initialise=False
     )
-    uninterrupted = train("stock", "--train-iters", "4")
+    uninterrupted = train_replicas("stock", "--train-iters", "4")
     assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=ROUNDING)
     if after != "stock":
         assert_copies_are_equal(resumed)

@@ -29,7 +29,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(train, tmp_path_factory):
+def checkpoint(train_small, tmp_path_factory):
     """``checkpoint(schedule, embeddings)``: the folder of a model trained for two steps, saved once."""
     saved = {}
 
@@ -37,7 +37,7 @@ def checkpoint(train, tmp_path_factory):
         key = (schedule, embeddings)
         if key not in saved:
             folder = tmp_path_factory.mktemp("checkpoint")
-            train(
+            train_small(
                 schedule, *EMBEDDINGS[embeddings], "--train-iters", "2", "--save", str(folder), "--save-interval", "2"
             )
             saved[key] = str(folder)
@@ -47,13 +47,13 @@ def checkpoint(train, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def resume(train, checkpoint):
+def resume(train_small, checkpoint):
     """``resume(before, after, embeddings)``: two more steps with their optimizer state."""
 
     def run(before: str, after: str, embeddings: str):
         folder = checkpoint(before, embeddings)
         flags = ("--train-iters", "4", "--load", folder, "--override-opt_param-scheduler")
-        return train(after, *EMBEDDINGS[embeddings], *flags, initialise=False)
+        return train_small(after, *EMBEDDINGS[embeddings], *flags, initialise=False)
 
     return run
 
@@ -65,9 +65,9 @@ FULL_LANE = (("v-half", "interleaved", "untied"), ("stock", "v-half", "tied"), (
 @pytest.mark.parametrize(
     ("before", "after", "embeddings"), rest_nightly(CASES, FULL_LANE, "a case that saves so, and one that loads so")
 )
-def test_checkpoints_are_interchangeable(train, resume, assert_same_training, before, after, embeddings):
+def test_checkpoints_are_interchangeable(train_small, resume, assert_same_training, before, after, embeddings):
     resumed = resume(before, after, embeddings)
-    whole = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "4")
+    whole = train_small("stock", *EMBEDDINGS[embeddings], "--train-iters", "4")
     assert_same_training(resumed, replace(whole, losses=whole.losses[2:], grad_norms=whole.grad_norms[2:]))
 
 
@@ -76,21 +76,21 @@ DISTRIBUTED = (
     *("--overlap-grad-reduce", "--ddp-bucket-size", "20000"),  # buckets with padding behind them, on the first rank
 )
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
-PP2 = ("--pipeline-model-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")
-def distributed(train, tmp_path_factory):
+def distributed(train_small, tmp_path_factory):
     """``distributed(after, *flags)``: losses from step 2 on, which a V wrote in the background, and what they should be."""
     folder = str(tmp_path_factory.mktemp("distributed"))
     flags = (*DISTRIBUTED, *EMBEDDINGS["untied"], "--train-iters", "4")
-    uninterrupted = train("stock", *flags)
-    saving = train("v-half", *flags, *ASYNC, "--save", folder, "--save-interval", "2")
+    uninterrupted = train_small("stock", *flags)
+    saving = train_small("v-half", *flags, *ASYNC, "--save", folder, "--save-interval", "2")
     assert saving.losses == uninterrupted.losses
 
-    def resumed(after: str, *more: str, load: str = folder, step: int = 2):
+    def resumed(after: str, *more: str, load: str = folder, step: int = 2, ranks: int = 2):
         more = (*more, "--ckpt-fully-parallel-load", "--override-opt_param-scheduler")
-        run = train(after, *flags, "--load", load, "--ckpt-step", str(step), *more, initialise=False)
+        place = ("--load", load, "--ckpt-step", str(step))
+        run = train_small(after, *flags, *place, *more, initialise=False, ranks=ranks)
         return run.losses, uninterrupted.losses[step:]
 
     return resumed
@@ -104,33 +104,33 @@ def test_a_distributed_optimizer_goes_from_a_v_to_1f1b_and_back(distributed, tmp
 
 
 @pytest.mark.parametrize(
-    ("after", "more"),
-    rest_nightly([("chimera", ()), ("hanayo", PP2)], [("chimera", ())], "1f1b above, and its way back"),
+    ("after", "ranks"),
+    rest_nightly([("chimera", 2), ("hanayo", 4)], [("chimera", 2)], "1f1b above, and its way back"),
 )
-def test_a_distributed_optimizer_goes_to_other_placements_and_sizes(distributed, after, more):
+def test_a_distributed_optimizer_goes_to_other_placements_and_sizes(distributed, after, ranks):
     """Two replicas of the model add gradients in another order, and so do two data-parallel ranks."""
-    losses, expected = distributed(after, *more)
+    losses, expected = distributed(after, ranks=ranks)
     assert losses == pytest.approx(expected, rel=ROUNDING) and len(set(losses)) == 2
 
 
-def test_a_report_that_is_lost_costs_no_checkpoint(train, tmp_path):
+def test_a_report_that_is_lost_costs_no_checkpoint(train_small, tmp_path):
     """The closing checkpoint, which Megatron writes when its loop has ended. Scalars go to TensorBoard meanwhile."""
     flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "1000", "--tensorboard-dir", "unused")
-    run = train("v-half", *EMBEDDINGS["untied"], *flags, sabotage="report is lost")
+    run = train_small("v-half", *EMBEDDINGS["untied"], *flags, sabotage="report is lost")
     assert run.losses == [], "no report"
     flags = ("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler")
-    resumed = train("stock", *EMBEDDINGS["untied"], *flags, initialise=False)
-    assert resumed.losses == train("stock", *EMBEDDINGS["untied"], "--train-iters", "4").losses[2:]
+    resumed = train_small("stock", *EMBEDDINGS["untied"], *flags, initialise=False)
+    assert resumed.losses == train_small("stock", *EMBEDDINGS["untied"], "--train-iters", "4").losses[2:]
     assert [at for name, at, _ in run.scalars if name == "lm loss"] == [1, 2]
     for name in ("peak-activation-bytes", "predicted-peak-activation-bytes", "bubble-rate", "makespan-seconds"):
         assert [at for own, at, _ in run.scalars if own == f"pipemem/{name}"] == [1, 2]
 
 
-def test_a_rank_that_cannot_measure_costs_its_numbers_alone(train, assert_same_training):
+def test_a_rank_that_cannot_measure_costs_its_numbers_alone(train_small, assert_same_training):
     """Its peers gather what it has not got, and no rank plans anew without it."""
-    run = train("zb-h1", "--pipemem-costs", "profile", "--train-iters", "4", sabotage="clock is gone")
-    assert_same_training(run, train("stock", "--train-iters", "4"))
+    run = train_small("zb-h1", "--pipemem-costs", "profile", "--train-iters", "4", sabotage="clock is gone")
+    assert_same_training(run, train_small("stock", "--train-iters", "4"))
     assert [plan["reason"] for plan in run.plans] == ["start"]
     failures = run.of_ranks("failure")
-    assert "the clock is gone" in failures[1] and failures[:1] + failures[2:] == [None] * 3
-    assert run.counted_peaks[0] > 0 and run.of_ranks("measured_bubble_rate") == [None] * 4
+    assert failures[0] is None and "the clock is gone" in failures[1]
+    assert run.counted_peaks[0] > 0 and run.of_ranks("measured_bubble_rate") == [None] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lanes import nightly, rest_nightly
-from test_experts import ALL_TO_ALL, EXPERTS, PADDED
+from test_experts import ALL_TO_ALL, EXPERTS, PADDED, THREE_EACH
 from test_multi_token import ONE
 
 NARROW = ("--moe-ffn-hidden-size", "32")
@@ -14,11 +14,20 @@ FLAG = "--pipemem-early-weights"
 
 
 @pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["v-half"], "v-half"))
-def test_local_experts_and_the_head_hold_less_for_w(train, assert_same_training, schedule):
+def test_local_experts_and_the_head_hold_less_for_w(train_small, assert_same_training, schedule):
     """All experts get as many tokens, so bytes are predicted exactly."""
-    flags = (*ALL_TO_ALL, *PADDED, *NARROW, *SHARED_EXPERTS, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
-    runs = {early: train(schedule, *flags, FLAG, early) for early in ("none", "auto", ALL)}
-    stock = train("stock", *flags)
+    flags = (
+        *ALL_TO_ALL,
+        *PADDED,
+        *NARROW,
+        *SHARED_EXPERTS,
+        *THREE_EACH,
+        "--overlap-grad-reduce",
+        "--ddp-bucket-size",
+        "20000",
+    )
+    runs = {early: train_small(schedule, *flags, FLAG, early) for early in ("none", "auto", ALL)}
+    stock = train_small("stock", *flags)
     for run in runs.values():
         assert_same_training(run, stock)
         assert run.predicted_peaks == run.counted_peaks
@@ -27,22 +36,22 @@ def test_local_experts_and_the_head_hold_less_for_w(train, assert_same_training,
 
 
 @nightly("tests/planner/test_early_weights.py says which modules auto names")
-def test_wide_experts_wait_unless_told_otherwise(train):
-    flags = (*EXPERTS, *PADDED, "--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "256")
-    auto, none = (train("zb-h1", *flags, FLAG, early) for early in ("auto", "none"))
+def test_wide_experts_wait_unless_told_otherwise(train_small):
+    flags = (*EXPERTS, *PADDED, *THREE_EACH, "--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "256")
+    auto, none = (train_small("zb-h1", *flags, FLAG, early) for early in ("auto", "none"))
     assert auto.counted_peaks == none.counted_peaks
 
 
-def test_the_head_of_multi_token_prediction(train, assert_same_training):
+def test_the_head_of_multi_token_prediction(train_small, assert_same_training):
     """It predicts twice with one weight, and a copy of the embedding stands on its stage."""
-    run, stock = train("zb-h1", *ONE, FLAG, "head"), train("stock", *ONE)
+    run, stock = train_small("zb-h1", *ONE, FLAG, "head"), train_small("stock", *ONE)
     assert_same_training(run, stock)
     assert run.predicted_peaks == run.counted_peaks
-    assert run.counted_peaks[-1] < train("zb-h1", *ONE).counted_peaks[-1]
+    assert run.counted_peaks[-1] < train_small("zb-h1", *ONE).counted_peaks[-1]
 
 
-def test_a_head_that_is_cut_over_the_pipeline_is_left_alone(train):
+def test_a_head_that_is_cut_over_the_pipeline_is_left_alone(train_small):
     cut = ("--pipemem-vocab-parallel", "2")
-    early, waiting = (train("zb-h1", *cut, *more) for more in ((FLAG, "head"), ()))
+    early, waiting = (train_small("zb-h1", *cut, *more) for more in ((FLAG, "head"), ()))
     assert early.losses == waiting.losses
     assert early.counted_peaks == waiting.counted_peaks

@@ -11,6 +11,7 @@ EXPERTS = (
     *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2", "--num-layers", "4"),
     *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"),
 )
+THREE_EACH = ("--global-batch-size", "6")  # microbatches of two data-parallel replicas
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 Z_LOSS = ("--moe-z-loss-coeff", "0.01")
 LOSSES = (
@@ -57,13 +58,20 @@ VARIANTS = {
         "the same losses and biases with more flags",
     ),
 )
-def test_experts_train_as_stock(train, assert_same_training, tmp_path_factory, variant):
+def test_experts_train_as_stock(train_small, assert_same_training, tmp_path_factory, variant):
     """The routers' own losses too, step by step. What is held is within its prediction, and as predicted where all experts
     get as many tokens.
     """
     schedule, flags, own = VARIANTS[variant]
-    flags = (*flags, "--tensorboard-dir", str(tmp_path_factory.getbasetemp()), "--tensorboard-log-interval", "1")
-    run, stock = train(schedule, *flags, *own), train("stock", *flags)
+    flags = (
+        *flags,
+        *THREE_EACH,
+        "--tensorboard-dir",
+        str(tmp_path_factory.getbasetemp()),
+        "--tensorboard-log-interval",
+        "1",
+    )
+    run, stock = train_small(schedule, *flags, *own), train_small("stock", *flags)
     assert_same_training(run, stock)
 
     def of_routers(scalars: list) -> list:
@@ -77,11 +85,11 @@ def test_experts_train_as_stock(train, assert_same_training, tmp_path_factory, v
         assert (least == most) is ("--moe-pad-expert-input-to-capacity" in flags)
 
 
-def test_evaluation_leaves_the_routers_losses_of_a_pipeline_that_is_not_flushed(train):
+def test_evaluation_leaves_the_routers_losses_of_a_pipeline_that_is_not_flushed(train_small):
     """It divides them by another number of microbatches, and backwards of forwards before it come behind it."""
-    flags = (*MOE, "--moe-aux-loss-coeff", "1.0", "--train-iters", "3")
+    flags = (*MOE, "--moe-layer-freq", "[1,0,0,1]", "--moe-aux-loss-coeff", "1.0", "--train-iters", "3")
     evaluation = ("--eval-interval", "1", "--eval-iters", "1", "--eval-global-batch-size", "2")
-    run, undisturbed = train("pipedream-2bw", *flags, *evaluation), train("pipedream-2bw", *flags)
+    run, undisturbed = train_small("pipedream-2bw", *flags, *evaluation), train_small("pipedream-2bw", *flags)
     assert len(run.validation) > 2
     assert run.losses == undisturbed.losses
 
@@ -104,7 +112,7 @@ LATENT_QUERIES = (*LATENT, "--q-lora-rank", "24")
     ],
     ids=["zb-h1", "v-half", "po-f", "recompute-selective", "offload-full"],
 )
-def test_latent_attention_trains_as_stock(train, assert_same_training, schedule, model, own):
-    run = train(schedule, *model, *own)
-    assert_same_training(run, train("stock", *model))
+def test_latent_attention_trains_as_stock(train_small, assert_same_training, schedule, model, own):
+    run = train_small(schedule, *model, *own)
+    assert_same_training(run, train_small("stock", *model))
     assert run.predicted_peaks == run.counted_peaks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from lanes import rest_nightly
 
-PP2 = ("--pipeline-model-parallel-size", "2")
 EVALUATED = ("--eval-iters", "1", "--eval-interval", "2", "--split", "50,30,20")
 LOGGED = (
     *("--log-params-norm", "--log-num-zeros-in-grad", "--log-throughput", "--timing-log-level", "2"),
@@ -15,13 +14,13 @@ LOGGED = (
     *("--check-for-large-grads", "--empty-unused-memory-level", "2", "--manual-gc", "--manual-gc-interval", "1"),
 )
 DP2 = (
-    *(*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--use-tp-pp-dp-mapping"),
+    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--use-tp-pp-dp-mapping"),
     *("--ddp-bucket-size", "20000", "--check-weight-hash-across-dp-replicas-interval", "1", "--no-align-grad-reduce"),
-    *("--no-align-param-gather", "--ddp-average-in-collective", "--decoupled-lr", "5e-4"),
+    *("--no-align-param-gather", "--ddp-average-in-collective", "--decoupled-lr", "5e-4", "--global-batch-size", "6"),
 )
 CASES = {
     "another-batch-to-evaluate": (
-        (*EVALUATED, "--eval-global-batch-size", "4", "--eval-micro-batch-size", "2"),
+        (*EVALUATED, "--eval-global-batch-size", "6", "--eval-micro-batch-size", "2"),
         ("v-half",),
     ),
     "logged": (LOGGED, ("zb-h1", "v-half")),
@@ -38,9 +37,9 @@ CASES = {
         "the same flags with v-half",
     ),
 )
-def test_trains_as_stock(train, name, schedule):
+def test_trains_as_stock(train_small, name, schedule):
     flags, _ = CASES[name]
-    run, stock = train(schedule, *flags), train("stock", *flags)
+    run, stock = (train_small(each, *flags, ranks=4 if name == "data-parallel" else 2) for each in (schedule, "stock"))
     assert run.losses == stock.losses
     assert run.validation == stock.validation
     assert len(set(run.losses)) > 1 or run.validation
@@ -48,8 +47,8 @@ def test_trains_as_stock(train, name, schedule):
 
 
 @pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["v-half"], "v-half"))
-def test_a_frozen_model_runs_and_stays(train, schedule):
+def test_a_frozen_model_runs_and_stays(train_small, schedule):
     """Megatron freezes models that the script builds, and no others."""
-    run, stock = (train(name, "--freeze-all-layers", by_provider=True) for name in (schedule, "stock"))
+    run, stock = (train_small(name, "--freeze-all-layers", by_provider=True) for name in (schedule, "stock"))
     assert run.losses == stock.losses and len(set(run.losses)) > 1
-    assert run.losses[1] != train("stock").losses[1]
+    assert run.losses[1] != train_small("stock").losses[1]

@@ -8,7 +8,7 @@ from test_experts import LATENT_QUERIES
 from test_layerwise import MULTI_TOKEN
 from test_variants import MOE
 
-SMALL = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--num-layers", "4", "--train-iters", "3")
+THREE_STEPS = ("--train-iters", "3")
 CUT = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
@@ -23,7 +23,7 @@ CUT = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     ],
     ids=["dense", "experts", "multi-token", "latent"],
 )
-def test_two_tensor_parallel_ranks_train_as_one(train, flags, is_right):
-    cut, whole = train("stock", *SMALL, *CUT, *flags), train("stock", *SMALL, *flags, ranks=2)
+def test_two_tensor_parallel_ranks_train_as_one(train_small, flags, is_right):
+    cut, whole = (train_small("stock", *THREE_STEPS, *cut, *flags) for cut in (CUT, ()))
     assert cut.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
     assert (cut.losses[1:] == pytest.approx(whole.losses[1:], rel=1e-6)) == is_right

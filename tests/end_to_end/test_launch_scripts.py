@@ -29,7 +29,7 @@ OF_TESTS = """
 
 def smaller(words: list[str], layers: int) -> list[str]:
     """Return the flags of a training command for a small model on four ranks."""
-    kept: list[str] = ["--num-layers", str(layers), "--global-batch-size", "8"]
+    kept: list[str] = ["--num-layers", str(layers), "--global-batch-size", "4"]
     name = ""
     for word in words[next(place for place, each in enumerate(words) if each.endswith(".py")) + 1 :]:
         name = word if word.startswith("--") else name

@@ -111,9 +111,9 @@ def test_checkpoints_are_stocks(train, tmp_path, before, after):
 
 
 @pytest.mark.parametrize("cut", [(), ("--pipemem-vocab-parallel", "2")], ids=["whole", "cut"])
-def test_hybrid_models_predict_further_too(train, cut):
+def test_hybrid_models_predict_further_too(train_small, cut):
     stock, run = (
-        train(schedule, *of(f"{CUTS[chunks]}/*-", *SMALL, UNTIED, *more))
+        train_small(schedule, *of(f"{CUTS[chunks]}/*-", *SMALL, UNTIED, *more))
         for schedule, chunks, more in (("stock", 1, ()), ("v-half", 2, cut))
     )
     assert len(logged(stock)) >= 6 and len(set(stock.losses)) > 1
