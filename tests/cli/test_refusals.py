@@ -151,6 +151,7 @@ layout lama3-8b -p 4 | no-file "'lama3-8b'" "'llama3-8b'"
 layout llama3-8b -p 4 --beside Et|tL | bad-layout "'Et|tL'" 32
 layout llama3-8b -p 4 --vocab-parallel 3 | bad-type schedule.vocab_parallel "'3'"
 layout llama3-8b -p 4 --tp 5 | does-not-divide tp 5 32
+run nope.py | no-file nope.py
 
 # Run files
 init llama3-8c | no-file "'llama3-8b'" "'llama3-8c'"

@@ -51,6 +51,7 @@ def start(script: Path, *flags: str, **environment: str) -> subprocess.Popen[str
 
 REFUSED = {
     "--pipmem-schedule v-half": ("unknown-flag", "--pipmem-schedule", "--pipemem-schedule"),
+    "--pipemem-schedule v-hlaf": ("unknown-schedule", "v-half"),
     "--pipemem-schedule v-half --pipemem-memory-cap 0.5": ("over-cap", "v-half", "0.75"),
     "--pipemem-schedule v-half --pipemem-costs costs.json": ("bad-type", "costs.json"),
     "--pipemem-schedule v-half --pipemem-microbatch-costs weights.json": ("wrong-file", "weights.json"),
@@ -91,15 +92,15 @@ def test_an_option_before_the_script_is_no_script(pipemem, options, says):
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_of_several_ranks_one_says_what_is_wrong(script: Path, tmp_path: Path, by_torchrun: bool) -> None:
     ranks = []
-    for rank in range(3):
-        job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    for rank in range(2):
+        job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         if by_torchrun:
             job["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"error-{rank}.json")
         ranks.append(start(script, "--pipemem-shedule", "v-half", **job))
     said = [rank.communicate()[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1, 1]
+    assert [rank.returncode for rank in ranks] == [1, 1]
     sentence = "error: unknown flag --pipemem-shedule; did you mean --pipemem-schedule? [unknown-flag]"
-    assert said == ["" if by_torchrun else f"{sentence}\n", "", ""], "torchrun prints what stands in the file"
+    assert said == ["" if by_torchrun else f"{sentence}\n", ""], "torchrun prints what stands in the file"
     files = sorted(tmp_path.glob("error-*.json"))
     assert [file.name for file in files] == (["error-0.json"] if by_torchrun else [])
     for file in files:

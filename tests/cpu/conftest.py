@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from launching import REPOSITORY
 
-from megatron_pipemem.cpu import activate
-
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
@@ -45,21 +43,26 @@ def python(environment: dict[str, str]) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def lane() -> Iterator[Callable[[str], object]]:
-    """Run a piece of Python where the CPU lane is active, all in one process; gives what it calls ``result``."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=activate) as process:
+    """Run a piece of Python where the CPU lane is active, all in one process; gives what it calls ``result``.
+
+    It is forked from the process of the ranks, which has imported Megatron.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
         yield lambda code: process.submit(_execute, code).result()
 
 
 @pytest.fixture
-def script(lane: Callable[[str], object]) -> Callable[..., None]:
-    """Run the ``main`` of a script where the CPU lane is active."""
+def script(lane: Callable[[str], object]) -> Callable[..., object]:
+    """Run the ``main`` of a script where the CPU lane is active; gives what it printed."""
 
-    def run(path: Path, *arguments: object) -> None:
-        lane(f"""
-import runpy, sys
+    def run(path: Path, *arguments: object) -> object:
+        return lane(f"""
+import contextlib, io, runpy, sys
 from unittest import mock
-with mock.patch.object(sys, "argv", {[str(path), *map(str, arguments)]}):
+printed = io.StringIO()
+with mock.patch.object(sys, "argv", {[str(path), *map(str, arguments)]}), contextlib.redirect_stdout(printed):
     assert not runpy.run_path({str(path)!r})["main"]()
+result = printed.getvalue()
 """)
 
     return run

@@ -9,8 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+
+from commands import run_as_rank
+
+from megatron_pipemem.cli import ranks
+from megatron_pipemem.cli.run import run
+from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -24,12 +30,12 @@ TOY_MODEL = shlex.split("""
 
 def tell(number: int) -> None:
     """Print what a rank finds, as one line of JSON."""
-    import torch
-
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     found = {name: os.environ[name] for name in names}
-    found |= {"number": number, "imported": "megatron.training" in sys.modules, "cuda": torch.cuda.is_available()}
-    print(json.dumps(found | {"devices": torch.cuda.device_count()}), flush=True)
+    found |= {"number": number, "imported": "megatron.training" in sys.modules, "devices": 0}
+    if (torch := sys.modules.get("torch")) is not None:
+        found["devices"] = torch.cuda.device_count()
+    print(json.dumps(found), flush=True)
 
 
 def sleep_beside_a_child() -> None:
@@ -38,21 +44,39 @@ def sleep_beside_a_child() -> None:
     time.sleep(600)
 
 
-def run_ranks(count: int, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[int], list[str]]:
-    """Run ranks as srun would, with nothing but their environment; exit codes, and stderr of each."""
+def run_guarded(environment: Mapping[str, str], script: Path, *arguments: str) -> None:
+    """Run a script as ``pipemem run`` does, in this process, which ends with it."""
+    os.environ.update(environment)
+    run(False, script, [*arguments])
+
+
+def start_command(environment: Mapping[str, str], *words: str) -> None:
+    """Run ``pipemem`` with these words and environment variables in the process of a rank."""
+    os.environ.update(environment)
+    run_as_rank(*words)
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rendezvous = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command, env={**environment, **rendezvous, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(count)
-    ]
+        return probe.getsockname()[1]
+
+
+def launch(*arguments: str) -> None:
+    """Start ranks as ``pipemem launch`` does, from this process, which ends with them."""
+    sys.argv = ["ranks", "--standalone", *arguments]
+    ranks.main()
+
+
+def run_ranks(
+    count: int, script: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> tuple[list[int | None], list[str]]:
+    """Run a script on guarded ranks without a launcher. Return exit codes, and the output of each rank."""
+    logs = [script.with_name(f"rank-{rank}.log") for rank in range(count)]
+    processes = start_ranks(run_guarded, [(environment or {}, script, *arguments)] * count, logs)
     try:
-        errors = [rank.communicate()[1] for rank in ranks]
+        for process in processes:
+            process.join()
     finally:
-        for rank in ranks:
-            rank.kill()
-    return [rank.returncode for rank in ranks], errors
+        end_ranks(processes)
+    return [process.exitcode for process in processes], [log.read_text() for log in logs]

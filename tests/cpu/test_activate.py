@@ -8,27 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_pipemem.cpu import is_active
+from megatron_pipemem.cpu.ranks import start_ranks
 
 
 def test_importing_the_package_activates_nothing() -> None:
     assert not is_active()
-
-
-def test_refuses_to_come_after_megatron(python: Callable[[str], str]) -> None:
-    message = python("""
-        import sys
-        sys.modules["megatron.core"] = object()
-        from megatron_pipemem.cpu import activate
-        from megatron_pipemem.errors import UnsupportedError
-        import torch
-        available = torch.cuda.is_available
-        try:
-            activate()
-        except UnsupportedError as error:
-            assert torch.cuda.is_available is available
-            print(error)
-    """)
-    assert "pipemem run --cpu" in message
 
 
 def test_activating_twice_changes_nothing_more(lane: Callable[[str], object]) -> None:
@@ -41,25 +25,35 @@ assert before == (torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distrib
 """)
 
 
-def test_leaves_alone_what_is_the_users_and_out_what_cannot_be_imported(
+def test_comes_before_megatron_and_leaves_alone_what_is_the_users_and_out_what_cannot_be_imported(
     python: Callable[[str], str], tmp_path: Path
 ) -> None:
     """Fused weight gradients are an option. Importing Transformer Engine without a GPU ends in other errors than
     Megatron expects.
     """
     (tmp_path / "transformer_engine.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
-    python(f"""
+    refused = python(f"""
         import os, sys
         sys.path.insert(0, {str(tmp_path)!r})
         os.environ["OMP_NUM_THREADS"] = "2"
-        from megatron_pipemem.cpu import activate
-        activate(emulate_fused_gradients=False)
         import torch
+        from megatron_pipemem.cpu import activate
+        from megatron_pipemem.errors import UnsupportedError
+        available = torch.cuda.is_available
+        sys.modules["megatron.core"] = object()
+        try:
+            activate()
+        except UnsupportedError as error:
+            print(error.code)
+        assert torch.cuda.is_available is available
+        del sys.modules["megatron.core"]
+        activate(emulate_fused_gradients=False)
         assert torch.get_num_threads() == 2 and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         from megatron.core.extensions import transformer_engine
         from megatron.core.tensor_parallel import layers
         assert not layers._grad_accum_fusion_available and not transformer_engine.HAVE_TE
     """)
+    assert refused == "enabled-too-late"
 
 
 def test_all_groups_share_one_network_thread(lane: Callable[[str], object]) -> None:
@@ -86,47 +80,48 @@ dist.destroy_process_group()
     assert threads.count("gloo_tcp_loop") == 1 and threads.count("pt_gloo_runloop") > 1
 
 
-def test_a_collective_that_is_done_holds_nothing(python: Callable[[str], str], tmp_path: Path) -> None:
+COLLECTIVES = """
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+collectives = {
+    "sum": lambda tensor, how: dist.all_reduce(tensor, **how),
+    "gather": lambda tensor, how: dist.all_gather_into_tensor(torch.empty(16), tensor, **how),
+    "gather a list": lambda tensor, how: dist.all_gather([torch.empty(8), torch.empty(8)], tensor=tensor, **how),
+    "scatter": lambda tensor, how: dist.reduce_scatter_tensor(torch.empty(4), input=tensor, **how),
+}
+dist.init_process_group("nccl")
+held = set()
+for _ in range(100):
+    for name, collective in collectives.items():
+        for how in ({}, {"async_op": True}):
+            tensor = torch.ones(8)
+            storage = StorageWeakRef(tensor.untyped_storage())
+            work = collective(tensor, how)
+            if how:
+                work.wait()
+            del tensor
+            if not storage.expired():
+                held.add((name, *how))
+            del work
+sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+dist.all_reduce(sparse)
+work = dist.all_reduce(torch.ones(2), async_op=True)
+(sums,) = work.get_future().wait()
+work.wait()
+dist.barrier()
+print(sorted(held), sparse.to_dense().tolist(), sums.tolist(), work.is_success())
+"""
+
+
+def test_a_collective_that_is_done_holds_nothing(tmp_path: Path) -> None:
     """On two ranks. Without the lane, gloo's thread still has about every fourth tensor here. Futures and sparse sums stay."""
-    held = python(f"""
-        import os
-        import torch
-        import torch.distributed as dist
-        from torch.multiprocessing.reductions import StorageWeakRef
-        from megatron_pipemem.cpu import activate
-        activate()
-        child = os.fork()
-        dist.init_process_group("nccl", store=dist.FileStore({str(tmp_path / "store")!r}, 2), rank=int(not child), world_size=2)
-        collectives = {{
-            "sum": lambda tensor, how: dist.all_reduce(tensor, **how),
-            "gather": lambda tensor, how: dist.all_gather_into_tensor(torch.empty(16), tensor, **how),
-            "gather a list": lambda tensor, how: dist.all_gather([torch.empty(8), torch.empty(8)], tensor=tensor, **how),
-            "scatter": lambda tensor, how: dist.reduce_scatter_tensor(torch.empty(4), input=tensor, **how),
-        }}
-        held = set()
-        for _ in range(100):
-            for name, collective in collectives.items():
-                for how in ({{}}, {{"async_op": True}}):
-                    tensor = torch.ones(8)
-                    storage = StorageWeakRef(tensor.untyped_storage())
-                    work = collective(tensor, how)
-                    if how:
-                        work.wait()
-                    del tensor
-                    if not storage.expired():
-                        held.add((name, *how))
-                    del work
-        sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,))
-        dist.all_reduce(sparse)
-        work = dist.all_reduce(torch.ones(2), async_op=True)
-        (sums,) = work.get_future().wait()
-        work.wait()
-        dist.barrier()
-        if not child:
-            os._exit(bool(held))
-        print(sorted(held), sparse.to_dense().tolist(), sums.tolist(), work.is_success(), os.waitpid(child, 0)[1])
-    """)
-    assert held == "[] [2.0, 0.0] [2.0, 2.0] True 0"
+    logs = [tmp_path / "first", tmp_path / "second"]
+    ranks = start_ranks(exec, [(COLLECTIVES, {})] * 2, logs)
+    for rank in ranks:
+        rank.join()
+    assert [log.read_text().splitlines()[-1] for log in logs] == ["[] [2.0, 0.0] [2.0, 2.0] True"] * 2
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 EXPRESSIONS = {

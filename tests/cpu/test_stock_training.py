@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 from lanes import nightly, rest_nightly
-from launching import REPOSITORY, TOY_MODEL, run_ranks
+from launching import REPOSITORY, TOY_MODEL, launch, run_ranks
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from megatron_pipemem.cli.ranks import first_cause
+from megatron_pipemem.cpu.ranks import start_ranks
 
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -73,17 +77,6 @@ elif place == "computation":
     time.sleep(36000)
 """
 
-GUARDED = """
-import sys
-from pathlib import Path
-from megatron_pipemem.cli.run import run
-run(False, Path(sys.argv[1]), sys.argv[2:])
-"""
-
-
-def start_ranks(count: int, environment: dict[str, str], script: Path, *arguments: str) -> tuple[list[int], list[str]]:
-    return run_ranks(count, [sys.executable, "-c", GUARDED, str(script), *arguments], environment)
-
 
 @pytest.mark.parametrize(
     "place",
@@ -93,10 +86,10 @@ def start_ranks(count: int, environment: dict[str, str], script: Path, *argument
         "the late rendezvous, and the rank that is killed while others are in a collective",
     ),
 )
-def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_path: Path, place: str) -> None:
+def test_ranks_end_together_without_torchrun(tmp_path: Path, place: str) -> None:
     script = tmp_path / "waiting.py"
     script.write_text(WAITING_SCRIPT)
-    codes, errors = start_ranks(2, environment, script, place)
+    codes, errors = run_ranks(2, script, place)
     assert codes == [1, 1]
     assert "Traceback" in errors[1]
     *_, cause, advice = errors[1].splitlines()
@@ -105,75 +98,52 @@ def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_pa
     assert not any(f"rank {rank} failed" in errors[0] for rank in range(2)) and "Traceback" not in errors[0]
 
 
-def test_a_killed_rank_is_told_as_such(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_rank_is_told_as_such(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
-    codes, errors = start_ranks(3, environment, script, "collective")
+    codes, errors = run_ranks(3, script, "collective")
     assert codes == [1, -9, 1]
     assert sum("ended without a message" in error for error in errors) == 1
 
 
-def test_ranks_that_finish_finish_quietly(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_rank_that_finishes_finishes_quietly(environment: dict[str, str], tmp_path: Path) -> None:
+    """A new interpreter, whose end would abort it if the guard's thread were inside C++ code."""
     script = tmp_path / "fine.py"
-    script.write_text("import os, time; time.sleep(int(os.environ['RANK']))")
-    codes, errors = start_ranks(2, environment, script)
-    assert codes == [0, 0]
-    assert errors == ["", ""]
+    script.write_text("import time; time.sleep(1)")
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "megatron_pipemem", "run", str(script)]
+    done = subprocess.run(command, env=environment | job, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_our_own_errors_come_without_traceback(environment: dict[str, str], tmp_path: Path) -> None:
+def test_our_own_errors_come_without_traceback(tmp_path: Path) -> None:
     script = tmp_path / "refused.py"
     script.write_text(
         "from megatron_pipemem.errors import UnsupportedError\n"
         "raise UnsupportedError('not-on-cpu', 'cannot [do] this; do that')"
     )
-    codes, errors = start_ranks(1, environment, script)
-    assert (codes, errors) == ([1], ["rank 0 failed: UnsupportedError: cannot [do] this; do that [not-on-cpu]\n"])
-    _, errors = start_ranks(1, environment | {"PIPEMEM_TRACEBACK": "1"}, script)
-    assert errors[0].startswith("Traceback")
+    codes, (printed,) = run_ranks(1, script)
+    assert (codes, printed) == ([1], "rank 0 failed: UnsupportedError: cannot [do] this; do that [not-on-cpu]\n")
+    script.with_name("rank-0.log").unlink()
+    _, (printed,) = run_ranks(1, script, environment={"PIPEMEM_TRACEBACK": "1"})
+    assert printed.startswith("Traceback")
 
 
-def test_the_script_decides_its_exit_code(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_script_decides_its_exit_code(tmp_path: Path) -> None:
     script = tmp_path / "leaving.py"
     script.write_text("import sys; sys.exit(int(sys.argv[1]))")
-    assert [start_ranks(1, environment, script, code)[0] for code in ("0", "3")] == [[0], [3]]
+    assert [run_ranks(1, script, code)[0] for code in ("0", "3")] == [[0], [3]]
 
 
-def test_a_misspelt_flag_of_the_script_is_one_sentence(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_misspelt_flag_of_the_script_is_one_sentence(tmp_path: Path) -> None:
     script = tmp_path / "parsing.py"
     script.write_text(
         "import argparse\nparser = argparse.ArgumentParser(prog='parsing')\n"
         "parser.add_argument('--num-layers', type=int)\nparser.parse_args()"
     )
-    codes, errors = start_ranks(1, environment, script, "--num-layrs=8")
+    codes, (printed,) = run_ranks(1, script, "--num-layrs=8")
     said = "parsing: error: unrecognized arguments: --num-layrs=8"
-    assert (codes, errors) == ([2], [f"{said}\nrank 0 failed: {said}; did you mean --num-layers?\n"])
-
-
-def test_a_missing_script_is_an_error(environment: dict[str, str], tmp_path: Path) -> None:
-    codes, errors = start_ranks(1, environment, tmp_path / "nowhere.py")
-    assert codes == [1]
-    assert "rank 0 failed" in errors[0] and "there is no script" in errors[0] and "nowhere.py" in errors[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["nope.py"], "error: there is no script nope.py; give the path"),
-        (
-            [str(REPOSITORY / "scripts" / "pretrain_gpt.py"), "--pipemem-schedule", "v-hlaf"],
-            "error: unknown schedule 'v-hlaf'",
-        ),
-    ],
-)
-def test_without_a_launcher_what_is_wrong_is_an_error_like_any_other(
-    environment: dict[str, str], arguments: list[str], says: str
-) -> None:
-    alone = {name: value for name, value in environment.items() if name != "RANK"}
-    command = [sys.executable, "-m", "megatron_pipemem", "run", *arguments]
-    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith(says)
+    assert (codes, printed) == ([2], f"{said}\nrank 0 failed: {said}; did you mean --num-layers?\n")
 
 
 @pytest.mark.parametrize("flags", ["True, script, []", "False, script, ['--pipemem-schedule', 'v-half']"])
@@ -198,32 +168,42 @@ def test_the_script_sees_the_command_line_it_would_have(environment: dict[str, s
         "import json, sys, beside\njson.dump([__name__, sys.argv, sys.path[0], beside.value], open(sys.argv[1], 'w'))"
     )
     output = tmp_path / "seen.json"
-    codes, errors = start_ranks(1, environment, script, str(output), "--lr", "1")
-    assert codes == [0], errors
+    command = [sys.executable, "-m", "megatron_pipemem", "run", str(script), str(output), "--lr", "1"]
+    subprocess.run(command, env=environment, check=True)
     assert json.loads(output.read_text()) == ["__main__", [str(script), str(output), "--lr", "1"], str(tmp_path), 42]
 
 
-def launched(environment: dict[str, str], script: Path, *arguments: str) -> list[str]:
-    """What two ranks under our launcher leave on the screen, as ``pipemem launch`` starts them."""
-    start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", "--standalone", "--nproc-per-node", "2"]
-    command = [*start, "-m", "megatron_pipemem", "run", str(script), *arguments]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    assert done.returncode == 1
-    return done.stdout.splitlines()
+def launched(ranks: int, script: Path, *arguments: str) -> list[str]:
+    """Return the lines on the screen after ``pipemem launch`` has started ranks that fail."""
+    log = script.with_name("screen.log")
+    log.unlink(missing_ok=True)
+    words = ("--nproc-per-node", str(ranks), "-m", "megatron_pipemem", "run", str(script), *arguments)
+    (launcher,) = start_ranks(launch, [words], [log])
+    launcher.join()
+    assert launcher.exitcode == 1
+    return log.read_text().splitlines()
 
 
-def test_the_first_cause_is_the_last_thing_on_the_screen(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_first_cause_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(WAITING_SCRIPT)
-    *_, trace, cause, advice = launched(environment, script, "collective")
+    *_, trace, cause, advice = launched(2, script, "collective")
     assert trace == "ArithmeticError: this rank cannot go on"
     assert cause == "rank 1 failed: ArithmeticError: this rank cannot go on" and advice.startswith("what to do: read")
-    script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
-    *_, cause, advice = launched(environment, script, "collective")
-    assert cause == "rank 1 failed: killed by SIGKILL" and "dmesg" in advice
+    script.write_text("import os; os.kill(os.getpid(), 9)")
+    *_, cause, advice = launched(1, script)
+    assert cause == "rank 0 failed: killed by SIGKILL" and "dmesg" in advice
     script.write_text("import argparse; argparse.ArgumentParser(prog='train').parse_args(['--lrr'])")
-    assert re.fullmatch(
-        r"rank \d failed: train: error: unrecognized arguments: --lrr", launched(environment, script)[-1]
-    )
+    assert launched(1, script)[-1] == "rank 0 failed: train: error: unrecognized arguments: --lrr"
+
+
+def test_of_several_failures_that_of_a_killed_rank_is_the_cause(tmp_path: Path) -> None:
+    """Ranks that lose it report an error earlier than torchrun sees that it is gone. torchrun itself kills with SIGTERM."""
+    report = tmp_path / "error.json"
+    told = {"message": "lost", "extraInfo": {"py_callstack": "rank 0 failed: lost its peer", "timestamp": "1"}}
+    report.write_text(json.dumps({"message": told}))
+    lost = ProcessFailure(0, 10, 1, str(report))
+    silent = ProcessFailure(2, 12, 3, "")
+    assert first_cause({0: lost, 1: ProcessFailure(1, 11, -9, "")}).startswith("rank 1 failed: killed by SIGKILL\n")
+    assert first_cause({0: lost, 1: ProcessFailure(1, 11, -15, ""), 2: silent}) == "rank 0 failed: lost its peer"
+    assert first_cause({2: silent}).startswith("rank 2 failed: exit code 3\n")
