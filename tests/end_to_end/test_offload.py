@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lanes import nightly, rest_nightly
 from ranks import CaseFailed
-from test_variants import EVALUATION, MOE
+from test_variants import EVALUATION, SMALL_MOE
 
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -46,11 +46,11 @@ def moved(assert_same_training):
     return check
 
 
-def test_everything_that_fits_leaves_a_v(train, moved):
+def test_everything_that_fits_leaves_a_v(train_small, moved):
     """With a tied embedding, whose two ends are on one rank."""
-    run = train("zbv", *FULL)
-    moved(run, train("stock"))
-    assert max(run.counted_peaks) < 0.75 * max(train("zbv").counted_peaks)
+    run = train_small("zbv", *FULL)
+    moved(run, train_small("stock"))
+    assert max(run.counted_peaks) < 0.85 * max(train_small("zbv").counted_peaks)
     (plan,) = run.plans
     assert plan["step"] == 0 and "activations are offloaded" in plan["notes"]
 
@@ -63,21 +63,22 @@ def test_the_schedules_of_the_paper(train, moved, schedule):
     assert max(run.counted_peaks) < max(least.counted_peaks)
 
 
-def test_fused_backwards_under_data_parallelism(train, moved):
-    moved(train("interleaved", *DP2, "--pipemem-offload", "half", *KNOWN), train("stock", *DP2))
+def test_fused_backwards_under_data_parallelism(train_small, moved):
+    run = train_small("interleaved", *DP2, "--pipemem-offload", "half", *KNOWN, ranks=4)
+    moved(run, train_small("stock", *DP2, ranks=4))
 
 
-def test_a_mixture_of_experts_moves_what_its_routing_left(train, assert_same_training):
+def test_a_mixture_of_experts_moves_what_its_routing_left(train_small, assert_same_training):
     """Every microbatch gives every expert another number of tokens, so no two copies have the same shapes."""
-    run = train("v-half", *MOE, *FULL)
-    assert_same_training(run, train("stock", *MOE))
+    run = train_small("v-half", *SMALL_MOE, *FULL)
+    assert_same_training(run, train_small("stock", *SMALL_MOE))
     assert run.of_ranks("offloaded_bytes") == run.of_ranks("reloaded_bytes") and all(run.of_ranks("offloaded_bytes"))
-    assert max(run.counted_peaks) < 0.9 * max(train("v-half", *MOE).counted_peaks)
+    assert max(run.counted_peaks) < 0.95 * max(train_small("v-half", *SMALL_MOE).counted_peaks)
 
 
-def test_evaluation_leaves_the_engine_alone(train, moved):
-    run = train("v-half", *BF16, *FULL)
-    moved(run, train("stock", *BF16))
+def test_evaluation_leaves_the_engine_alone(train_small, moved):
+    run = train_small("v-half", *BF16, *FULL)
+    moved(run, train_small("stock", *BF16))
     assert run.validation
 
 
@@ -96,67 +97,71 @@ def test_a_cap_in_bytes_is_kept_from_the_first_step_on(train, moved):
     assert run.plans[1]["planned_makespan"] < least.plans[0]["planned_makespan"]
 
 
-def test_bytes_seconds_and_the_link_are_measured(train, moved):
-    run = train(
+def test_bytes_seconds_and_the_link_are_measured(train_small, moved):
+    run = train_small(
         *("zb-h1", "--pipemem-offload", "half", *SMALL, "--pipemem-offload-option", "bandwidth=1GiB"),
-        *("--pipemem-host-memory", "4MiB", "--train-iters", "7"),
+        *("--pipemem-host-memory", "2MiB", "--train-iters", "7"),
     )
-    moved(run, train("stock", "--train-iters", "7"))
+    moved(run, train_small("stock", "--train-iters", "7"))
     assert max(run.of_ranks("counted_host_peak_bytes")) <= 2**20, "its part of the host's memory"
     assert [plan["step"] for plan in run.plans] == [0, 1, 4]
     assert [plan["priced_by"] for plan in run.plans] == ["unit", "unit", "measured"]
 
 
-def test_a_file_with_offload(train, moved, tmp_path):
+def test_a_file_with_offload(train_small, moved, tmp_path):
     path = tmp_path / "moving.csv"
-    path.write_text(build_schedule("po-h", num_devices=4, num_microbatches=6).to_csv())
-    run = train(str(path), *SMALL)
-    moved(run, train("stock"))
-    assert run.counted_peaks == train("po-h", *SMALL).counted_peaks
-
-
-@pytest.mark.parametrize(
-    ("schedule", "flags"),
-    rest_nightly([("1f1b", ()), ("interleaved", TP2)], [("interleaved", TP2)], "more flags with interleaved"),
-    ids=["1f1b", "interleaved-tp2"],
-)
-def test_recomputation_as_an_action(train, assert_same_training, schedule, flags):
-    run = train(schedule, *flags, *RECOMPUTE)
-    assert_same_training(run, train("stock", *flags))
-    assert run.predicted_peaks == run.counted_peaks
-    assert max(run.counted_peaks) < 0.75 * max(train(schedule, *flags).counted_peaks)
+    path.write_text(build_schedule("po-h", num_devices=2, num_microbatches=4).to_csv())
+    run = train_small(str(path), *SMALL)
+    moved(run, train_small("stock"))
+    assert run.counted_peaks == train_small("po-h", *SMALL).counted_peaks
 
 
 @pytest.mark.parametrize(
     ("schedule", "flags"),
     rest_nightly(
-        [("1f1b", ()), ("zbv", BF16), ("interleaved", TP2), ("v-half", (*MOE, *FULL))],
-        [("zbv", BF16), ("v-half", (*MOE, *FULL))],
+        [("1f1b", ()), ("interleaved", ()), ("interleaved", TP2)],
+        [("interleaved", ())],
+        "two chunks per rank with the same backwards; test_layerwise.py with tensor parallelism",
+    ),
+    ids=["1f1b", "interleaved", "interleaved-tp2"],
+)
+def test_recomputation_as_an_action(train_small, assert_same_training, schedule, flags):
+    run = train_small(schedule, *flags, *RECOMPUTE)
+    assert_same_training(run, train_small("stock", *flags))
+    assert run.predicted_peaks == run.counted_peaks
+    assert max(run.counted_peaks) < 0.75 * max(train_small(schedule, *flags).counted_peaks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    rest_nightly(
+        [("1f1b", ()), ("zbv", BF16), ("interleaved", TP2), ("v-half", (*SMALL_MOE, *FULL))],
+        [("zbv", BF16), ("v-half", (*SMALL_MOE, *FULL))],
         "the same action with another placement; test_layerwise.py with tensor parallelism",
     ),
     ids=["1f1b", "zbv-beside-megatrons-own", "interleaved-tp2", "v-half-moe-offloaded"],
 )
-def test_selective_recomputation(train, assert_same_training, schedule, flags):
-    run = train(schedule, *flags, *SELECTIVELY)
-    assert_same_training(run, train("stock", *[flag for flag in flags if flag not in FULL]))
+def test_selective_recomputation(train_small, assert_same_training, schedule, flags):
+    run = train_small(schedule, *flags, *SELECTIVELY)
+    assert_same_training(run, train_small("stock", *[flag for flag in flags if flag not in FULL]))
     if schedule != "v-half":  # experts get other numbers of tokens in every microbatch
         assert run.predicted_peaks == run.counted_peaks
-    assert max(run.counted_peaks) < 0.9 * max(train(schedule, *flags).counted_peaks)
+    assert max(run.counted_peaks) < 0.9 * max(train_small(schedule, *flags).counted_peaks)
 
 
-def test_selective_recomputation_of_what_is_offloaded(train, moved):
-    run = train("zbv", *FULL, *SELECTIVELY)
-    moved(run, train("stock"))
-    plain = train("zbv", *FULL)
+def test_selective_recomputation_of_what_is_offloaded(train_small, moved):
+    run = train_small("zbv", *FULL, *SELECTIVELY)
+    moved(run, train_small("stock"))
+    plain = train_small("zbv", *FULL)
     assert max(run.of_ranks("offloaded_bytes")) < max(plain.of_ranks("offloaded_bytes"))
     assert max(run.counted_peaks) < max(plain.counted_peaks)
 
 
 @pytest.mark.parametrize("again", rest_nightly(["full", "selective"], ["selective"], "test_layerwise.py"))
-def test_recomputation_with_the_same_random_numbers(train, again):
-    run, plain = train("v-half", *DROPOUT, "--pipemem-recompute", again), train("v-half", *DROPOUT)
+def test_recomputation_with_the_same_random_numbers(train_small, again):
+    run, plain = train_small("v-half", *DROPOUT, "--pipemem-recompute", again), train_small("v-half", *DROPOUT)
     assert run.losses == plain.losses and run.grad_norms == plain.grad_norms
-    assert plain.losses != train("v-half").losses, "there is dropout"
+    assert plain.losses != train_small("v-half").losses, "there is dropout"
 
 
 def test_a_cap_is_kept_by_as_little_recomputation_as_it_takes(train, assert_same_training):
@@ -201,8 +206,8 @@ def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, rat
 @pytest.mark.parametrize(
     ("schedule", "sabotage", "flags", "code"),
     [
-        ("1f1b", "copies fail", FULL, "offload-thread"),
-        ("1f1b", "copies are wrong", (*FULL, "--pipemem-offload-option", "guard=1"), "changed-while-away"),
+        ("zbv", "copies fail", FULL, "offload-thread"),
+        ("zbv", "copies are wrong", (*FULL, "--pipemem-offload-option", "guard=1"), "changed-while-away"),
         pytest.param(
             *("po-f", None, (*SMALL, "--pipemem-host-memory", "512KiB"), "host-memory"),
             marks=nightly("a run ends so when copies fail; tests/runtime/test_offload_pool.py for this error"),
@@ -210,7 +215,7 @@ def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, rat
     ],
     ids=["copies-fail", "copies-are-wrong", "no-host-memory"],
 )
-def test_what_goes_wrong_is_told_and_ends_the_run(train, schedule, sabotage, flags, code):
+def test_what_goes_wrong_is_told_and_ends_the_run(train_small, schedule, sabotage, flags, code):
     with pytest.raises(CaseFailed) as failed:
-        train(schedule, *flags, sabotage=sabotage)
+        train_small(schedule, *flags, sabotage=sabotage)
     assert f"[{code}]" in str(failed.value)

@@ -9,7 +9,6 @@ import pytest
 from lanes import nightly, rest_nightly
 from test_context_parallel import CP2, DROPOUT, GROUPED, LATENT, MULTI_TOKEN, PP2, ROTARY
 from test_experts import ALL_TO_ALL
-from test_families import FLAGS as LAYERS
 from test_unequal import OVERLAP, TP_AND_SP
 from test_variants import EVALUATION, RECOMPUTE
 from test_vocabulary import LATER
@@ -22,7 +21,7 @@ CASES = {
     "recompute-in-schedule": ("v-half", (*GROUPED, *EVALUATION), OURS),
     "zb-h1": ("zb-h1", GROUPED, ()),
     "interleaved": ("interleaved", GROUPED, OURS),
-    "wave": ("hanayo", GROUPED, LAYERS["hanayo"]),
+    "wave": ("hanayo", GROUPED, ("--pipeline-model-parallel-layout", "Et||t||t|t||L")),
     "auto": ("auto", GROUPED, ()),
     "learned-positions": ("v-half", ("--bf16",), ()),
     "latent": ("zb-h1", LATENT, ()),
@@ -42,9 +41,11 @@ BOUNDED = ("experts", "recompute-in-model")  # whose prediction is an upper boun
 @pytest.mark.parametrize(
     "name", rest_nightly(CASES, ["recompute-in-schedule", "context-parallel"], "the same mask with another feature")
 )
-def test_trains_as_stock(train, assert_same_training, packed, name):
+def test_trains_as_stock(train_small, assert_same_training, packed, name):
     schedule, flags, ours = CASES[name]
-    run, stock = train(schedule, *packed, *flags, *ours), train("stock", *packed, *flags)
+    ranks = 4 if "--use-distributed-optimizer" in flags else None
+    run = train_small(schedule, *packed, *flags, *ours, ranks=ranks)
+    stock = train_small("stock", *packed, *flags, ranks=ranks)
     assert_same_training(run, stock)
     assert run.packed == stock.packed and run.packed[0][1][0] % 64 == 0
     if name not in BOUNDED:
@@ -60,9 +61,9 @@ def test_dropout_draws_as_stock(train, assert_same_training, packed):
 @pytest.mark.parametrize(
     "schedule", rest_nightly(["chimera", "v-half", "interleaved", "zb-h1"], ["chimera"], "the same weights")
 )
-def test_unequal_microbatches(train, assert_close_training, packed, schedule):
-    run = train(schedule, *packed, *GROUPED, "--pipemem-microbatch-costs", "FLOPs")
-    stock = train("stock", *packed, *GROUPED)
+def test_unequal_microbatches(train_small, assert_close_training, packed, schedule):
+    run = train_small(schedule, *packed, *GROUPED, "--pipemem-microbatch-costs", "FLOPs")
+    stock = train_small("stock", *packed, *GROUPED)
     assert_close_training(run, stock)
     assert run.packed == stock.packed
     assert run.predicted_peaks == run.counted_peaks
@@ -96,9 +97,9 @@ def short(documents, tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("schedule", rest_nightly(["1f1b", "v-half"], ["v-half"], "v-half"))
-def test_documents_of_pretraining_data(train, assert_same_training, short, schedule):
+def test_documents_of_pretraining_data(train_small, assert_same_training, short, schedule):
     flags = ("--dataloader-inter-document-masking", *short)
-    run, stock = train(schedule, *flags), train("stock", *flags)
+    run, stock = train_small(schedule, *flags), train_small("stock", *flags)
     assert_same_training(run, stock)
     assert run.packed == stock.packed
-    assert run.losses != train("stock", *short).losses
+    assert run.losses != train_small("stock", *short).losses
