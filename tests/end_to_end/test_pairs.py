@@ -27,7 +27,7 @@ def test_trains_as_the_plain_order(train, assert_same_training, schedule):
 
 def test_trains_as_megatrons_own_overlap(train, assert_same_training):
     flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "8", OVERLAP[0])
-    flags = (*flags, "--train-iters", "6")
+    flags = (*flags, "--train-iters", "5")
     run = train("interleaved", *flags, "--pipemem-costs", "profile")
     assert_same_training(run, train("stock", *flags))
     # Times of pairs and of single passes are measured, and the last step can be explained with them. It has pairs if they
