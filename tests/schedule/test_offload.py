@@ -268,13 +268,13 @@ def search_offload(p: int, m: int, costs: Costs, cap: float, recompute: str = "n
 
 def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
     costs = costs_of(1.0)
-    found = search_offload(4, 8, costs, 3 / 8, seconds=60, effort=0, max_chunks=2)
+    found = search_offload(4, 4, costs, 3 / 8, seconds=60, effort=0, max_chunks=2)
     validate(found.schedule, memory_cap=3 / 8)
     assert found.offload.keeps_cap
-    v_min = build_schedule("v-min", num_devices=4, num_microbatches=8)
+    v_min = build_schedule("v-min", num_devices=4, num_microbatches=4)
     assert max(oracle.peak(v_min)) >= 3 / 8 and found.timeline.makespan < oracle.makespan(v_min, 1, 1, 1)
     with refused("cap-unreachable", kind=UnsupportedError):
-        search_offload(2, 2, costs, 0.01, seconds=60, effort=0, placement="v")
+        search_offload(2, 1, costs, 0.01, seconds=60, effort=0, placement="linear")
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap
 def test_search_recomputes_where_the_channel_is_too_slow() -> None:
     """Recomputing everything holds next to nothing in activation units; a free channel makes it superfluous."""
     options = {"placement": "linear", "recompute": "auto", "seconds": 60, "effort": 0}
-    slow = search_offload(4, 8, costs_of(50.0), 0.5, **options)
+    slow = search_offload(3, 4, costs_of(50.0), 0.5, **options)
     validate(slow.schedule, memory_cap=0.5)
-    assert slow.schedule.recomputed and slow.schedule.recomputed.get(3) is not Kind.R
-    free = search_offload(4, 8, costs_of(0.0), 0.5, **options)
+    assert slow.schedule.recomputed and slow.schedule.recomputed.get(2) is not Kind.R
+    free = search_offload(3, 4, costs_of(0.0), 0.5, **options)
     assert not free.schedule.recomputed and free.timeline.makespan < slow.timeline.makespan
