@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
@@ -99,7 +100,7 @@ def test_a_search_for_the_period_finds_steps_that_follow_each_other_sooner(place
     assert many.lower_bound == pytest.approx(48), "what every device computes"
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     st.integers(1, 3),
     st.integers(1, 6),
