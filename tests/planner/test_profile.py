@@ -255,13 +255,13 @@ LATENT = replace(
 EXPERTS = replace(LLAMA, qk_norm=True, experts=8, experts_per_token=2, expert_ffn=320)
 # As DeepSeek-V3: dense layers first, then experts that are chosen in groups, one that all tokens visit, and a layer ahead.
 FINE = replace(
-    LATENT, experts=6, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, dense_layers=1, router_score="sigmoid",
-    router_bias=True, router_groups=3, router_groups_per_token=2, mtp_layers=1,
+    LATENT, experts=4, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, dense_layers=1, router_score="sigmoid",
+    router_bias=True, router_groups=2, router_groups_per_token=1, mtp_layers=1,
 )  # fmt: skip
-# As GPT-OSS; and of so many experts, 128 tokens do not get equally many.
-ODD = replace(EXPERTS, qk_norm=False, bias="all", experts=12, experts_per_token=5)
+# As GPT-OSS; and of 6 experts, 128 tokens for 5 each do not get equally many.
+ODD = replace(EXPERTS, qk_norm=False, bias="all", experts=6, experts_per_token=5)
 HYBRID = replace(
-    LLAMA, layers=3, pattern="*-E", experts=8, experts_per_token=2, expert_ffn=320, mtp_layers=2, mtp_pattern="*-"
+    LLAMA, layers=3, pattern="*-E", experts=4, experts_per_token=2, expert_ffn=320, mtp_layers=2, mtp_pattern="*-"
 )
 MIXED = replace(GPT, kv_heads=2, position="rope", activation="geglu")
 CROSSED = {
@@ -289,14 +289,19 @@ CROSSED = {
         for modules in (("moe",), ("mla_up_proj", "mlp", "shared_experts"))
     },
     "fine tp2-sp moe": (FINE, replace(again("moe"), tp=2, sequence_parallel=True)),
+    "gated tp2-sp cp2-scores unfused": (
+        replace(LLAMA, qk_norm=True, attention_gate=True),
+        Execution(micro_batch=2, tp=2, cp=2, sequence_parallel=True, attention="unfused", fused=False),
+    ),
 }
 
 
-# Chosen by mutants: these cases notice nearly every wrong number, operator or condition in the formulas that any case notices.
+# Chosen by mutants: these cases notice nearly every wrong number, operator or condition in the formulas that any case notices,
+# and recompute every kind of module.
 FULL_LANE = {
-    *("gpt tp2", "gpt cp2", "gpt core", "gpt full", "llama unfused", "llama cp2-scores", "learned tp4-scores"),
-    *("rope scores", "normed cp2-scores", "gated tp2-sp", "latent tp2", "odd experts with biases", "whole experts"),
-    *("hybrid tp2-sp", "fine tp2-sp moe", "fine mla_up_proj+mlp+shared_experts"),
+    *("gpt tp2", "gpt core", "gpt full", "gpt cp2-scores", "learned tp4-scores", "gated tp2-sp cp2-scores unfused"),
+    *("odd experts with biases", "whole experts", "hybrid tp2-sp", "fine tp2-sp moe"),
+    "fine mla_up_proj+mlp+shared_experts",
 }
 
 

@@ -58,7 +58,9 @@ def test_labels_are_left_out_where_a_step_is_crowded_and_time_is_not(run, tmp_pa
     assert "microbatch numbers" in note and "waits of narrow bubbles" in note
     ticks = sorted(float(text) for text in texts if re.fullmatch(r"\d+", text))
     assert ticks[0] == 0 and ticks[-1] > 0.8 * timeline.makespan
-    assert max(later - earlier for earlier, later in pairwise(ticks)) < 0.3 * timeline.makespan, "nothing between is cut out"
+    assert max(later - earlier for earlier, later in pairwise(ticks)) < 0.3 * timeline.makespan, (
+        "nothing between is cut out"
+    )
 
 
 def test_files_are_the_same_every_time(run, tmp_path):
