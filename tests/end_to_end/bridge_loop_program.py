@@ -95,7 +95,7 @@ def _recipe(name: str):
 def _shrink(config, case: dict) -> None:
     """Change no more of a recipe than its sizes, its precision, its data, and its files."""
     model, optimizer = config.model, config.optimizer
-    model.pipeline_model_parallel_size, model.tensor_model_parallel_size = 4, 1
+    model.pipeline_model_parallel_size, model.tensor_model_parallel_size = case["ranks"], 1
     config.mixed_precision = None
     for part in (model, optimizer):
         part.bf16 = part.fp16 = False

@@ -109,13 +109,13 @@ def test_both_copies_of_the_middle_stage_on_one_device(train_replicas, assert_cl
 
 
 @pytest.mark.parametrize("name", rest_nightly(["chimera", "zbv"], ["chimera"], "a frozen V in test_flags.py"))
-def test_models_built_by_the_script_or_by_megatron(train_replicas, name):
+def test_models_built_by_the_script_or_by_megatron(train_small, name):
     """Both ways of building chunks that are not dealt round robin lead to the same model, and copies start equal and stay so.
 
     With Megatron's own initial values, which depend on the rank.
     """
-    run = train_replicas(name, initialise=False)
-    assert train_replicas(name, by_provider=True, initialise=False) == run
+    run = train_small(name, initialise=False)
+    assert train_small(name, by_provider=True, initialise=False) == run
     if name == "chimera":
         assert_copies_are_equal(run)
 
@@ -136,10 +136,9 @@ def test_data_parallel_ranks_with_the_distributed_optimizer(train_replicas, asse
         ("gems", ("--pipemem-costs", "profile")),
     ],
 )
-def test_recomputation_offload_and_measured_costs(train_replicas, assert_close_training, name, flags):
-    unit = UNIT.get(name, ())
-    run = train_replicas(name, *flags, *unit)
-    assert_close_training(run, train_replicas("stock", *unit))
+def test_recomputation_offload_and_measured_costs(train_small, assert_close_training, name, flags):
+    run = train_small(name, *flags)
+    assert_close_training(run, train_small("stock"))
     assert run.predicted_peaks == run.counted_peaks
     assert_copies_are_equal(run)
 
@@ -159,14 +158,13 @@ def test_weights_stand_on_the_devices_twice(train_replicas):
         "its two halves",
     ),
 )
-def test_checkpoints_hold_one_copy(train_replicas, tmp_path, before, after):
+def test_checkpoints_hold_one_copy(train_small, tmp_path, before, after):
     """With the state of Adam."""
     flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
-    train_replicas(before, *flags)
-    resumed = train_replicas(
-        after, "--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler", initialise=False
-    )
-    uninterrupted = train_replicas("stock", "--train-iters", "4")
+    train_small(before, *flags)
+    load = ("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler")
+    resumed = train_small(after, *load, initialise=False)
+    uninterrupted = train_small("stock", "--train-iters", "4")
     assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=ROUNDING)
     if after != "stock":
         assert_copies_are_equal(resumed)

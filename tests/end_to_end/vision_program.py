@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 DDP = DistributedDataParallelConfig()
-HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 32, 8, 64, 24
+HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 32, 4, 64, 24
 IMAGE, START = 60, 61
 """Tokens that an image replaces, and the token before it."""
 PATCH = 4
