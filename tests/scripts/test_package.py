@@ -13,10 +13,15 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from lanes import nightly
 from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
@@ -76,25 +81,52 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("build_wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
+def required(names: Iterable[str]) -> dict[str, Distribution]:
+    """Return the installed distributions that these requirements need, with their own, by their names."""
+    found: dict[str, Distribution] = {}
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        each = waiting.pop()
+        wanted = each.marker is None or each.marker.evaluate({"extra": ""})
+        if wanted and (name := canonicalize_name(each.name)) not in found:
+            found[name] = distribution(name)
+            waiting += map(Requirement, found[name].requires or ())
+    return found
+
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+
+
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of an environment with the wheel and what it requires, in the versions of requirements.txt."""
+    """The ``bin`` of an environment with the wheel and links to what it requires, which pip checks."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
-    versions = folder / "constraints.txt"
+    (packages,) = folder.glob("lib/*/site-packages")
+    for each in required(PROJECT["dependencies"]).values():
+        for name in {file.parts[0] for file in each.files} - {"..", "__pycache__"}:
+            if not (packages / name).exists():  # some share a folder
+                (packages / name).symlink_to(each.locate_file(name))
+    call(*PIP, "--python", folder / "bin" / "python", "install", "-q", "--no-index", "--no-compile", wheel, cwd=folder)
+    return folder / "bin"
+
+
+@nightly("the tests in an environment of links, in which pip finds that all requirements are met")
+def test_an_index_has_what_the_wheel_requires(wheel: Path, tmp_path: Path) -> None:
+    """In the versions of requirements.txt."""
+    versions = tmp_path / "constraints.txt"
     versions.write_text(re.sub(r"\[.*?\]", "", (ROOT / "requirements.txt").read_text(encoding="utf-8")))
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
-    pip += ["--disable-pip-version-check", "--only-binary", ":all:", "--constraint", versions]
-    pip += ["--retries", "1", "--timeout", "10"]
-    done = subprocess.run([*pip, "--no-compile", wheel], env=OUTSIDE, capture_output=True, text=True, check=False)
+    venv.create(tmp_path / "bare", symlinks=True)
+    pip = [*PIP, "--python", tmp_path / "bare" / "bin" / "python", "install", "-q", "--dry-run", "--retries", "1"]
+    pip += ["--timeout", "10", "--only-binary", ":all:", "--constraint", versions]
+    done = subprocess.run([*pip, wheel], env=OUTSIDE, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        required = {each.split(">=")[0] for each in PROJECT["dependencies"]}
-        pinned = [line for line in versions.read_text().splitlines() if line.split("==")[0] in required]
-        alone = subprocess.run([*pip, "--dry-run", *pinned], env=OUTSIDE, capture_output=True, text=True, check=False)
+        names = {each.split(">=")[0] for each in PROJECT["dependencies"]}
+        pinned = [line for line in versions.read_text().splitlines() if line.split("==")[0] in names]
+        alone = subprocess.run([*pip, *pinned], env=OUTSIDE, capture_output=True, text=True, check=False)
         if re.search("No matching distribution|ResolutionImpossible", alone.stderr):
             pytest.skip("needs a package index that pip reaches")
     assert done.returncode == 0, done.stderr
-    return folder / "bin"
 
 
 def members(archive: Path) -> dict[str, str]:
