@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import lanes
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -50,7 +51,7 @@ CELLS = st.text(alphabet='0123F IWBRSENDCV_-,\n#=\r"é\u2028', max_size=60)
 
 def examples(count: int) -> Callable:
     return settings(
-        max_examples=count * TIMES,
+        lanes.examples(count * TIMES),
         derandomize=TIMES == 1,
         database=None,
         deadline=None,

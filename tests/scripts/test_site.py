@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +23,10 @@ from megatron_pipemem.schedule.registry import families
 
 ROOT = Path(__file__).parents[2]
 
-pytest.importorskip("mkdocs", reason="needs MkDocs: pip install '.[docs]'")
-pytest.importorskip("mkdocstrings", reason="needs mkdocstrings: pip install '.[docs]'")
-
-pytest.importorskip("nbclient", reason="needs nbclient: pip install '.[docs]'")
-pytest.importorskip("ipykernel", reason="needs ipykernel: pip install '.[docs]'")
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("mkdocs", "mkdocstrings", "nbclient", "ipykernel")),
+    reason="needs what builds the documentation: pip install '.[docs]'",
+)
 
 COMMANDS = {name: each for name, each in load_commands().items() if not each.hidden}
 
