@@ -105,7 +105,7 @@ def test_a_distributed_optimizer_goes_from_a_v_to_1f1b_and_back(distributed, tmp
 
 @pytest.mark.parametrize(
     ("after", "ranks"),
-    rest_nightly([("chimera", 2), ("hanayo", 4)], [("chimera", 2)], "1f1b above, and its way back"),
+    rest_nightly([("chimera", 2), ("interleaved", 4)], [("chimera", 2)], "1f1b above, and its way back"),
 )
 def test_a_distributed_optimizer_goes_to_other_placements_and_sizes(distributed, after, ranks):
     """Two replicas of the model add gradients in another order, and so do two data-parallel ranks."""
