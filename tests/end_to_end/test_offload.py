@@ -100,9 +100,9 @@ def test_a_cap_in_bytes_is_kept_from_the_first_step_on(train, moved):
 def test_bytes_seconds_and_the_link_are_measured(train_small, moved):
     run = train_small(
         *("zb-h1", "--pipemem-offload", "half", *SMALL, "--pipemem-offload-option", "bandwidth=1GiB"),
-        *("--pipemem-host-memory", "2MiB", "--train-iters", "7"),
+        *("--pipemem-host-memory", "2MiB", "--train-iters", "5"),
     )
-    moved(run, train_small("stock", "--train-iters", "7"))
+    moved(run, train_small("stock", "--train-iters", "5"))
     assert max(run.of_ranks("counted_host_peak_bytes")) <= 2**20, "its part of the host's memory"
     assert [plan["step"] for plan in run.plans] == [0, 1, 4]
     assert [plan["priced_by"] for plan in run.plans] == ["unit", "unit", "measured"]

@@ -65,7 +65,7 @@ LOOP = (
     *("--eval-iters", "1", "--rerun-mode", "disabled", "--lr-decay-style", "linear", "--save-interval", "4"),
 )
 GATHERED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16")
-GATHERED += ("--global-batch-size", "8")
+GATHERED += ("--global-batch-size", "8", "--train-iters", "4")
 OVERLAPPED = "--pipemem-overlap-steps"
 ALWAYS = ("--clip-grad", "0.01")
 
@@ -93,9 +93,9 @@ def test_megatrons_loop_never_sees_a_step_that_was_wrong(train_small, tmp_path):
 
 def test_some_steps_are_clipped_while_parameters_are_gathered(train_small):
     norms = sorted(train_small("zbv", *LOOP, *GATHERED, ranks=4).grad_norms)
-    clip = ("--clip-grad", repr((norms[2] + norms[3]) / 2))
+    clip = ("--clip-grad", repr((norms[1] + norms[2]) / 2))
     synchronous, ahead = (
         train_small("zbv", *LOOP, *GATHERED, *clip, *more, clean=0, ranks=4) for more in ((), (OVERLAPPED,))
     )
     assert ahead == synchronous and ahead.weights == synchronous.weights
-    assert 0 < ahead.ranks[0]["steps_taken_back"] < ahead.ranks[0]["steps_ahead"] == 6
+    assert 0 < ahead.ranks[0]["steps_taken_back"] < ahead.ranks[0]["steps_ahead"] == 4
