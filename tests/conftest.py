@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,26 +83,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Iterator[None]:
+def pytest_collection() -> Iterator[None]:
     """Spare the garbage collector the modules and the collected tests, which are never garbage."""
     gc.disable()
-    is_worker = hasattr(session.config, "workerinput") and len(session.config.args) > 1
     try:
-        with _decorating_nothing() if is_worker and "torch" not in MISSING.values() else nullcontext():
-            return (yield)
+        return (yield)
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _decorating_nothing() -> AbstractContextManager:
-    """Spare a worker torch's compiler, which ``torch.compile`` imports when it decorates a function of Megatron."""
-    import torch
-
-    def undecorated(model: Callable | None = None, **_: object) -> Callable:
-        return model or (lambda function: function)
-
-    return mock.patch.object(torch, "compile", undecorated)
 
 
 def _scope(nodeid: str) -> str:
