@@ -23,8 +23,6 @@ from unittest import mock
 
 import proof
 
-from megatron_pipemem.request import DEFAULT_HOST_SHARE
-
 SCHEDULES = {"1f1b": 1, "zbv": 2, "v-half": 2, "po-f": 2}
 """Names and chunks per rank."""
 
@@ -92,16 +90,21 @@ def run_steps(name: str, layers: str, size, devices: int, microbatches: int, pat
     from megatron.core import parallel_state
 
     import megatron_pipemem
+    from megatron_pipemem.features.offload.megatron import _rank_budget as rank_budget
 
     gc.collect()
     torch.cuda.empty_cache()  # of earlier runs
+
+    def budget_alone(nodes, per_node: float | None) -> int:
+        return rank_budget(nodes[:1], per_node)
+
     chunks = SCHEDULES[name]
     megatron_pipemem.enable(name, report=None if path is None else str(path))
     # The backend answers for the other ranks with what this one says, so the model cannot look whole, and the host would
     # be shared by all ranks.
     with (
         mock.patch("megatron_pipemem.mcore.step.forward_backward.check_whole_model"),
-        mock.patch("megatron_pipemem.features.offload.megatron._rank_budget", _budget_alone),
+        mock.patch("megatron_pipemem.features.offload.megatron._rank_budget", budget_alone),
     ):
         try:
             step = training(size, layers, devices, chunks, microbatches)
@@ -125,11 +128,6 @@ def run_steps(name: str, layers: str, size, devices: int, microbatches: int, pat
         "reserved_bytes": torch.cuda.max_memory_reserved() - permanent,
         "step_seconds": seconds,
     }
-
-
-def _budget_alone(nodes, per_node: float | None) -> int:
-    """Return the host memory of the only rank that runs."""
-    return int(DEFAULT_HOST_SHARE * nodes[0].available)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def python(environment: dict[str, str]) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def lane() -> Iterator[Callable[[str], object]]:
-    """Run a piece of Python where the CPU lane is active, all in one process; gives what it calls ``result``.
+    """Run a piece of Python where the CPU lane is active, all in one process, and return its variable ``result``.
 
     It is forked from the process of the ranks, which has imported Megatron.
     """
@@ -53,7 +53,7 @@ def lane() -> Iterator[Callable[[str], object]]:
 
 @pytest.fixture
 def script(lane: Callable[[str], object]) -> Callable[..., object]:
-    """Run the ``main`` of a script where the CPU lane is active; gives what it printed."""
+    """Run the ``main`` of a script where the CPU lane is active, and return its output."""
 
     def run(path: Path, *arguments: object) -> object:
         return lane(f"""

@@ -266,7 +266,7 @@ def ranks_without_training(tmp_path_factory) -> Iterator[ConductedRanks]:
 
 @pytest.fixture(scope="session")
 def emulate(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
-    """``emulate(rule, *flags, stages=2, replicas=1)``: what ``scripts/emulate.py`` predicts, on one rank, of small runs."""
+    """``emulate(rule, *flags, stages=2, replicas=1)``: a small run as ``scripts/emulate.py`` predicts it, on one rank."""
     folder = tmp_path_factory.mktemp("emulation")
     ranks = Ranks("training", folder, size=1)
     trainer = Trainer(ranks, folder, text, DEFAULTS | SMALL | {"--pipeline-model-parallel-size": "1"})

@@ -153,7 +153,7 @@ class ConductedRanks:
 def _conduct(connection: Connection, path: list[str], logs: Path, preload: list[str]) -> None:
     sys.path[:0] = path
     get_context("forkserver").set_forkserver_preload(preload)
-    # Python 3.12's fork server looks for what it shall import in these folders alone, and goes on without what is not there.
+    # Python 3.12's fork server imports its modules from these folders only, and skips without a word those it does not find.
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     kinds: dict[tuple[str, int], Ranks] = {}
     try:

@@ -16,16 +16,8 @@ FLAG = "--pipemem-early-weights"
 @pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["v-half"], "v-half"))
 def test_local_experts_and_the_head_hold_less_for_w(train_small, assert_same_training, schedule):
     """All experts get as many tokens, so bytes are predicted exactly."""
-    flags = (
-        *ALL_TO_ALL,
-        *PADDED,
-        *NARROW,
-        *SHARED_EXPERTS,
-        *THREE_EACH,
-        "--overlap-grad-reduce",
-        "--ddp-bucket-size",
-        "20000",
-    )
+    buckets = ("--overlap-grad-reduce", "--ddp-bucket-size", "20000")
+    flags = (*ALL_TO_ALL, *PADDED, *NARROW, *SHARED_EXPERTS, *THREE_EACH, *buckets)
     runs = {early: train_small(schedule, *flags, FLAG, early) for early in ("none", "auto", ALL)}
     stock = train_small("stock", *flags)
     for run in runs.values():

@@ -63,14 +63,8 @@ def test_experts_train_as_stock(train_small, assert_same_training, tmp_path_fact
     get as many tokens.
     """
     schedule, flags, own = VARIANTS[variant]
-    flags = (
-        *flags,
-        *THREE_EACH,
-        "--tensorboard-dir",
-        str(tmp_path_factory.getbasetemp()),
-        "--tensorboard-log-interval",
-        "1",
-    )
+    logged = ("--tensorboard-dir", str(tmp_path_factory.getbasetemp()), "--tensorboard-log-interval", "1")
+    flags = (*flags, *THREE_EACH, *logged)
     run, stock = train_small(schedule, *flags, *own), train_small("stock", *flags)
     assert_same_training(run, stock)
 

@@ -59,7 +59,7 @@ def ranks(ranks_without_training) -> ConductedRanks:
 
 @pytest.fixture(scope="module")
 def show(ranks) -> Callable[[dict], dict]:
-    """Return what the last rank saw of a case on four ranks, or as many as it names; equal cases are served from memory."""
+    """Return the last rank's results of a case on four ranks, or as many as it names; equal cases are served from memory."""
     made: dict[str, dict] = {}
 
     def run(case: dict) -> dict:
@@ -97,7 +97,7 @@ def test_trains_as_stock(show, case):
 
 @pytest.fixture(scope="module")
 def variable(show) -> Callable[..., dict]:
-    """``variable(name, **case)``: what the last rank of a pipeline of two saw of microbatches that differ."""
+    """``variable(name, **case)``: the results of the last rank of two, for microbatches that differ."""
     return lambda name, **case: show(
         {**VARIABLE_STOCK, "schedule": name.split()[0], "size": 2 * case.get("tp", 1), **case}
     )

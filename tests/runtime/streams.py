@@ -241,11 +241,11 @@ class Streams(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunction():  # BackwardStreams would look at what the sanitizer asks of tensors, too
+        with torch._C.DisableTorchFunction():  # otherwise BackwardStreams would see the sanitizer's own operations
             return self._note(function, args, kwargs or {})
 
     def _note(self, function: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
-        """Run an operation and note what it uses."""
+        """Run an operation and note the memory that it uses."""
         inputs = tensors((args, kwargs))
         before = {key_of(tensor) for tensor in inputs}
         result = function(*args, **kwargs)

@@ -59,7 +59,7 @@ FEATURES = ("offload", "recompute", "selective")
 
 def in_full_lane(case: dict) -> bool:
     """Whether the full lane runs a case: every family in one way, v-half in every way, and fused backwards in most."""
-    name, moved = case["schedule"], [what for what in FEATURES if what in case]
+    name, moved = case["schedule"], [feature for feature in FEATURES if feature in case]
     if name == "v-half" or case["microbatches"] == 9 and not moved:
         return True
     if case.get("single_queue"):
@@ -73,7 +73,7 @@ def case_id(case: dict) -> str:
     flavour = (
         "forward-only" if case["forward_only"] else f"variable-{case['variable']}" if case["variable"] else "train"
     )
-    moving = "".join(f"-{what}{len(case[what])}" for what in FEATURES if what in case)
+    moving = "".join(f"-{feature}{len(case[feature])}" for feature in FEATURES if feature in case)
     queued = "-queued" if case.get("single_queue") else ""
     return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}{queued}"
 

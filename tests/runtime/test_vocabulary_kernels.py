@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lanes import nightly
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary_heads import assert_close, heads_of, inputs_of, losses_of, sharded
@@ -22,8 +23,6 @@ from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, add_p
 @pytest.fixture
 def graphs(monkeypatch):
     """Compiles on CPU; ``frame_count`` counts the graphs."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # here, because it imports torch's compiler
-
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(kernels, "COMPILER", kernels.Compiler(["cpu"], counter))

@@ -1,6 +1,6 @@
 """Program of a process that has Transformer Engine on its path: delayed weight gradients beside immediate ones.
 
-Prints, as JSON, the version, what became of every case, and graphs in the orders of the schedules in its arguments.
+Prints, as JSON, the version, the result of every case, and graphs in the orders of the schedules in its arguments.
 """
 
 from __future__ import annotations
