@@ -35,14 +35,16 @@ class Size:
         return {"seq_length": self.sequence, "micro_batch_size": self.batch}
 
 
-def open_pipelines(devices: int, chunks: int, experts: int = 1, graph: bool = False) -> None:
+def open_pipelines(devices: int, chunks: int, tensor: int = 1, experts: int = 1, graph: bool = False) -> None:
     """Make Megatron's groups for pipelines of ``devices`` ranks with ``chunks`` each, and seed its random numbers.
 
     Args:
+        tensor: ranks that share each layer.
         experts: data-parallel ranks that share the experts of a layer.
         graph: draw the random numbers as CUDA graphs need it.
     """
     parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=devices,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         expert_model_parallel_size=experts,
@@ -79,11 +81,14 @@ def make_config(size: Size, devices: int, chunks: int, layers: str, **options) -
     )
 
 
-def builder(size: Size, config: TransformerConfig, layers: str) -> Callable[..., GPTModel]:
+def builder(
+    size: Size, config: TransformerConfig, layers: str, position: str = "learned_absolute"
+) -> Callable[..., GPTModel]:
     """What ``megatron_pipemem.build_model_chunks`` calls for every chunk.
 
     Args:
         layers: ``local``, Megatron's own with fused attention, or ``te``, Transformer Engine's.
+        position: ``GPTModel``'s kind of position embedding.
     """
 
     def build(*, pre_process: bool, post_process: bool, vp_stage: int | None = None, pg_collection) -> GPTModel:
@@ -98,6 +103,7 @@ def builder(size: Size, config: TransformerConfig, layers: str) -> Callable[...,
             size.sequence,
             pre_process=pre_process,
             post_process=post_process,
+            position_embedding_type=position,
             share_embeddings_and_output_weights=False,
             vp_stage=vp_stage,
             pg_collection=pg_collection,
@@ -107,11 +113,18 @@ def builder(size: Size, config: TransformerConfig, layers: str) -> Callable[...,
     return build
 
 
-def training(size: Size, layers: str, devices: int, chunks: int, microbatches: int) -> Callable[[], None]:
-    """Build this rank's chunks for the schedule that is enabled, and return what runs a step of one pipeline on them."""
-    open_pipelines(devices, chunks)
-    config = make_config(size, devices, chunks, layers)
-    models = megatron_pipemem.build_model_chunks(builder(size, config, layers))
+def training(
+    size: Size, layers: str, devices: int, chunks: int, microbatches: int, position: str, **options
+) -> Callable[[], None]:
+    """Build this rank's chunks for the schedule that is enabled, and return what runs a step of one pipeline on them.
+
+    Args:
+        layers: as for ``builder``, like ``position``.
+        options: of ``TransformerConfig``.
+    """
+    open_pipelines(devices, chunks, options.get("tensor_model_parallel_size", 1))
+    config = make_config(size, devices, chunks, layers, **options)
+    models = megatron_pipemem.build_model_chunks(builder(size, config, layers, position))
     data = [batches(size) for _ in models]
 
     def step() -> None:

@@ -14,42 +14,100 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import proof
 
-SCHEDULES = {"1f1b": 1, "zbv": 2, "v-half": 2, "po-f": 2}
-"""Names and chunks per rank."""
+if TYPE_CHECKING:
+    from gpt_chunks import Size
+
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zbv": 2, "v-half": 2, "v-min": 2, "po-f": 2}
+"""Per rank, by schedule."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, ``microbatches`` for each rank of the pipeline. ``options`` are ``TransformerConfig``'s."""
+
+    name: str
+    size: Size
+    layers: tuple[str, ...]
+    pipelines: tuple[int, ...]
+    ranks: tuple[int, ...]
+    schedules: tuple[str, ...]
+    microbatches: int
+    position: str = "learned_absolute"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that share each layer."""
+        return self.options.get("tensor_model_parallel_size", 1)
 
 
 def main() -> int:
     options = proof.arguments(__doc__, "solo-rank")
-    import torch
     import torch.distributed as dist
-    from gpt_chunks import Size
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     report = proof.Report(options.output, options.rehearse)
-    pipelines: tuple[int, ...]
-    if options.rehearse:
-        size, pipelines, microbatches = Size(32, 2, 2, 16, 64, dtype=torch.float32), (4,), 2
-    else:
-        size, pipelines, microbatches = Size(4096, 32, 4, 4096, 32000), (8, 16), 3
-    for devices in pipelines:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
-        for name, layers in itertools.product(SCHEDULES, proof.kinds_of_layers()):
-            case = f"{name}, p = {devices}, m = {microbatches * devices}, {layers} layers"
-            report.measure(case, partial(play, name, layers, size, devices, microbatches * devices))
-        dist.destroy_process_group()
+    for model in models(options.rehearse):
+        os.environ["LOCAL_WORLD_SIZE"] = str(model.tensor)  # as torchrun tells that the ranks of a layer share a node
+        for devices, rank in itertools.product(model.pipelines, model.ranks):
+            at = rank % devices
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=at * model.tensor, world_size=devices * model.tensor
+            )
+            for name, layers in itertools.product(model.schedules, model.layers):
+                case = f"{model.name}, {name}, rank {at} of {devices}, {model.microbatches * devices} microbatches, {layers}"
+                report.measure(case, partial(play, name, layers, model, devices))
+            dist.destroy_process_group()
     return report.finish()
 
 
-def play(name: str, layers: str, size, devices: int, microbatches: int) -> tuple[dict, list[str]]:
+def models(rehearse: bool) -> list[Model]:
+    """A GPT without tensor parallelism, and Llama 3 70B on 64 ranks."""
+    import torch
+    from gpt_chunks import Size
+
+    llama = {
+        "ffn_hidden_size": 28672,
+        "num_query_groups": 8,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "tensor_model_parallel_size": 8,
+        "sequence_parallel": True,
+        "apply_rope_fusion": not rehearse,  # a kernel of Transformer Engine
+    }
+    few, many = ("1f1b", "zbv", "v-half", "po-f"), ("1f1b", "zb-h1", "zbv", "v-half", "v-min")
+    kinds = proof.kinds_of_layers()
+    if rehearse:
+        gpt, large = (Size(heads * 8, heads, 2, 16, 64, dtype=torch.float32) for heads in (4, 8))
+        llama["ffn_hidden_size"] = 128
+        return [
+            Model("GPT", gpt, kinds, (4,), (0,), few, 2),
+            Model("Llama", large, kinds, (2,), (0, -1), many, 2, "rope", llama),
+        ]
+    gpt, large = Size(4096, 32, 4, 4096, 32000), Size(8192, 64, 10, 4096, 128256)
+    found = [Model("GPT", gpt, kinds, (8, 16), (0,), few, 3)]
+    if "te" in kinds:  # the norm of local layers refuses sequence parallelism
+        found.append(Model("Llama 3 70B, TP8", large, ("te",), (8,), (0, -1), many, 2, "rope", llama))
+    return found
+
+
+def play(name: str, layers: str, model: Model, devices: int) -> tuple[dict, list[str]]:
     """The first rank's steps: what was predicted, counted and allocated, and what they took, with and without counting."""
     import torch
 
@@ -57,8 +115,8 @@ def play(name: str, layers: str, size, devices: int, microbatches: int) -> tuple
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         try:
-            counted = run_steps(name, layers, size, devices, microbatches, path)
-            plain = run_steps(name, layers, size, devices, microbatches, None)
+            counted = run_steps(name, layers, model, devices, path)
+            plain = run_steps(name, layers, model, devices, None)
         except torch.OutOfMemoryError as error:
             return {"error": str(error).splitlines()[0]}, ["it does not fit into this GPU"]
         seen = json.loads(path.read_text())["ranks"][0]
@@ -79,7 +137,7 @@ def play(name: str, layers: str, size, devices: int, microbatches: int) -> tuple
     return values, missed
 
 
-def run_steps(name: str, layers: str, size, devices: int, microbatches: int, path: Path | None, steps: int = 3) -> dict:
+def run_steps(name: str, layers: str, model: Model, devices: int, path: Path | None, steps: int = 3) -> dict:
     """Bytes and seconds of steps, after the first two.
 
     Args:
@@ -98,16 +156,19 @@ def run_steps(name: str, layers: str, size, devices: int, microbatches: int, pat
     def budget_alone(nodes, per_node: float | None) -> int:
         return rank_budget(nodes[:1], per_node)
 
-    chunks = SCHEDULES[name]
-    megatron_pipemem.enable(name, report=None if path is None else str(path))
+    chunks, microbatches = CHUNKS[name], model.microbatches * devices
     # The backend answers for the other ranks with what this one says, so the model cannot look whole, and the host would
-    # be shared by all ranks.
+    # be shared by all ranks. The first rank, which writes the report, may be another one.
     with (
+        mock.patch("megatron_pipemem.mcore.report.run_record.is_first_rank", lambda: True),
+        mock.patch("torch.distributed.broadcast_object_list"),
+        mock.patch("megatron_pipemem.mcore.step.losses.gather_losses"),
         mock.patch("megatron_pipemem.mcore.step.forward_backward.check_whole_model"),
         mock.patch("megatron_pipemem.features.offload.megatron._rank_budget", budget_alone),
     ):
+        megatron_pipemem.enable(name, report=None if path is None else str(path))
         try:
-            step = training(size, layers, devices, chunks, microbatches)
+            step = training(model.size, layers, devices, chunks, microbatches, model.position, **model.options)
             for _ in range(2):  # by the order for one hardware queue; gradients are allocated
                 step()
             torch.cuda.synchronize()
