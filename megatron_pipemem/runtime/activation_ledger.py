@@ -7,8 +7,9 @@ The ledger counts the storages of these tensors, each storage once:
 - tensors handed to a neighbouring stage on the same device or to a collective
 - tensors that a deferred weight gradient keeps beyond the saved activations
 
-It does not count parameters and their gradients, the batch, temporaries within one action, or messages that are being
-sent. How long the transport keeps a sent message depends on its receiver, and differs between runs.
+It does not count parameters and their gradients, the batch, temporaries within one action, tensors that outlive the
+step, or messages that are being sent. How long the transport keeps a sent message depends on its receiver, and differs
+between runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import wraps
 from itertools import accumulate, pairwise
@@ -42,6 +43,13 @@ class LedgerEntry:
     routable: int = 0  # the largest number that a capacity factor allows; 0 without one
     evenly: int = 0  # the number if all experts got equally many
     tokens: tuple[int, int] = (0, 0)  # number of sequences and their length, if microbatches differ
+
+
+class _Held(NamedTuple):
+    """A storage that is counted, and the number of entries before the first one that counts it."""
+
+    storage: StorageWeakRef
+    since: int
 
 
 class _Size(NamedTuple):
@@ -135,7 +143,7 @@ class ActivationLedger:
         self._permanent: set[int] = set()
         # The data iterator keeps the batch alive. The weak references reserve the keys of its storages.
         self._batch: dict[int, StorageWeakRef] = {}
-        self._held: dict[int, StorageWeakRef] = {}
+        self._held: dict[int, _Held] = {}
         self._routed = self._routable = self._evenly = 0
         self._freed_later: dict[int, tuple[StorageWeakRef, int]] = {}
         self._leave_out(permanent)
@@ -147,7 +155,7 @@ class ActivationLedger:
         """
         following = ActivationLedger(permanent)
         following._batch = {key: batch for key, batch in self._batch.items() if not batch.expired()}
-        following._held = self._held
+        following._held = {key: known._replace(since=0) for key, known in self._held.items()}
         following.failure = following.failure or self.failure
         return following
 
@@ -181,9 +189,9 @@ class ActivationLedger:
         if batch is not None and not batch.expired():
             return False
         known = self._held.get(key)
-        if known is not None and not known.expired():
+        if known is not None and not known.storage.expired():
             return False
-        self._held[key] = StorageWeakRef(tensor.untyped_storage())
+        self._held[key] = _Held(StorageWeakRef(tensor.untyped_storage()), len(self.entries))
         return True
 
     @_counting
@@ -222,7 +230,7 @@ class ActivationLedger:
 
         A forward and a backward may run together. The bytes that the backward frees belong to its own record.
         """
-        sizes = {key: (known, _size(known)) for key, known in self._held.items()}
+        sizes = {key: (known.storage, _size(known.storage)) for key, known in self._held.items()}
         self._freed_later = {key: (known, size) for key, (known, size) in sizes.items() if size}
 
     @_counting
@@ -234,7 +242,7 @@ class ActivationLedger:
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
         held, alive = 0, {}
         for key, known in self._held.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+            storage = torch.UntypedStorage._new_with_weak_ptr(known.storage.cdata)
             if storage is not None:
                 held += storage.nbytes()
                 alive[key] = known
@@ -244,6 +252,23 @@ class ActivationLedger:
         routing = self._routed, self._routable, self._evenly
         self.entries.append(LedgerEntry(action, held, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0
+
+    @_counting
+    def end_step(self) -> None:
+        """Take the tensors that are still held out of all entries, at the end of a step that leaves nothing in flight.
+
+        They are no activations, and later microbatches share them. Examples are the tables of rotary embeddings that
+        Megatron caches for fused kernels, and the offsets of sequences that Transformer Engine caches.
+        """
+        surplus = [0] * len(self.entries)
+        for known in self._held.values():
+            if known.since < len(surplus):
+                surplus[known.since] += _size(known.storage) or 0
+        if any(surplus):
+            self.entries = [
+                replace(entry, bytes=entry.bytes - more)
+                for entry, more in zip(self.entries, accumulate(surplus), strict=True)
+            ]
 
     def tokens_of(self, action: Action) -> tuple[int, int]:
         """Return the number of sequences of the action's microbatch, and their length.

@@ -330,10 +330,7 @@ def test_context_parallel_ranks_train_as_stock(train, assert_same_training, way,
     flags = (*CP2, way, *FLASH, *LLAMA)
     run, stock = (train(name, *flags) for name in (schedule, "stock"))
     assert_same_training(run, stock)
-    for predicted, counted in zip(run.predicted_peaks, run.counted_peaks, strict=True):
-        assert (
-            0 <= predicted - counted < 64
-        )  # the offsets of sequences, which the first microbatch makes for all layers
+    assert run.predicted_peaks == run.counted_peaks
 
 
 BY_FLOPS = ("--pipemem-slice-cut", "flops")

@@ -122,6 +122,29 @@ def test_a_storage_counts_once_whoever_holds_views_of_it():
     assert saved(ledger) == 8
 
 
+def test_a_table_that_all_microbatches_share_is_no_activation():
+    """As one that a module keeps after the first microbatch, while a tensor of the step before counts to its end."""
+    earlier, table, own = torch.randn(3), torch.randn(4), [torch.randn(8), torch.randn(8)]
+    before = ActivationLedger()
+    before.hold(earlier)
+    ledger = before.continued(())
+    program = [Action.parse(text) for text in ("0F0", "0F1", "0B0", "0F2", "0B1", "0B2")]
+    for action in program:
+        if action.kind is Kind.F:
+            ledger.hold(table)
+            own.append(torch.randn(8))
+            ledger.hold(own[-1])
+        else:
+            own.pop()
+        ledger.record(action)
+    own.clear()
+    assert [entry.bytes for entry in ledger.entries] == [60, 92, 60, 92, 60, 28]
+    ledger.end_step()
+    assert [entry.bytes for entry in ledger.entries] == [32, 64, 32, 64, 32, 0]
+    many = [action for _ in range(9) for action in program]
+    assert predict_peak_bytes(many, bytes_per_action(ledger.entries, 1)) == ledger.peak == 64
+
+
 def test_a_reused_address_is_a_new_storage():
     ledger = ActivationLedger()
     for _ in range(20):

@@ -178,6 +178,8 @@ class ForwardBackward(Feature):
             if step.trial is not None:
                 self._try(step, step.trial, extensions)
             step.executor.run()
+        if step.observation.ledger is not None and not step.leaves_in_flight:
+            step.observation.ledger.end_step()
         for extension in extensions:
             extension.settle(step)
         if step.finalizes:
