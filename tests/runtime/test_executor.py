@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 
-TOY = Path(__file__).with_name("toy.py")
 NAMES = [
     family.name for family in families() if not (family.asynchronous or family.slices > 1) and family.replicas == 1
 ]
@@ -79,17 +75,10 @@ def case_id(case: dict) -> str:
 
 
 @pytest.fixture(scope="module")
-def seen(request, tmp_path_factory) -> dict[str, list[dict]]:
-    """Run the cases that this run of pytest has selected. ``seen[case][rank]``."""
-    items = [item for item in request.session.items if item.path == request.path and "seen" in item.fixturenames]
-    cases, folder = [item.callspec.params["case"] for item in items], tmp_path_factory.mktemp("toy")
-    (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, str(TOY), str(folder / "cases.json"), str(folder)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(toy.DEVICES)]
+def seen_by_executor(rank_files: Path) -> dict[str, list[dict]]:
+    """``seen_by_executor[case][rank]``."""
+    cases = json.loads((rank_files / "cases.json").read_text())
+    ranks = [json.loads((rank_files / f"rank{rank}.json").read_text()) for rank in range(toy.DEVICES)]
     return dict(zip(map(case_id, cases), zip(*ranks, strict=True), strict=True))
 
 
@@ -112,13 +101,13 @@ def alone(case: dict, num_stages: int):
     rest_nightly(CASES, [*filter(in_full_lane, CASES)], "the same way to run with v-half or 1f1b"),
     ids=case_id,
 )
-def test_executes_as_scheduled_and_equals_one_process(seen, case):
+def test_executes_as_scheduled_and_equals_one_process(seen_by_executor, case):
     schedule = toy.make_schedule(case, toy.DEVICES)
     if case["forward_only"]:
         schedule = schedule.forward_only()
     losses, gradients = alone(case, schedule.num_stages)
     for device, order in enumerate(schedule.orders):
-        here = seen[case_id(case)][device]
+        here = seen_by_executor[case_id(case)][device]
         assert here["actions"] == [str(action) for action in order if action.kind in COMPUTE]
         assert here["left_bytes"] == here["left_away_bytes"] == 0, "the step left activations behind"
         if device == schedule.placement.devices[schedule.num_stages - 1]:

@@ -87,7 +87,16 @@ ASKING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "variable"), ASKING)
+# A host asks by the kinds of messages, of the backward and of memory actions. Further families repeat them.
+ASKING_FULL_LANE = [
+    *((name, "") for name in ("gpipe", "1f1b", "zb-h1", "interleaved", "v-half", "po-h")),
+    *((name, variable) for name, variable in ASKING if variable),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), rest_nightly(ASKING, ASKING_FULL_LANE, "families with the same kinds of actions")
+)
 def test_a_host_asks_its_device_only_what_the_step_declares(monkeypatch, name, variable):
     asked = set()
     program = lower(build_schedule(name, num_devices=DEVICES, num_microbatches=6))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +11,6 @@ from vocabulary_model import EXAMPLE, WORLD, Case, run_whole
 
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions
 
-PROGRAM = Path(__file__).with_name("vocabulary_model.py")
 CASES = [
     *(
         Case(
@@ -50,22 +46,9 @@ RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> list[list[dict[str, torch.Tensor] | None]]:
+def seen(rank_files: Path) -> list[list[dict[str, torch.Tensor] | None]]:
     """``seen[rank][case]``."""
-    folder = tmp_path_factory.mktemp("vocabulary")
-    torch.save(CASES, folder / "cases.pt")
-    path = os.pathsep.join([str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [
-        sys.executable,
-        "-c",
-        "import vocabulary_model; vocabulary_model.main()",
-        str(folder / "cases.pt"),
-        str(folder),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+    return [torch.load(rank_files / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))

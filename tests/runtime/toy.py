@@ -1,12 +1,12 @@
 """A toy pipeline without Megatron: linear layers that split their backward, run by the executor on gloo ranks.
 
-Started by ``test_executor.py``. Every rank writes what it saw as JSON.
+As a program, started by ``conftest.py``, it also runs the cases of ``vocabulary_model.py`` on these ranks. Every rank
+writes its results to files.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import vocabulary_model
 from forking import fork_ranks
 from offload_orders import with_offload, with_recompute
 
@@ -255,7 +256,15 @@ def run_cases(cases: list[dict], programs: list[Program], out: Path) -> None:
     (out / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
+def run_all(cases: list[dict], programs: list[Program], vocabulary_cases: list | None, out: Path) -> None:
+    run_cases(cases, programs, out)
+    if vocabulary_cases is not None:
+        vocabulary_model.run_cases(vocabulary_cases, out)
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    sys.exit(fork_ranks(DEVICES, run_cases, cases, [*map(make_program, cases)], Path(sys.argv[2])))
+    folder = Path(sys.argv[1])
+    cases, of_vocabulary = json.loads((folder / "cases.json").read_text()), folder / "cases.pt"
+    vocabulary_cases = torch.load(of_vocabulary, weights_only=False) if of_vocabulary.exists() else None
+    programs = [*map(make_program, cases)]
+    sys.exit(fork_ranks(DEVICES, run_all, cases, programs, vocabulary_cases, folder))

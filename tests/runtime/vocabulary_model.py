@@ -1,20 +1,17 @@
 """The smallest model with a vocabulary, whole in fp64 and sharded: embedding, tanh, LM head, cross entropy.
 
-The sharded one runs on the ranks of a process group. As a program, it is one of those ranks: it runs every case of the file
-given and writes down what it saw.
+The sharded one runs on the ranks of a process group.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forking import fork_ranks
 
 from megatron_pipemem.features.vocabulary.runtime import collectives
 from megatron_pipemem.features.vocabulary.runtime.head import (
@@ -199,7 +196,3 @@ def run_cases(cases: list[Case], out: Path) -> None:
     seen = [run_rank(case, groups[case.ranks]) if member[case.ranks] else None for case in cases]
     seen.append(run_example(groups[world]))
     torch.save(seen, out / f"rank{dist.get_rank()}.pt")
-
-
-def main() -> None:
-    sys.exit(fork_ranks(WORLD, run_cases, torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lanes import rest_nightly
 
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
@@ -38,10 +39,18 @@ CHOOSING, QUICKSTART = "docs/choosing-a-schedule.md", "docs/start.md"
 NAMES = ("bubbles", "schedules", "research", "slices", "codes", "flags", "conflicts", "refusals", "queues")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_nightly(NAMES, NAMES[:-1], "test_prices_of_single_queues_are_current"))
 def test_a_generated_table_is_current(tables, name):
     found = block(name, f"docs/{tables.DOCUMENTS[name]}")
     assert found == tables.BLOCKS[name]().split("\n"), "python scripts/doc_tables.py writes this table anew"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half", "dualpipe", "seq1f1b", "pipedream"])
+def test_prices_of_single_queues_are_current(tables, monkeypatch, name):
+    """One family of every placement and kind of backward, with slices, and without a barrier between steps."""
+    monkeypatch.setattr(tables, "families", lambda: [family(name)])
+    listed = " ".join(block("queues", f"docs/{tables.DOCUMENTS['queues']}")).split(", ")
+    assert [price for price in listed if price.startswith(f"`{name}` ")] == [tables.list_of_queues()]
 
 
 def test_every_generated_table_is_compared(tables):
