@@ -114,7 +114,7 @@ def builder(
 
 
 def training(
-    size: Size, layers: str, devices: int, chunks: int, microbatches: int, position: str, **options
+    size: Size, layers: str, devices: int, chunks: int, microbatches: int, position: str = "learned_absolute", **options
 ) -> Callable[[], None]:
     """Build this rank's chunks for the schedule that is enabled, and return what runs a step of one pipeline on them.
 

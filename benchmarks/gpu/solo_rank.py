@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 import sys
 import tempfile
 import time
@@ -61,7 +60,6 @@ def main() -> int:
 
     report = proof.Report(options.output, options.rehearse)
     for model in models(options.rehearse):
-        os.environ["LOCAL_WORLD_SIZE"] = str(model.tensor)  # as torchrun tells that the ranks of a layer share a node
         for devices, rank in itertools.product(model.pipelines, model.ranks):
             at = rank % devices
             dist.init_process_group(

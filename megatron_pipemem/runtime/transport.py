@@ -8,8 +8,6 @@ post its messages in the same order, which replaces the tags.
 
 from __future__ import annotations
 
-import functools
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,19 +29,6 @@ from megatron_pipemem.schedule.schedule import Program
 MESSAGE_CTAS = 4
 """Thread blocks that NCCL may use for one group of messages. A posted receive occupies multiprocessors while it waits. NCCL's
 default is up to 32 thread blocks, which would slow the computation."""
-
-
-@functools.cache
-def within_node(group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of a group are on one node, provided that each node has consecutive ranks.
-
-    The number of ranks per node is ``LOCAL_WORLD_SIZE``, or else that of GPUs.
-    """
-    ranks, size = (
-        dist.get_process_group_ranks(group),
-        int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())),
-    )
-    return min(ranks) // size == max(ranks) // size
 
 
 def new_groups(

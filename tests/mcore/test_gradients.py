@@ -1,4 +1,4 @@
-"""When the sums of a chunk's gradients start, and how often a step asks the host about NaN, with Megatron's own DDP."""
+"""What waits for W, when the sums of a chunk's gradients start, and how often a step asks the host about NaN."""
 
 from __future__ import annotations
 
@@ -22,16 +22,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear
 from megatron_pipemem.mcore.plugin import _Enabled
-from megatron_pipemem.mcore.step.gradients import GradientReductions, _BucketStarts
-from megatron_pipemem.mcore.symbols import PatchSet
+from megatron_pipemem.mcore.step import gradients
+from megatron_pipemem.mcore.step.gradients import GradientReductions, SplitBackward, _BucketStarts
+from megatron_pipemem.mcore.symbols import GATHER_GRADIENT, PatchSet
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting, shard_of
 from megatron_pipemem.schedule.action import Action
 
 LAYERS, WIDTH = 3, 8
 STOCK = layers.linear_with_grad_accumulation_and_async_allreduce
 SPLIT = "0F0 0I0 0W0 0F1 0I1 0F2 0I2 0W1 0W2 0REDUCE_GRAD"
 WHOLE = "0F0 0B0 0F1 0B1 0REDUCE_GRAD"
+
+
+@pytest.mark.parametrize("other", ["node-1", "node-2"])
+def test_only_ranks_of_one_host_keep_shards_until_w(monkeypatch, other):
+    """Whatever variables their launcher sets, and however many GPUs a rank sees."""
+    group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(gradients.dist, "get_process_group_ranks", lambda group: [2, 3])
+    monkeypatch.setattr(gradients.socket, "gethostname", lambda: "node-1")
+    monkeypatch.setattr(gradients, "gather", lambda own, group: [own, other])
+    split = SplitBackward(Request("zb-h1"), counted=False)
+    (keep,) = (act for symbol, act in split.replacements() if symbol == GATHER_GRADIENT)
+    sizes = SimpleNamespace(num_moe_experts=None, hidden_size=4)
+    groups, context = SimpleNamespace(tp=group), SimpleNamespace(config=sizes)
+    split.prepare(SimpleNamespace(groups=groups, chunks=[], context=context))
+    call = SimpleNamespace(input_split_sizes=None, use_global_buffer=False, group=group)
+    with collecting(WeightGradientQueue()):
+        (whole,) = keep(lambda ctx, shard: (torch.cat([shard, shard]),), call, torch.ones(2, 4))
+    assert (shard_of(whole) is not None) == (other == "node-1")
 
 
 class Linears(MegatronModule):

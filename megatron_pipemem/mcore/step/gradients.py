@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from torch.utils.hooks import RemovableHandle
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.model import transformer_engine
 from megatron_pipemem.mcore.model.linear import (
     attach_ddp_hooks,
@@ -42,7 +44,6 @@ from megatron_pipemem.mcore.symbols import (
 )
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, StepFeature
-from megatron_pipemem.runtime.transport import within_node
 from megatron_pipemem.runtime.weight_gradients import EARLY, GRADIENT_READY
 from megatron_pipemem.schedule.action import COMPLETING, Action, Kind
 from megatron_pipemem.schedule.options import AUTO, GATHERED
@@ -50,15 +51,18 @@ from megatron_pipemem.schedule.options import AUTO, GATHERED
 logger = logging.getLogger(__name__)
 
 
-def sharded_replacements(weight_inputs: str) -> Replacements:
+def sharded_replacements(
+    weight_inputs: str, on_one_host: Callable[[dist.ProcessGroup], bool] = lambda group: False
+) -> Replacements:
     """Return the replacements by which linear layers keep this rank's shard of a gathered tensor until W.
 
     The tensor is an input or an output gradient, and W gathers it again. ``weight_inputs`` is one of
-    ``options.WEIGHT_INPUTS``; for ``gathered`` there are no replacements.
+    ``options.WEIGHT_INPUTS``; for ``gathered`` there are no replacements. With ``auto``, shards are kept for process
+    groups whose ranks are on one host.
     """
     if weight_inputs == GATHERED:
         return []
-    keeps: Callable[[dist.ProcessGroup], bool] = within_node if weight_inputs == AUTO else lambda group: True
+    keeps = on_one_host if weight_inputs == AUTO else lambda group: True
     return [(GATHER_GRADIENT, sharded_gradients(keeps)), *transformer_engine.sharded_replacements(keeps)]
 
 
@@ -78,6 +82,7 @@ class SplitBackward(Extension):
         self._watching: list[RemovableHandle] = []
         self._marked: list[torch.nn.Parameter] = []
         self._hooked: list[torch.nn.Parameter] = []
+        self._on_one_host: dict[tuple[int, ...], bool] = {}  # by the ranks of a group
         self.has_run_delayed = False
 
     def replacements(self) -> Replacements:
@@ -90,16 +95,30 @@ class SplitBackward(Extension):
             replaced.append((LINEAR, countable_linear))
         if splits:
             replaced.append((LOOKUP, split_embedding))
-            replaced += sharded_replacements(self._request.weight_inputs)
+            known = self._on_one_host
+            replaced += sharded_replacements(
+                self._request.weight_inputs, lambda group: known.get(tuple(dist.get_process_group_ranks(group)), False)
+            )
         return replaced
 
     def prepare(self, step: Step) -> None:
+        if self._request.may_split and self._request.weight_inputs == AUTO:
+            self._compare_hosts(step.groups)
         self._hooked += attach_ddp_hooks(step.chunks)
         new = [chunk for chunk in step.chunks if chunk not in self._prepared]  # not in every step anew
         self._prepared.update(new)
         for module in (each for chunk in new for each in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
         self._marked += mark_early(new, early_modules(self._request.early_weights, step.context.config))
+
+    def _compare_hosts(self, groups: ProcessGroupCollection) -> None:
+        """Find out whether the ranks of the tensor-parallel groups are on one host, once for each group."""
+        for group in (groups.tp, getattr(groups, "expt_tp", None)):
+            if group is None or group.size() == 1:
+                continue
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in self._on_one_host:
+                self._on_one_host[ranks] = len(set(gather(socket.gethostname(), group))) == 1
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         self.has_run_delayed |= any(stage.delayed for stage in step.stages.values())
