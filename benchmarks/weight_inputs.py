@@ -1,8 +1,8 @@
 """Compare two ways to keep inputs until W, as shards or gathered: bytes of schedules, and seconds of W.
 
-Claim: with shards, `zb-h1`, `zbv`, `v-half` and `v-min` hold the shares of 1F1B's bytes that the papers give. With NVLink
-between the tensor-parallel ranks, W takes as long as without gathers. The model is Llama-70B, sequence 4096, on 8
-tensor-parallel ranks with sequence parallelism and Transformer Engine's layers.
+Claim: with shards, `zb-h1`, `zbv`, `v-half` and `v-min` hold the shares of 1F1B's bytes that the papers give, `zb-h1` if the
+head's weight gradient does not wait. With NVLink between the tensor-parallel ranks, W takes as long as without gathers. The
+model is Llama-70B, sequence 4096, on 8 tensor-parallel ranks with sequence parallelism and Transformer Engine's layers.
 
     python benchmarks/weight_inputs.py               # bytes, by the planner's formulas
     python benchmarks/weight_inputs.py --early       # bytes and seconds of mixtures of experts, by modules whose W runs with I
@@ -45,6 +45,7 @@ SHARDS = Execution(tp=TP, sequence_parallel=True, implementation="transformer_en
 EXECUTIONS = {
     "gathered": replace(SHARDS, weight_inputs="gathered"),
     "shards": SHARDS,
+    "shards, head in I": replace(SHARDS, early_weights="head"),
     "no sequence parallelism": replace(SHARDS, sequence_parallel=False),
 }
 EXPERTS = Execution(ep=8, implementation="transformer_engine")
@@ -66,7 +67,7 @@ COLUMNS = ("schedule", "p", "units", *EXECUTIONS)
 
 
 def shares(schedule: str, devices: int) -> list[float]:
-    """Return a schedule's peak relative to 1F1B's: in activation units, and in bytes of the three executions."""
+    """Return a schedule's peak relative to 1F1B's: in activation units, and in bytes of each execution."""
     found = []
     for execution in (None, *EXECUTIONS.values()):
         costs = None if execution is None else from_formulas(MODEL, execution, CLUSTER).costs()

@@ -79,8 +79,10 @@ def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     """Yield the tensors that an attention block keeps, except its norm's input and output.
 
-    Queries, keys and values are views of the projection's output, so each keeps the whole output. If there are fewer
-    key heads than tensor-parallel ranks, every rank gathers the output of all ranks to find its own part.
+    Queries, keys and values are views of the projection's output, so each keeps the whole output. Transformer Engine's
+    norms and its flash attention copy them instead, and its kernel of rotations keeps one table for all layers. If
+    there are fewer key heads than tensor-parallel ranks, every rank gathers the output of all ranks to find its own
+    part.
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     groups = execution.key_groups(model)
@@ -88,17 +90,20 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     projected = model.qkv_width + model.query_width * model.attention_gate
     output = n * projected * e / (1 if model.key_heads < tp else tp)
     rotated = model.position == "rope"
+    copies = execution.implementation == "transformer_engine" and execution.attention == "flash"
     yield Saved(_ATTENDED, heads, "W")
     if model.attention_gate:
         yield Saved("attention's output before its gate", heads, "I")
         yield Saved("attention's gate", heads * _SUM / e, "I")
     yield from _unquantised_output(execution, heads)
-    if rotated:
+    if rotated and not (copies and execution.fused):
         yield _rotations(model, execution, model.channels)
     yield from _score_tensors(model, execution)
     if model.qk_norm:
-        if groups > 1:  # with a single group they are a view
+        if groups > 1 or copies:  # with a single group they are a view
             yield Saved("queries before their norm", heads, "I")
+        if copies:
+            yield Saved("keys before their norm", keys, "I")
         yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", statistic=True)
     own = rotated or model.qk_norm  # whether queries and keys are not views of the projection's output
     if execution.attention == "unfused" and model.heads / tp > groups and not execution.recomputes("core_attn"):
@@ -112,6 +117,9 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     if _key_shards(execution) > 1:
         yield Saved("keys and values of the whole sequence", 2 * keys * _key_shards(execution), "I")
         yield Saved("queries", heads if rotated and not model.qk_norm else output, "I")
+        return
+    if copies and not execution.recomputes("core_attn"):
+        yield Saved("queries, keys and values", heads + 2 * keys, "I")
         return
     yield Saved("queries, keys and values", output, "I")
     if own:

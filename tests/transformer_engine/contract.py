@@ -6,11 +6,13 @@ Prints, as JSON, the version, the result of every case, and graphs in the orders
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import te_stand_in  # noqa: F401 - before the CPU lane
@@ -26,6 +28,7 @@ import transformer_engine  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.extensions.transformer_engine import (  # noqa: E402
+    TEDotProductAttention,
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
@@ -52,6 +55,20 @@ from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
 # Each W right after its I, and a W that has no I of its own right before it.
 ORDERS = {"IWIWIW": "I0 W0 I1 W1 I2 W2", "IIWIWW": "I0 I1 W0 I2 W1 W2"}
+
+
+GPT = Model(layers=1, hidden=64, heads=4, sequence=32, vocabulary=512, dropout=0.0)
+GROUP = replace(GPT, kv_heads=2, ffn=96, activation="swiglu", norm="rmsnorm", bias="none")
+GROUPS = replace(GROUP, heads=8, kv_heads=4)
+# Of one tensor-parallel rank of two.
+FLASH = {
+    "a group": GROUP,
+    "two groups": GROUPS,
+    "rotary positions": replace(GPT, position="rope"),
+    "a group, rotary positions": replace(GROUP, position="rope"),
+    "two groups, rotary positions": replace(GROUPS, position="rope"),
+    "two groups, rotary positions, norms": replace(GROUPS, position="rope", qk_norm=True),
+}
 
 
 class Block(torch.nn.Module):
@@ -156,6 +173,9 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
     for sequence_parallel, kept in ((False, "sharded"), (True, "sharded"), (True, "gathered")):
         name = f"bytes that the planner predicts, sequence parallel {sequence_parallel}, {kept}"
         yield name, _planned, (sequence_parallel, kept)
+    for (name, model), recompute in product(FLASH.items(), ("none", "selective")):
+        title = f"bytes that the planner predicts with flash attention, {name}, recompute {recompute}"
+        yield title, _planned_with_flash, (model, recompute)
 
 
 def _ddp(overlap: bool | None) -> str:
@@ -242,7 +262,6 @@ def _counted(delayed: bool) -> None:
 
 def _planned(sequence_parallel: bool, kept: str) -> None:
     """What one layer keeps for W, on one of two tensor-parallel ranks."""
-    model = Model(layers=1, hidden=64, heads=4, sequence=32, vocabulary=512, dropout=0.0)
     execution = Execution(
         tp=2,
         sequence_parallel=sequence_parallel,
@@ -250,32 +269,49 @@ def _planned(sequence_parallel: bool, kept: str) -> None:
         implementation="transformer_engine",
         weight_inputs=kept,
     )
+    freed = -_changes_by_a_layer(GPT, execution, AttnBackend.unfused)[Kind.W]
+    assert freed == layer_bytes(GPT, execution).after_input, (freed, layer_bytes(GPT, execution))
+
+
+def _planned_with_flash(model: Model, recompute: str) -> None:
+    """What one layer keeps after F and for W, with the kernels of rotary embeddings and of attention."""
+    execution = Execution(tp=2, sequence_parallel=True, implementation="transformer_engine", recompute=recompute)
+    with mock.patch.object(profiling, "FlashAttention", TEDotProductAttention):
+        found = _changes_by_a_layer(model, execution, AttnBackend.flash)
+    wanted, kind_of_mask = layer_bytes(model, execution), 4 if recompute == "selective" else 0
+    assert (found[Kind.F] - kind_of_mask, -found[Kind.W]) == (wanted.saved, wanted.after_input), (found, wanted)
+
+
+def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend) -> dict[Kind, int]:
+    """By how many bytes more each kind of action changes the memory of a stage that has one layer more."""
     spec_of, config_of = profiling.get_gpt_decoder_block_spec, profiling._config
 
     def delaying(*args):
         config = config_of(*args)
-        config.delay_wgrad_compute, config.attention_backend = True, AttnBackend.unfused
+        config.delay_wgrad_compute, config.attention_backend = True, backend
+        config.apply_rope_fusion = backend is AttnBackend.flash
         return config
 
     with (
+        mock.patch.dict(os.environ),  # where Megatron names the kind of attention
         profiling.lone_rank(execution, fake=False),
         mock.patch.object(profiling, "_config", delaying),
         mock.patch.object(
             profiling, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
         ),
     ):
-        freed = []
+        found = []
         for layers in (1, 2):
             stage = profiling.build_stage(model, execution, profiling.MIDDLE, [model.main_kind] * layers)
             assert len(delayed_modules(stage)) == 4 * layers
-            entries = profiling.run_stage(stage, model, execution, profiling.MIDDLE, 2).counter.entries
-            freed += [a.bytes - b.bytes for a, b in pairwise(entries) if b.action.kind is Kind.W][1:]
-    assert freed[1] - freed[0] == layer_bytes(model, execution).after_input, (freed, layer_bytes(model, execution))
+            entries = profiling.run_stage(stage, model, execution, profiling.MIDDLE, 3).counter.entries
+            found.append(profiling.changes(entries))
+    return {kind: more - less for (kind, less), more in zip(found[0].items(), found[1].values(), strict=True)}
 
 
 def _alone(check: Callable[..., None], how: tuple) -> None:
     """Run a check as the one rank of a job."""
-    if check is _planned:  # makes its own
+    if check in (_planned, _planned_with_flash):  # make their own
         check(*how)
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -62,8 +62,8 @@ def verl() -> list[str]:
 
 
 def environment(version: str) -> dict[str, str]:
-    """Of a process that can import this version."""
-    path = [*folders(version), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    """Of a process that can import this version, and the stand-in of flash-attn."""
+    path = [*folders(version), FLASH_ATTENTION, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
 
 
