@@ -19,6 +19,7 @@ from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import Flags, all_flags
 from megatron_pipemem.launch.feasibility import refusal
 from megatron_pipemem.planner.balance import as_cut, balance
+from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.planner.plans import Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import Replay, Timing, family_schedule, measured, priced, shortest
@@ -27,7 +28,7 @@ from megatron_pipemem.planner.space import Limits, Order, hides_messages, in_pai
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN
 from megatron_pipemem.planner.variants import paired as with_pairs
-from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.options import EARLY_WEIGHTS, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 
@@ -253,6 +254,22 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
                 layers = balance(way.run, pace=pace).best.layers
                 way = _way(layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
             yield way
+            if (early := _with_early_head(way)) is not None:
+                yield _way(early, order, placement, way.step.layers, pace, memory)
+
+
+def _with_early_head(way: Way) -> Run | None:
+    """Return the run of a way with the head's weight gradient in I, if the head's device holds most until W.
+
+    Otherwise, or if the backward is not split, the result is ``None``.
+    """
+    fullest = max(range(len(way.peaks)), key=way.peaks.__getitem__)
+    has_head = way.step.placement.devices[-1] == fullest
+    early = early_modules(way.run.model, way.run.execution)
+    if way.is_stock or not (family(way.order.name).splits_backward and has_head) or "head" in early:
+        return None
+    named = ",".join(each for each in EARLY_WEIGHTS if each in early or each == "head")
+    return replace(way.run, schedule=replace(way.run.schedule, early_weights=named))
 
 
 def _way(
