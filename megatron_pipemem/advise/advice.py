@@ -259,9 +259,9 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
 
 
 def _with_early_head(way: Way) -> Run | None:
-    """Return the run of a way with the head's weight gradient in I, if the head's device holds most until W.
+    """Return the run of a way, changed so that I computes the head's weight gradient, if that may free memory.
 
-    Otherwise, or if the backward is not split, the result is ``None``.
+    It may if the backward is split and the device of the head is the fullest. Otherwise the result is ``None``.
     """
     fullest = max(range(len(way.peaks)), key=way.peaks.__getitem__)
     has_head = way.step.placement.devices[-1] == fullest
