@@ -25,7 +25,7 @@ def byte_costs(tmp_path):
 
 def test_auto_simulates_what_it_found(pipemem, pipemem_json):
     ask = ("simulate", "auto", "-p", 8, "-m", 24, "--costs", "1,1.5,.5", "--memory-cap", 0.625)
-    more_chunks = pipemem_json(*ask, "-o", "max_chunks=8")
+    more_chunks = pipemem_json(*ask, "-o", "max_chunks=4")
     found = pipemem_json(*ask)
     assert "placements of 2 chunks per device, as in a run" in " ".join(pipemem(*ask).stdout.split())
     assert more_chunks["chunks"] > 2 == found["chunks"] and more_chunks["makespan"] < found["makespan"]
@@ -36,10 +36,10 @@ def test_auto_simulates_what_it_found(pipemem, pipemem_json):
 
 
 def test_auto_searches_for_the_period_of_steps_without_a_barrier(pipemem, pipemem_json):
-    ask = ("simulate", "auto", "-p", 4, "-m", 8, "--costs", "1,1.2,.8", "--memory-cap", 1, "--steps", 4)
+    ask = ("simulate", "auto", "-p", 2, "-m", 4, "--costs", "1,1.2,.8", "--memory-cap", 1, "--steps", 4)
     one, many = pipemem_json(*ask), pipemem_json(*ask, "-o", "period=true")
-    assert many["period"] < one["period"] and many["makespan"] >= one["makespan"]
-    assert many["lower_bound"] == pytest.approx(24), "the work of every device"
+    assert many["period"] < one["period"] and many["makespan"] >= one["makespan"] - 1e-9
+    assert many["lower_bound"] == pytest.approx(12), "the work of every device"
     assert "of the period at most" in pipemem(*ask, "-o", "period=true").stdout
 
 
@@ -55,9 +55,10 @@ def test_a_cap_in_bytes(pipemem_json, byte_costs):
     assert 0 < max(found["peak_bytes"]) <= 2500
 
 
-def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
+def test_pareto_lists_no_dominated_choice(pipemem_json, tmp_path):
     ask = ("pareto", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--caps", "0.75", "--seconds", 0.2)
-    found = pipemem_json(*ask)
+    found = pipemem_json(*ask, "--output", tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 10_000
     assert not any(choice["dominated"] for choice in found["choices"])
     assert any("instead of" in trade for trade in found["trades"])
     everything = pipemem_json(*ask, "--all")["choices"]
@@ -72,16 +73,13 @@ def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
             assert not (
                 other["peak_activation"] < one["peak_activation"] - 1e-9 and other["makespan"] < one["makespan"] - 1e-9
             )
-    printed = pipemem(*ask, "--output", tmp_path / "front.png").stdout
-    assert (tmp_path / "front.png").stat().st_size > 10_000
-    assert "dominated schedules are not listed" in printed
 
 
 def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_path):
     """Twice as much waits for W as F kept, so zb-h1 is no longer where 1F1B is."""
     path = tmp_path / "costs.json"
     path.write_text('{"memory": {"F": 1024, "I": 1024, "W": -2048}}', encoding="utf-8")
-    size = ("pareto", "-p", 4, "-m", 8, "--caps", "0.75", "--seconds", 0.2, "--all")
+    size = ("pareto", "-p", 4, "-m", 4, "--caps", "0.75", "--seconds", 0.1, "--all")
     choices = pipemem_json(*size, "--costs", path)["choices"]
     found = {each["schedule"]: each for each in choices if not each["memory_cap"]}
     shares = {name: found[name]["share_of_1f1b"] for name in ("1f1b", "zb-h1")}
@@ -90,7 +88,6 @@ def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_pa
     assert searched and all(each["memory_cap"] == 0.75 > each["share_of_1f1b"] - 1e-9 for each in searched)
     assert {each["share_of_1f1b"] for each in pipemem_json(*size)["choices"]} == {None}
     assert "shares of 1F1B's bytes" in " ".join(pipemem(*size, "--costs", path).stdout.split())
-    assert "activation units" in " ".join(pipemem(*size).stdout.split())
 
 
 def test_pareto_says_what_caps_nothing_fits(pipemem):
@@ -99,3 +96,4 @@ def test_pareto_says_what_caps_nothing_fits(pipemem):
     (note,) = said.stderr.splitlines()
     assert note.startswith("note: ") and " 0.01 " in note
     assert "up to 8 chunks per device" in said.stdout and "--layers" in said.stdout
+    assert "dominated schedules are not listed" in said.stdout and "activation units" in " ".join(said.stdout.split())
