@@ -75,7 +75,7 @@ def simulated(monkeypatch, tmp_path, capsys):
         monkeypatch.syspath_prepend(PROGRAM.parent)
         program = runpy.run_path(str(PROGRAM))
         program["main"].__globals__.update(changes)
-        monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--quick", "--output", str(output)])
+        monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--quick", "--microbatches", "64", "--output", str(output)])
         with pytest.raises(SystemExit) as stopped:
             program["main"]()
         return stopped.value.code, json.loads(output.read_text()), capsys.readouterr().out
