@@ -54,7 +54,7 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.step.extension import Observation, observe
 from megatron_pipemem.mcore.step.gradients import sharded_replacements
 from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE, PatchSet
-from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
+from megatron_pipemem.planner.activations import layer_bytes, message_bytes
 from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.planner.profile import Part, Profile, from_formulas, speed
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
@@ -111,10 +111,11 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         frames = {FIRST: _excess(first, seconds[main]), MIDDLE: Passes(), LAST: _excess(last, seconds[final])}
 
     def timed(kind: str, layer: Part) -> Part:
-        # The modules that ran are Megatron's own.
-        grown = round(gathered_bytes(model, execution, kind))
-        gathered = Part(memory={Kind.I: grown, Kind.W: -grown} if grown else {})
-        return replace(layer, seconds=seconds[kind]) + gathered
+        return replace(layer, seconds=seconds[kind]) + _difference(model, execution, kind)
+
+    last = replace(last - ends[final], seconds=frames[LAST])
+    for kind in model.all_kinds[model.layers :]:  # of multi-token prediction
+        last += _difference(model, execution, kind)
 
     return Profile(
         model=model,
@@ -124,11 +125,20 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         layers={kind: timed(kind, layer) for kind, layer in layers.items()},
         first=replace(first - ends[main], seconds=frames[FIRST]),
         middle=replace(twos[main] - layers[main] * 2, seconds=frames[MIDDLE]),
-        last=replace(last - ends[final], seconds=frames[LAST]),
+        last=last,
         message_bytes=int(message_bytes(model, execution)),
         optimizer_seconds=optimizer,
         end_layers={kind: timed(kind, layer) for kind, layer in ends.items()} if ends is not layers else None,
     )
+
+
+def _difference(model: Model, execution: Execution, kind: str) -> Part:
+    """Return the bytes that a layer of the run keeps more than Megatron's own layer, which ran, by the formulas."""
+    own = layer_bytes(model, replace(execution, implementation="local"), kind)
+    more = layer_bytes(model, execution, kind) + own * -1
+    saved, waiting = round(more.saved), round(more.after_input)
+    memory = {Kind.F: saved, Kind.I: waiting - saved, Kind.W: -waiting}
+    return Part(memory={action: change for action, change in memory.items() if change})
 
 
 def device_name() -> str:

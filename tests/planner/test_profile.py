@@ -282,7 +282,11 @@ CROSSED = {
     "odd experts with biases": (ODD, Execution(ep=2)),
     "whole experts": (EXPERTS, Execution(tp=2, sequence_parallel=True, ep=4, etp=1)),
     "whole and shared experts": (FINE, Execution(tp=2, sequence_parallel=True, ep=2, etp=1)),
-    **{f"hybrid {name}": (HYBRID, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
+    "hybrid plain": (HYBRID, EXECUTIONS["plain"]),
+    "hybrid tp2-sp, transformer engine": (
+        HYBRID,
+        replace(EXECUTIONS["tp2-sp"], implementation="transformer_engine", weight_inputs="gathered"),
+    ),
     **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{
         f"fine {'+'.join(modules)}": (FINE, again(*modules))
@@ -300,7 +304,8 @@ CROSSED = {
 # and recompute every kind of module.
 FULL_LANE = {
     *("gpt tp2", "gpt core", "gpt full", "gpt cp2-scores", "learned tp4-scores", "gated tp2-sp cp2-scores unfused"),
-    *("odd experts with biases", "whole experts", "hybrid tp2-sp", "fine tp2-sp moe"),
+    *("odd experts with biases", "whole experts", "hybrid tp2-sp, transformer engine"),
+    "fine tp2-sp moe",
     "fine mla_up_proj+mlp+shared_experts",
 }
 
