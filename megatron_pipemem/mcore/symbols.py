@@ -166,19 +166,18 @@ def _rebind(changes: Sequence[tuple[str, Callable, Callable]]) -> None:
     another change. All share one pass over the thousands of modules of a run. Modules of Python, PyTorch and common
     libraries are skipped, because they hold no function of Megatron.
     """
-    wanted_by_id = {id(held): wanted for _, held, wanted in changes}
+    wanted = {held: new for _, held, new in changes}
+    kinds = {*map(type, wanted)}  # to ask for each value's id instead would call filelock's audit hook for every one
     names = {name for name, _, _ in changes}
     for path, module in list(sys.modules.items()) if changes else ():
         package = path.partition(".")[0]
         if package in _HOLD_NOTHING or not isinstance(module, ModuleType):
             continue
         held = vars(module)
-        if package not in _OWN_NAMES and wanted_by_id.keys().isdisjoint(map(id, held.values())):
-            continue
-        for name in [each for each in names if each in held] if package in _OWN_NAMES else list(held):
+        for name in names & held.keys() if package in _OWN_NAMES else list(held):
             value = held[name]
-            while id(value) in wanted_by_id:
-                value = wanted_by_id[id(value)]
+            while type(value) in kinds and value in wanted:
+                value = wanted[value]
             if value is not held[name]:
                 setattr(module, name, value)
 
