@@ -49,7 +49,7 @@ def what_is_told(monkeypatch, work) -> str:
     ("work", "words"),
     [
         (
-            lambda: search_schedule(num_devices=4, num_microbatches=6, costs=COSTS, seconds=0.3, memory_cap=0.75),
+            lambda: search_schedule(num_devices=4, num_microbatches=6, costs=COSTS, seconds=0.6, memory_cap=0.75),
             ("families of 3 placements; makespan ", "improving", "so far, at least ", " 0 s left at most"),
         ),
         (
