@@ -9,6 +9,7 @@ import sys
 from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -374,8 +375,15 @@ def _initialise(entries) -> None:
     """Fill what begins random in a sharded state dict, each shard by its name and its place in the whole tensor."""
     for shard in _shards(entries):
         if shard.data.dim() > 1 or any(name in shard.key for name in _RANDOM_VECTORS):
-            generator = torch.Generator().manual_seed(int.from_bytes(sha256(shard.key.encode()).digest()[:8]))
-            shard.data.copy_(0.05 * torch.randn(shard.global_shape, generator=generator)[_place(shard)])
+            shard.data.copy_(_initial_values(shard.key, shard.global_shape)[_place(shard)])
+
+
+@lru_cache(maxsize=64)
+def _initial_values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Of all layers, if they are stacked: every layer takes its own."""
+    return 0.05 * torch.randn(
+        shape, generator=torch.Generator().manual_seed(int.from_bytes(sha256(name.encode()).digest()[:8]))
+    )
 
 
 _originals: dict[str, tuple[Mapping[str, object], str, Callable]] = {}
