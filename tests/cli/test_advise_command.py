@@ -51,8 +51,8 @@ def advice(written: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def shown(script: Path) -> list[str]:
-    """The lines that the command prints of the script."""
-    return call("advise", script, "--env", "NNODES=2").stdout.splitlines()
+    """The lines that the command prints of the script, into a file: pytest-xdist gives its workers a terminal's width."""
+    return call("advise", script, "--env", "NNODES=2", env={"COLUMNS": None}).stdout.splitlines()
 
 
 def test_a_script_under_1f1b_is_told_of_a_faster_schedule_in_its_memory(advice):

@@ -9,8 +9,11 @@ from typer.testing import CliRunner, Result
 from megatron_pipemem.cli.app import app
 
 
-def pipemem(*arguments: object, env: Mapping[str, str] | None = None) -> Result:
-    """Return exit code, stdout and stderr, as of ``pipemem("simulate", "1f1b", "-p", 4)``."""
+def pipemem(*arguments: object, env: Mapping[str, str | None] | None = None) -> Result:
+    """Return exit code, stdout and stderr, as of ``pipemem("simulate", "1f1b", "-p", 4)``.
+
+    A variable of ``env`` that is ``None`` is not set during the call.
+    """
     return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem", env=env)
 
 
