@@ -79,7 +79,11 @@ def test_placements_train_as_stock(train, name):
 
 @pytest.mark.parametrize(
     "name",
-    rest_nightly(CASES, CASES.keys() - {"tp2", "per-token-loss"}, "more flags, or the same flag in test_slices.py"),
+    rest_nightly(
+        CASES,
+        CASES.keys() - {"tp2", "tp2-sequence-parallel", "per-token-loss"},
+        "the same flags in test_slices.py, and with sequence parallelism in test_multi_token.py",
+    ),
 )
 def test_trains_as_stock(train_small, name):
     schedule, algorithm, flags, ours = CASES[name]
