@@ -50,6 +50,7 @@ START_PROCESSES = {
 
 # Files whose tests share something that takes long to make, which every worker with one of them would make for itself.
 MAKE_ONCE = (
+    "cli/test_advise_command.py",
     "planner/test_profile.py",
     "report/test_page_in_browser.py",
     "scripts/test_package.py",
