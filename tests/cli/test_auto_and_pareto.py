@@ -51,7 +51,7 @@ def test_auto_takes_placement_and_chunks(pipemem_json):
 
 def test_a_cap_in_bytes(pipemem_json, byte_costs):
     size = ("-p", 4, "-m", 8, "--costs", byte_costs)
-    found = pipemem_json("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=1")
+    found = pipemem_json("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=0.3")
     assert 0 < max(found["peak_bytes"]) <= 2500
 
 

@@ -31,7 +31,7 @@ def test_simulate_prices_every_placement(pipemem_json, costs, schedule):
 
 
 def test_pareto_compares_placements(pipemem, costs):
-    done = pipemem("pareto", "-p", 4, "-m", 8, "--costs", costs, "--caps", ".75", "--seconds", 1, "--all", "--json")
+    done = pipemem("pareto", "-p", 4, "-m", 8, "--costs", costs, "--caps", ".75", "--seconds", 0.3, "--all", "--json")
     choices = json.loads(done.stdout)["choices"]
     assert {each["placement"] for each in choices} >= {"linear", "v", "interleaved"}
     assert len([each for each in choices if each["memory_cap"] == 0.75]) == 1
@@ -40,9 +40,11 @@ def test_pareto_compares_placements(pipemem, costs):
 
 def test_a_cap_in_bytes_is_kept(pipemem, costs):
     """Of stages of another number than those of 1F1B."""
-    done = pipemem("simulate", "auto", "-p", 4, "-m", 8, "--costs", costs, "--memory-cap", "14GiB", "-o", "seconds=1")
+    done = pipemem("simulate", "auto", "-p", 4, "-m", 8, "--costs", costs, "--memory-cap", "14GiB", "-o", "seconds=0.3")
     assert done.exit_code == 0 and "GiB" in done.stdout, done.output
-    refused = pipemem("simulate", "auto", "-p", 4, "-m", 8, "--costs", costs, "--memory-cap", "1GiB", "-o", "seconds=1")
+    refused = pipemem(
+        "simulate", "auto", "-p", 4, "-m", 8, "--costs", costs, "--memory-cap", "1GiB", "-o", "seconds=0.3"
+    )
     assert refused.exit_code == 2 and "memory cap of 1.00GiB" in refused.output
 
 
