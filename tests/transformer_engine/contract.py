@@ -173,7 +173,9 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
     for sequence_parallel, kept in ((False, "sharded"), (True, "sharded"), (True, "gathered")):
         name = f"bytes that the planner predicts, sequence parallel {sequence_parallel}, {kept}"
         yield name, _planned, (sequence_parallel, kept)
-    for (name, model), recompute in product(FLASH.items(), ("none", "selective")):
+    # Version 2.8 refuses the version of flash-attn that the stand-in has.
+    models = FLASH if is_te_min_version("2.14.0") else {}
+    for (name, model), recompute in product(models.items(), ("none", "selective")):
         title = f"bytes that the planner predicts with flash attention, {name}, recompute {recompute}"
         yield title, _planned_with_flash, (model, recompute)
 
