@@ -49,8 +49,8 @@ def ways() -> dict[str, dict]:
 @pytest.mark.parametrize(
     "kind",
     rest_nightly(
-        ["same memory", "same memory, chunks", "less memory", "stock"],
-        ["same memory"],
+        ["same memory, chunks", "less memory", "stock"],
+        ["less memory"],
         "test_statements_that_advise_prints_for_a_recipe_train, and the families' own tests",
     ),
 )
