@@ -13,13 +13,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Hundreds of processes import the package. Without bytecode files, each would compile it again.
 unset PYTHONDONTWRITEBYTECODE
 cores=$(getconf _NPROCESSORS_ONLN)
-# More workers than cores, because tests that start ranks have three of them (tests/conftest.py) and wait at times.
-workers=$((cores + 2))
+# One worker more than cores, because tests that start ranks wait at times (tests/conftest.py). Each further worker imports
+# Megatron and collects all tests, and no core is idle by then.
+workers=$((cores + 1))
 case ${1-} in
     --quick)
         shift
         mapfile -t chosen < <(grep -v -e '^#' -e '^$' tests/quick.txt)
-        workers=$((cores + 1)) # a worker takes longer to start than most of these tests
         set -- "${chosen[@]}" "$@"
         ;;
     --nightly)
