@@ -106,7 +106,7 @@ def models(rehearse: bool) -> list[Model]:
 
 
 def play(name: str, layers: str, model: Model, devices: int) -> tuple[dict, list[str]]:
-    """The first rank's steps: what was predicted, counted and allocated, and what they took, with and without counting."""
+    """Return the bytes that a rank's steps were predicted, counted and allocated, their seconds, and missed claims."""
     import torch
 
     missed = []

@@ -340,7 +340,7 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     if not execution.layers_have_weights:
         return Kept(sum(each.nbytes for each in _kept(tensors, execution)))
     after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
-    after_input += _gradient_bytes(model, execution, kind) + gathered_bytes(model, execution, kind)
+    after_input += _gradient_bytes(model, execution, kind) + _gathered_bytes(model, execution, kind)
     return Kept(sum(each.nbytes for each in _kept(tensors, execution)), after_input)
 
 
@@ -402,7 +402,7 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
     return execution.product_element * execution.tokens(model) * widths
 
 
-def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
+def _gathered_bytes(model: Model, execution: Execution, kind: str) -> float:
     """Return the bytes by which pass I enlarges the kept inputs of a layer's linear layers, for one microbatch.
 
     With sequence parallelism, a linear layer with cut outputs keeps its rank's part of the sequence, and computes on
@@ -411,7 +411,7 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
     """
     inputs = sum(
         each.inputs
-        for block in kind or model.kinds[0]
+        for block in kind
         for each in matrices(model, execution, block)
         if _is_gathered(each, "columns") and not _input_is_shard(each, execution)
     )

@@ -10,12 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "weight_inputs.py"))
 MOST = {"zb-h1": 1.05, "zbv": 1.05, "v-half": 0.655, "v-min": 0.55}
+WAITING_HEAD = 1.06  # with the gradients of logits that wait for W, relative to without
 
 
 @pytest.mark.parametrize("schedule", MOST)
 def test_eight_devices_hold_what_the_schedule_promises(schedule):
     _, gathered, shards, with_early_head, _ = BENCHMARK["shares"](schedule, 8)
-    assert with_early_head <= MOST[schedule] < gathered and with_early_head <= shards
+    assert with_early_head <= MOST[schedule] < gathered
+    assert with_early_head <= shards <= MOST[schedule] * WAITING_HEAD
 
 
 def test_the_documents_tables_are_what_the_command_prints():

@@ -380,7 +380,7 @@ def _initialise(entries) -> None:
 
 @lru_cache(maxsize=64)
 def _initial_values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Of all layers, if they are stacked: every layer takes its own."""
+    """Return the initial values of a parameter; those of all layers, if the parameter's layers are stacked."""
     return 0.05 * torch.randn(
         shape, generator=torch.Generator().manual_seed(int.from_bytes(sha256(name.encode()).digest()[:8]))
     )

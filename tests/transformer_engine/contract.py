@@ -276,7 +276,7 @@ def _planned(sequence_parallel: bool, kept: str) -> None:
 
 
 def _planned_with_flash(model: Model, recompute: str) -> None:
-    """What one layer keeps after F and for W, with the kernels of rotary embeddings and of attention."""
+    """Formulas give the bytes that a layer keeps after F and for W with the kernels of rotations and of flash attention."""
     execution = Execution(tp=2, sequence_parallel=True, implementation="transformer_engine", recompute=recompute)
     with mock.patch.object(profiling, "FlashAttention", TEDotProductAttention):
         found = _changes_by_a_layer(model, execution, AttnBackend.flash)
@@ -285,7 +285,7 @@ def _planned_with_flash(model: Model, recompute: str) -> None:
 
 
 def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend) -> dict[Kind, int]:
-    """By how many bytes more each kind of action changes the memory of a stage that has one layer more."""
+    """Return, by kind of action, the bytes that one more layer adds to the action's change of memory."""
     spec_of, config_of = profiling.get_gpt_decoder_block_spec, profiling._config
 
     def delaying(*args):

@@ -95,10 +95,7 @@ class SplitBackward(Extension):
             replaced.append((LINEAR, countable_linear))
         if splits:
             replaced.append((LOOKUP, split_embedding))
-            known = self._on_one_host
-            replaced += sharded_replacements(
-                self._request.weight_inputs, lambda group: known.get(tuple(dist.get_process_group_ranks(group)), False)
-            )
+            replaced += sharded_replacements(self._request.weight_inputs, self._is_on_one_host)
         return replaced
 
     def prepare(self, step: Step) -> None:
@@ -119,6 +116,9 @@ class SplitBackward(Extension):
             ranks = tuple(dist.get_process_group_ranks(group))
             if ranks not in self._on_one_host:
                 self._on_one_host[ranks] = len(set(gather(socket.gethostname(), group))) == 1
+
+    def _is_on_one_host(self, group: dist.ProcessGroup) -> bool:
+        return self._on_one_host.get(tuple(dist.get_process_group_ranks(group)), False)
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         self.has_run_delayed |= any(stage.delayed for stage in step.stages.values())
