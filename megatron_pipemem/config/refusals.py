@@ -27,7 +27,7 @@ _FLAGS = {
     "is_inference_rng_tracker": "inference-rng-tracker",
 }
 """The flag of an attribute, if it has another name than the attribute."""
-_DEFAULTS = {"clip_grad": 1.0, "fp8_recipe": "delayed", "rerun_mode": "validate_results"}
+_DEFAULTS = {"add_bias_linear": True, "clip_grad": 1.0, "fp8_recipe": "delayed", "rerun_mode": "validate_results"}
 """The value of an attribute in Megatron if its flag is not given."""
 _UNCOUNTED = ("quantile_balancing", "global_aux_loss")
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
@@ -375,6 +375,12 @@ def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
             "Megatron joins the packed sequences of a microbatch into one, and stages would receive it in the shape of "
             "several; pass --micro-batch-size 1, and a longer --seq-length",
         )
+    if _recomputes_biased_mlps(value_of):
+        raise UnsupportedError(
+            "unsupported-setting",
+            "Megatron's backward of a recomputed MLP never ends if linear layers have biases; pass --disable-bias-linear, or "
+            "leave mlp out of --recompute-modules",
+        )
     if value_of("dataloader_inter_document_masking") and not value_of("sft") and _is_shared(value_of):
         raise UnsupportedError(
             "unsupported-setting",
@@ -385,6 +391,13 @@ def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
 
 def _is_shared(value_of: Callable[[str], Any]) -> bool:
     return _REFUSED["context_parallel_size"](value_of("context_parallel_size"))
+
+
+def _recomputes_biased_mlps(value_of: Callable[[str], Any]) -> bool:
+    """Return whether Megatron checkpoints MLPs that also return a bias, which makes the bias its own ancestor in autograd."""
+    asked = value_of("recompute_granularity") == "selective" and "mlp" in (value_of("recompute_modules") or ())
+    in_bytes = value_of("fp8") or value_of("fp4")  # checkpointed by Transformer Engine
+    return asked and not in_bytes and bool(value_of("add_bias_linear")) and not value_of("disable_bias_linear")
 
 
 def _is_packed(value_of: Callable[[str], Any]) -> bool:

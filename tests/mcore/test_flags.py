@@ -252,9 +252,11 @@ def test_layout_auto_needs_a_command_line():
         (("--sft", "--micro-batch-size", "2"), "--micro-batch-size"),
         (("--dataloader-inter-document-masking", "--micro-batch-size", "2"), "--micro-batch-size"),
         (("--dataloader-inter-document-masking", "--context-parallel-size", "2"), "--context-parallel-size"),
+        (("--recompute-granularity", "selective", "--recompute-modules", "mlp"), "--disable-bias-linear"),
+        (("--recompute-granularity", "selective", "--recompute-modules", "mlp", "--disable-bias-linear"), None),
     ],
 )
-def test_packed_sequences_that_megatron_trains_wrongly_are_refused(flags, remedy):
+def test_what_megatron_trains_wrongly_is_refused(flags, remedy):
     words = [*SIZES.split(), *LAYERS.split(), *flags, "--pipemem-schedule", "zb-h1"]
     with refused("unsupported-setting", remedy, kind=UnsupportedError) if remedy else nullcontext():
         add_virtual_stages(*take_flags(words))
