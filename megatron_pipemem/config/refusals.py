@@ -100,8 +100,6 @@ SCHEDULES = Refusals(
         "--num-distributed-optimizer-instances 1",
         "cuda_graph_impl": "Megatron's own graphs of layers follow the stock schedule; pass --cuda-graph-impl none, or "
         "transformer_engine with a schedule of whole backwards",
-        "cuda_graph_warmup_steps": "ranks agree on a schedule in the first step, before anything can be captured; pass "
-        "--cuda-graph-warmup-steps 1 or more",
         "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
         "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
         "--pipemem-offload in place of --fine-grained-activation-offloading",
@@ -136,6 +134,13 @@ WHOLE_STEP = Refusals(
         "--cuda-graph-impl none",
     },
     only={"cuda_graph_impl": lambda impl: impl == GRAPH_OF_STEP},
+)
+CAPTURED = Refusals(
+    " with CUDA graphs",
+    {
+        "cuda_graph_warmup_steps": "ranks agree on a schedule in the first step, before anything can be captured; pass "
+        "--cuda-graph-warmup-steps 1 or more",
+    },
 )
 REORDERED = Refusals(
     " by a schedule that runs forwards in another order than Megatron's own",
@@ -365,6 +370,7 @@ def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
     tables = (
         (request.has_only_passes, GRAPHS),
         (request.may_be_captured, WHOLE_STEP),
+        (value_of("cuda_graph_impl") in (None, "none"), CAPTURED),
         (request.pairs, UNPAIRED),
         (not request.pairs, PAIRS),
     )

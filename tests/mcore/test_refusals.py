@@ -89,6 +89,14 @@ def test_a_step_is_captured_whole_with_one_stage_per_rank(name):
             check_schedule(whole, other)
 
 
+def test_steps_of_warm_up_matter_with_graphs_alone():
+    config = SimpleNamespace(cuda_graph_impl="none", cuda_graph_warmup_steps=0)
+    check_schedule(config, Request("zb-h1"))
+    config.cuda_graph_impl = "full_iteration"
+    with refused("unsupported-setting", "cuda_graph_warmup_steps", kind=UnsupportedError):
+        check_schedule(config, Request("zb-h1"))
+
+
 def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch):
     config = SimpleNamespace(moe_permute_fusion=True)
     monkeypatch.setattr(refusals, "is_active", lambda: False)
