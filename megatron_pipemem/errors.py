@@ -30,7 +30,7 @@ CODES = {
     "not-for-stock": "Megatron's own schedule cannot do this. Name a schedule of this package, or leave the option out.",
     "options-of-file": "A schedule file takes no options. Leave them out.",
     "unit-mismatch": "Some memory is in bytes and some in activation units. Give all of it in one unit.",
-    "unknown-flag": "A flag is unknown or missing, or its value is wrong. The message names the flag.",
+    "unknown-flag": "A flag is unknown or missing. The message names the flag.",
     "unknown-key": "There is no such key. The message names the existing keys.",
     "unknown-option": "The schedule or feature has no such option. `pipemem schedules NAME` lists those of a schedule.",
     "unknown-schedule": "There is no such schedule. `pipemem schedules --all` lists all; `--schedule-module` adds yours.",

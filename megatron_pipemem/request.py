@@ -69,8 +69,6 @@ class Flag:
     name: str = ""
     """The flag with its dashes. By default it is made from the field's name."""
     read: Reader | None = None
-    kind: type | None = None
-    """The type to which argparse converts the value; ``None`` for text."""
     repeated: bool = False
     """Whether the flag is given once for every ``KEY=VALUE``."""
     page: str = ""
@@ -131,9 +129,9 @@ def _sent(flag: str, value: Any) -> str | int:
 
 
 def _pieces(flag: str, value: Any) -> int | None:
-    if value is not None and value < 1:
-        raise UnsupportedError("bad-number", f"{flag} {value}: give at least 1")
-    return value
+    if value is not None and (not str(value).isdecimal() or int(value) < 1):
+        raise UnsupportedError("bad-number", f"{flag} {value}: give a whole number of at least 1")
+    return value if value is None else int(value)
 
 
 def _early(flag: str, value: Any) -> str:
@@ -353,7 +351,6 @@ class Request(ScheduleOptions):
         None,
         "compute the cut head's logits for N tokens at a time, which bounds their bytes in fp32 (default: all)",
         "N",
-        kind=int,
         read=_pieces,
     )
     single_queue: bool = _field(

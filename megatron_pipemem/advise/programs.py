@@ -27,10 +27,11 @@ from megatron_pipemem.advise.consumers import (
     flags_of,
     flags_of_model,
 )
-from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags, whole_number
+from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags
 from megatron_pipemem.advise.shell import SWIFT_PROGRAMS, UNKNOWN
 from megatron_pipemem.config.loading import YamlError, known_model, merged, override, read_raw, read_yaml, typed
 from megatron_pipemem.config.model import Tower
+from megatron_pipemem.config.values import whole_number
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.launch.asking import answers
 

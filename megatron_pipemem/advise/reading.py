@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -19,7 +18,7 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Tower
 from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
-from megatron_pipemem.config.values import refuse_if
+from megatron_pipemem.config.values import refuse_if, whole_number
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.request import flags_of
@@ -162,17 +161,6 @@ class _Flags:
         return {name: value for name, value in others.items() if UNKNOWN not in str(value)}
 
 
-def whole_number(value: Any, name: str) -> int | None:
-    """Return the value of a flag as a whole number; ``None`` without a value.
-
-    The flag's ``name`` has no dashes in front. Raise a ConfigError if the value is no whole number.
-    """
-    try:
-        return None if value is None else int(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=f"--{name}") from error
-
-
 def ask_for(text: str, key: str) -> NoReturn:
     variable = text.split(UNKNOWN)[1]
     raise ConfigError(
@@ -312,8 +300,7 @@ def _schedule(flags: _Flags) -> ScheduleChoice:
     for key, flag in flags_of(ScheduleChoice).items():
         if (value := flags.given.get(flag.name.lstrip("-"))) is not None:
             flags.asked.add(flag.name.lstrip("-"))
-            read = partial(parse_options, flag.name) if flag.repeated else flag.kind
-            said[key] = value if read is None else read(value)
+            said[key] = parse_options(flag.name, value) if flag.repeated else value
     return ScheduleChoice(**said)
 
 

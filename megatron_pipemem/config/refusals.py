@@ -31,28 +31,40 @@ _DEFAULTS = {"add_bias_linear": True, "clip_grad": 1.0, "fp8_recipe": "delayed",
 """The value of an attribute in Megatron if its flag is not given."""
 _UNCOUNTED = ("quantile_balancing", "global_aux_loss")
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
-    "attention_dropout": lambda share: float(share or 0) > 0,
-    "context_parallel_size": lambda number: int(number or 1) > 1,
+    "context_parallel_size": lambda number: (number or 1) > 1,
     "cuda_graph_impl": lambda impl: impl not in (None, "none"),
-    "cuda_graph_warmup_steps": lambda number: number is not None and int(number) == 0,
+    "cuda_graph_warmup_steps": lambda number: number == 0,
     "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
     "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
-    "moe_aux_loss_coeff": lambda shares: any(
-        map(float, shares if isinstance(shares, (list, tuple)) else [shares or 0])
-    ),
-    "num_distributed_optimizer_instances": lambda number: int(number or 1) > 1,
+    "moe_aux_loss_coeff": lambda shares: any(shares if isinstance(shares, (list, tuple)) else [shares]),
+    "num_distributed_optimizer_instances": lambda number: (number or 1) > 1,
     "moe_token_dispatcher_type": lambda dispatcher: dispatcher == "flex",
-    "gtp_weight_remat_size": lambda number: int(number or 1) > 1,
-    "expert_gtp_weight_remat_size": lambda number: int(number or 1) > 1,
+    "gtp_weight_remat_size": lambda number: (number or 1) > 1,
+    "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "rerun_mode": lambda mode: mode not in (None, "disabled"),
     "recompute_granularity": lambda asked: asked == "full",
     "recompute_modules": lambda modules: "moe" in (modules or ()),
     "optimizer": lambda name: name not in (None, "adam", "sgd"),
-    "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(float(threshold)),
+    "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(threshold),
 }
 """A function that says whether a value of the attribute is refused. For all other attributes, every true value is
 refused.
 """
+_NUMBERS = {
+    "attention_dropout",
+    "clip_grad",
+    "context_parallel_size",
+    "cuda_graph_warmup_steps",
+    "expert_gtp_weight_remat_size",
+    "grad_norm_skip_threshold",
+    "gtp_weight_remat_size",
+    "micro_batch_size",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "mtp_num_layers",
+    "num_distributed_optimizer_instances",
+}
+"""The attributes that are compared as numbers, while their flags may be text."""
 
 
 def _flag(attribute: str) -> str:
@@ -375,7 +387,7 @@ def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
         (not request.pairs, PAIRS),
     )
     refuse(value_of, SCHEDULES, *(table for allowed, table in tables if not allowed))
-    if _is_packed(value_of) and int(value_of("micro_batch_size") or 1) > 1:
+    if _is_packed(value_of) and (value_of("micro_batch_size") or 1) > 1:
         raise UnsupportedError(
             "unsupported-setting",
             "Megatron joins the packed sequences of a microbatch into one, and stages would receive it in the shape of "
@@ -451,7 +463,7 @@ def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
     refuse(value_of, OVERLAPPED)
     if delays:
         refuse(value_of, DELAYED)
-    elif float(value_of("clip_grad") or 0) > 0:
+    elif (value_of("clip_grad") or 0) > 0:
         refuse(value_of, ROLLED_BACK)
         if value_of("fp8") and value_of("fp8_recipe") == "delayed":
             raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALES)
@@ -469,14 +481,28 @@ def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
     """Return a function that returns the value of a configuration attribute, given the flags of a run.
 
     The names of ``flags`` have no dashes in front. A flag that is missing or ``False`` has the value in ``_DEFAULTS``, or
-    ``None``.
+    ``None``. The function raises an UnsupportedError if a value of ``_NUMBERS`` is not a number.
     """
 
     def value_of(attribute: str) -> object:
         given = flags.get(_flag(attribute))
-        return _DEFAULTS.get(attribute) if given is None or given is False else 0 if given == "0" else given
+        if given is None or given is False:
+            return _DEFAULTS.get(attribute)
+        if attribute in _NUMBERS:
+            return (
+                [_number(attribute, each) for each in given] if isinstance(given, list) else _number(attribute, given)
+            )
+        return 0 if given == "0" else given
 
     return value_of
+
+
+def _number(attribute: str, given: object) -> float:
+    try:
+        number = float(str(given))
+    except ValueError as error:
+        raise UnsupportedError("bad-number", f"--{_flag(attribute)} {given!r} is not a number; give one") from error
+    return int(number) if number.is_integer() else number
 
 
 _JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (

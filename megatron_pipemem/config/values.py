@@ -69,6 +69,24 @@ def refuse_if(wrong: object, code: str, key: str, message: str) -> None:
         raise ConfigError(code, message, key=key)
 
 
+def whole_number(value: Any, name: str) -> int | None:
+    """Return the value of a flag as a whole number; ``None`` without a value.
+
+    The flag's ``name`` has no dashes in front. Raise a ConfigError if the value is no whole number.
+    """
+    try:
+        number = None if value is None else int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    refuse_if(
+        number is None is not value or value is True or (isinstance(value, float) and number != value),
+        "bad-number",
+        f"--{name}",
+        f"is {value!r}; give a whole number",
+    )
+    return number
+
+
 def check_magnitudes(value: object, key: str = "") -> None:
     """Raise a ConfigError if a JSON value contains a number so large that sums would not stay finite.
 

@@ -381,7 +381,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise UnsupportedError(
-            "unknown-flag", f"{message}; pipemem run --help lists the --pipemem-* flags and their values"
+            "bad-syntax", f"{message}; pipemem run --help lists the --pipemem-* flags and their values"
         )
 
 
@@ -402,6 +402,6 @@ def flag_parser() -> Parser:
     for field, flag in flags_of(Request).items():
         form: dict[str, Any] = {"action": "store_true"}
         if flag.metavar:
-            form = {"metavar": flag.metavar, "type": flag.kind, "action": "append" if flag.repeated else "store"}
+            form = {"metavar": flag.metavar, "action": "append" if flag.repeated else "store"}
         parser.add_argument(flag.name, dest=field, help=flag.help.replace("%", "%%"), **form)
     return parser

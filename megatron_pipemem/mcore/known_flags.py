@@ -25,6 +25,7 @@ from megatron_pipemem.files import read_json, write_whole
 from megatron_pipemem.launch.asking import answers
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import is_installed
+from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.search.result import default_folder
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     Nothing is checked if Megatron's flags are unknown (``known_flags``).
     """
     known = known_flags()
+    readers = {flag.name: flag.read for flag in flags_of(Request).values() if not flag.repeated}
     for name, value in flags.items() if known else ():
         flag = known.get(f"--{name}")
         if flag is None:
@@ -60,6 +62,8 @@ def check_flags(flags: Mapping[str, Any]) -> None:
                 "bad-type", f"is {value!r}, and --{name} takes no value; give true or false", key=f"megatron.{name}"
             )
         for each in map(str, value if isinstance(value, list | tuple) else [value]):
+            if (read := readers.get(f"--{name}")) is not None:
+                read(f"--{name}", each)
             if flag["choices"] and each not in flag["choices"]:
                 raise ConfigError(
                     "bad-choice", f"is {each!r}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}"

@@ -25,10 +25,11 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.values import whole_number
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
-from megatron_pipemem.launch.command import CPU_FLAGS, Parser, flag_parser, plan_parser, planned_flags, words
+from megatron_pipemem.launch.command import CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
 from megatron_pipemem.request import Request, ScheduleOptions, flags_of, prices_of
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
@@ -126,13 +127,13 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     parser = flag_parser()
     found, others = parser.parse_known_args(arguments)
     for argument in filter(_resembles_ours, takewhile(lambda each: each != "--", others)):
-        _check_known(argument.partition("=")[0], list(parser._option_string_actions), parser)
+        _check_known(argument.partition("=")[0], list(parser._option_string_actions))
     if len(others) == len(arguments):
         return None, others
     flags = flags_of(Request)
     given = {name: value for name, value in vars(found).items() if name in flags}
     if "schedule" not in given:
-        parser.error("--pipemem-schedule is missing")
+        raise UnsupportedError("unknown-flag", "--pipemem-schedule is missing; name a schedule")
     for name, value in given.items():
         if flags[name].repeated:
             given[name] = parse_options(flags[name].name, value)
@@ -147,13 +148,13 @@ def _resembles_ours(argument: str) -> bool:
     return (Counter(argument[2:12]) & Counter(_PREFIX)).total() > len(_PREFIX) // 2
 
 
-def _check_known(flag: str, known: list[str], parser: Parser) -> None:
+def _check_known(flag: str, known: list[str]) -> None:
     """Raise an UnsupportedError if ``flag``, which no parser took, begins like or resembles a ``--pipemem-*`` flag."""
     ours = flag.startswith("--pipemem")
     if flag.startswith("-") and (near := get_close_matches(flag, known, n=1, cutoff=0.6 if ours else _NEAR)):
         raise UnsupportedError("unknown-flag", f"unknown flag {flag}; did you mean {near[0]}?")
     if ours:
-        parser.error(f"unknown flag {flag}")
+        raise UnsupportedError("unknown-flag", f"unknown flag {flag}; pipemem run --help lists those of this package")
 
 
 def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
@@ -213,11 +214,8 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     flags = _values(arguments)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
-    parser = Parser()
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    parser.add_argument("--num-layers", type=int)
-    sizes, _ = parser.parse_known_args(arguments)
-    p, layers = sizes.pipeline_model_parallel_size, sizes.num_layers
+    p, layers = (whole_number(flags.get(name), name) for name in ("pipeline-model-parallel-size", "num-layers"))
+    p = p or 1
     if p == 1:
         raise UnsupportedError(
             "no-pipeline",

@@ -286,7 +286,7 @@ def _import[T](subject: str, load: Callable[[], T], remedy: str) -> T:
     try:
         return load()
     except PipememError as error:
-        raise UnsupportedError("no-file", f"{subject} cannot be loaded: {error}") from error
+        raise UnsupportedError(error.code, f"{subject} cannot be loaded: {error}") from error
     except Exception as error:  # foreign code may raise anything
         raise UnsupportedError(
             "cannot-import", f"{subject} cannot be loaded: {type(error).__name__}: {error}; {remedy}"

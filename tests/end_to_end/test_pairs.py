@@ -29,7 +29,9 @@ def test_trains_as_megatrons_own_overlap(train, assert_same_training):
     flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "8", OVERLAP[0])
     flags = (*flags, "--train-iters", "5")
     run = train("interleaved", *flags, "--pipemem-costs", "profile")
-    assert_same_training(run, train("stock", *flags))
+    stock = train("stock", *flags)
+    assert_same_training(run, stock)
+    assert all("[not-for-stock]" in rank["failure"] for rank in stock.ranks)
     # Times of pairs and of single passes are measured, and the last step can be explained with them. It has pairs if they
     # pay by what was measured.
     assert [plan["priced_by"] for plan in run.plans] == ["unit", "measured"]

@@ -262,6 +262,27 @@ def test_what_megatron_trains_wrongly_is_refused(flags, remedy):
         add_virtual_stages(*take_flags(words))
 
 
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ("--num-layers eight", "bad-number"),
+        ("--num-layers 8.0", "bad-number"),
+        ("--pipeline-model-parallel-size", "bad-number"),
+        ("--num-distributed-optimizer-instances two", "bad-number"),
+        ("--sft --micro-batch-size x", "bad-number"),
+        ("--cuda-graph-impl full_iteration --cuda-graph-warmup-steps x", "bad-number"),
+        ("--rerun-mode disabled --pipemem-overlap-steps --clip-grad x", "bad-number"),
+        ("--pipemem-vocab-piece-tokens x", "bad-number"),
+        ("--pipemem-single-queue=3", "bad-syntax"),
+        ("--pipemem-report", "bad-syntax"),
+        ("--pipemem-colour red", "unknown-flag"),
+    ],
+)
+def test_a_wrong_value_is_no_unknown_flag(flags, code):
+    with refused(code):
+        add_virtual_stages(*take_flags([*MEGATRON, "--pipemem-schedule", "zb-h1", *flags.split()]))
+
+
 def test_fewer_layers_than_stages_are_refused():
     words = ["--pipeline-model-parallel-size", "4", "--num-layers"]
     settings, others = take_flags([*words, "6", "--pipemem-schedule", "v-half"])

@@ -260,7 +260,7 @@ def test_a_module_adds_the_families_that_it_registers_or_names(how: str, form: s
         (None, ("cannot-import",)),
         ("1/0", ("cannot-import",)),
         ("x = 1", ("cannot-import", "register_schedule")),
-        (REGISTERING.replace("mine", "1f1b"), ("no-file", "odd.py", "1f1b")),
+        (REGISTERING.replace("mine", "1f1b"), ("exists-already", "odd.py", "1f1b")),
     ],
 )
 def test_a_module_without_a_family_is_refused_in_one_sentence(text: str | None, told: str, tmp_path: Path) -> None:

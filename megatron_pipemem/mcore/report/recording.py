@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.conflicts import requested
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.loop_arguments import prints_log, saves_after, scalar_interval, write_scalars
 from megatron_pipemem.mcore.model.linear import countable_linear
@@ -204,7 +205,17 @@ class StockObserver(Feature):
             return original(data_iterator=data_iterator, **call)
         group = parallel_state.get_pipeline_model_parallel_group()
         chunks = model if isinstance(model, list) else [model]
-        self._record.begin(group, get_model_config(chunks[0]))
+        config = get_model_config(chunks[0])
+        self._record.begin(group, config)
+        with self._record.guarded(STEPS):
+            if config.overlap_moe_expert_parallel_comm:
+                raise UnsupportedError(
+                    "not-for-stock",
+                    "Megatron's own schedule runs passes in pairs, layer by layer, so single passes have no times; measure "
+                    "--pipemem-schedule interleaved, or drop --overlap-moe-expert-parallel-comm",
+                )
+        if not self._record.is_whole:
+            return original(data_iterator=data_iterator, **call)
         self._observed = observed = observe(chunks)
         self._last_stage = group.size() * len(chunks) - 1
         try:
@@ -214,7 +225,7 @@ class StockObserver(Feature):
             self._forward_of.clear()
         with self._record.guarded(STEPS):
             observed.counter.end_step()
-            group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+            group_size = config.microbatch_group_size_per_vp_stage
             shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
             plan = self._plans.get((family, shape))
             if plan is None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_pipemem.choose.knowledge import Choice
-from megatron_pipemem.errors import OutputError
+from megatron_pipemem.errors import OutputError, with_code
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_first, gather, is_first_rank
 from megatron_pipemem.mcore.report import run_report
@@ -117,7 +117,7 @@ class RunRecord:
             if isinstance(error, OutputError):
                 what = FILES
             if what not in self._failures:
-                self._failures[what] = f"{type(error).__name__}: {error}"
+                self._failures[what] = f"{type(error).__name__}: {with_code(error)}"
                 logger.warning("the run goes on without %s, which failed: %s", what, self._failures[what])
 
     def begin(self, group: dist.ProcessGroup, config: object, together: bool = True) -> None:
