@@ -7,9 +7,9 @@ The ledger counts the storages of these tensors, each storage once:
 - tensors handed to a neighbouring stage on the same device or to a collective
 - tensors that a deferred weight gradient keeps beyond the saved activations
 
-It does not count parameters and their gradients, the batch, temporaries within one action, tensors that outlive the
-step, or messages that are being sent. How long the transport keeps a sent message depends on its receiver, and differs
-between runs.
+It does not count parameters and their gradients, the batch, temporaries within one action, tensors that outlive their
+microbatch, or messages that are being sent. How long the transport keeps a sent message depends on its receiver, and
+differs between runs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ class LedgerEntry:
 
 
 class _Held(NamedTuple):
-    """A storage that is counted, and the number of entries before the first one that counts it."""
+    """A storage that is counted, and the number of entries before the first one that counts it.
+
+    ``microbatch`` is the first one that held it, if an earlier step did, by its number in this step.
+    """
 
     storage: StorageWeakRef
     since: int
+    microbatch: int | None = None
 
 
 class _Size(NamedTuple):
@@ -140,13 +144,12 @@ class ActivationLedger:
         self.entries: list[LedgerEntry] = []
         self.tokens = tokens
         self.failure: str | None = None
-        self._permanent: set[int] = set()
-        # The data iterator keeps the batch alive. The weak references reserve the keys of its storages.
-        self._batch: dict[int, StorageWeakRef] = {}
+        # The weak references reserve the keys of the storages.
+        self._excluded: dict[int, StorageWeakRef] = {}
         self._held: dict[int, _Held] = {}
         self._routed = self._routable = self._evenly = 0
         self._freed_later: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._leave_out(permanent)
+        self.exclude(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
         """Return a new ledger for the next step. It has no entries, and starts with the tensors still counted here.
@@ -154,14 +157,10 @@ class ActivationLedger:
         ``permanent`` are the tensors of the next step that are not activations. A failure is kept.
         """
         following = ActivationLedger(permanent)
-        following._batch = {key: batch for key, batch in self._batch.items() if not batch.expired()}
-        following._held = {key: known._replace(since=0) for key, known in self._held.items()}
+        following._excluded |= {key: storage for key, storage in self._excluded.items() if not storage.expired()}
+        following._held = self._held
         following.failure = following.failure or self.failure
         return following
-
-    @_counting
-    def _leave_out(self, permanent: Iterable[torch.Tensor]) -> None:
-        self._permanent = {storage_key(part) for tensor in permanent for part in data_of(tensor)}
 
     @_counting
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -170,7 +169,7 @@ class ActivationLedger:
         Tensors that are counted already cease to be counted.
         """
         for part in (part for tensor in tensors for part in data_of(tensor)):
-            self._batch[storage_key(part)] = StorageWeakRef(part.untyped_storage())
+            self._excluded[storage_key(part)] = StorageWeakRef(part.untyped_storage())
             self._held.pop(storage_key(part), None)
 
     @_counting
@@ -183,14 +182,10 @@ class ActivationLedger:
 
     def _hold(self, tensor: torch.Tensor) -> bool:
         key = storage_key(tensor)
-        if key in self._permanent:
-            return False
-        batch = self._batch.get(key)
-        if batch is not None and not batch.expired():
-            return False
-        known = self._held.get(key)
-        if known is not None and not known.storage.expired():
-            return False
+        held = self._held.get(key)
+        for known in (self._excluded.get(key), held and held.storage):
+            if known is not None and not known.expired():
+                return False
         self._held[key] = _Held(StorageWeakRef(tensor.untyped_storage()), len(self.entries))
         return True
 
@@ -254,21 +249,27 @@ class ActivationLedger:
         self._routed = self._routable = self._evenly = 0
 
     @_counting
-    def end_step(self) -> None:
-        """Take the tensors that are still held out of all entries, at the end of a step that leaves nothing in flight.
+    def end_step(self, num_microbatches: int) -> None:
+        """Take the tensors that outlive their microbatch out of all entries, at the end of a step.
 
-        They are no activations, and later microbatches share them. Examples are the tables of rotary embeddings that
-        Megatron caches for fused kernels, and the offsets of sequences that Transformer Engine caches.
+        They are no activations, and later microbatches share them. An example is the offsets of sequences that
+        Transformer Engine caches. ``num_microbatches`` have ended. Those with higher numbers are in flight, and their
+        numbers are lower by ``num_microbatches`` in the next step.
         """
-        surplus = [0] * len(self.entries)
-        for known in self._held.values():
-            if known.since < len(surplus):
-                surplus[known.since] += _size(known.storage) or 0
-        if any(surplus):
-            self.entries = [
-                replace(entry, bytes=entry.bytes - more)
-                for entry, more in zip(self.entries, accumulate(surplus), strict=True)
-            ]
+        microbatches, in_flight = [*(entry.action.microbatch for entry in self.entries), None], {}
+        surplus = [0] * len(microbatches)
+        for key, (storage, since, microbatch) in self._held.items():
+            first = microbatches[since] if microbatch is None else microbatch
+            if first is not None and first >= num_microbatches:
+                in_flight[key] = _Held(storage, 0, first - num_microbatches)
+            else:
+                surplus[since] += _size(storage) or 0
+                self._excluded[key] = storage
+        self._held = in_flight
+        self.entries = [
+            replace(entry, bytes=entry.bytes - more)
+            for entry, more in zip(self.entries, accumulate(surplus), strict=False)
+        ]
 
     def tokens_of(self, action: Action) -> tuple[int, int]:
         """Return the number of sequences of the action's microbatch, and their length.

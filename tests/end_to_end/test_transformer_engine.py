@@ -51,6 +51,7 @@ SPARSE = (
 )
 FLASH = ("--attention-backend", "flash", "--bf16", "--no-gradient-accumulation-fusion")
 CP2 = ("--context-parallel-size", "2", "--cp-comm-type")
+OFFLOADED = ("--pipemem-offload", "full", "--pipemem-host-memory", "1GiB")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 SPLIT = ("zb-h1", "v-half")
@@ -205,9 +206,7 @@ def test_layers_in_pieces_train_as_whole_ones(train, assert_same_training, sched
     [
         ("--pipemem-recompute", "full"),
         ("--pipemem-recompute", "selective"),
-        pytest.param(
-            ("--pipemem-offload", "full", "--pipemem-host-memory", "1GiB"), marks=nightly("below, with TP2_SEQUENCE")
-        ),
+        pytest.param(OFFLOADED, marks=nightly("below, with TP2_SEQUENCE")),
     ],
     ids=lambda flags: "-".join(flags[:2]).removeprefix("--pipemem-"),
 )
@@ -234,11 +233,13 @@ def test_shards_wait_unless_told_otherwise(train, assert_same_training, way, sch
     flags = (*DEFAULTS, *LLAMA, *TP2_SEQUENCE, "+--no-rope-fusion", "--mtp-num-layers", "1")
     more = {
         "gathered": ("--pipemem-weight-inputs", "gathered"),
-        "offload": ("--pipemem-offload", "full", "--pipemem-host-memory", "1GiB"),
+        # The guard fills the memory of tensors that are away.
+        "offload": (*OFFLOADED, "--pipemem-offload-option", "min_bytes=1B", "--pipemem-offload-option", "guard=1"),
     }
     run = train(schedule, *flags, *more[way])
     assert_same_training(run, train("stock", *flags))
     assert run.predicted_peaks == run.counted_peaks
+    assert run.of_ranks("predicted_host_peak_bytes") == run.of_ranks("counted_host_peak_bytes")
     if way == "gathered":
         shards = train(schedule, *flags)
         assert_same_training(shards, train("stock", *flags))
@@ -339,9 +340,14 @@ def test_context_parallel_ranks_train_as_stock(train, assert_same_training, way,
     assert run.predicted_peaks == run.counted_peaks
 
 
+def test_microbatches_in_flight_share_tables(train):
+    """Those of fused rotary embeddings, and the offsets of sequences that Transformer Engine caches."""
+    run = train("pipedream-2bw", *CP2, "all_gather", *FLASH, *LLAMA, "+--no-rope-fusion")
+    assert run.predicted_peaks == run.counted_peaks
+
+
 BY_FLOPS = ("--pipemem-slice-cut", "flops")
 CUT_VOCABULARY = ("--pipemem-vocab-parallel", "1")
-OFFLOADED = ("--pipemem-offload", "full", "--pipemem-host-memory", "1GiB")
 TP2_LLAMA = (*DEFAULTS, *LLAMA, *TP2_SEQUENCE)
 BALANCED_BY_BIAS = (
     *("--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0"),

@@ -85,7 +85,7 @@ def test_offload_tells_which_quantised_tensors_stay(kind):
     residents.begin_step([weight])
     residents.exclude([cached])
     assert all(map(residents.stays, (weight, cached, activation)))
-    assert residents.stayed == {"permanent": 100, "batch": 50, "unsupported": 10}
+    assert residents.stayed == {"permanent": 100, "excluded": 50, "unsupported": 10}
 
 
 @pytest.mark.parametrize("excluded", [True, False])
@@ -139,10 +139,32 @@ def test_a_table_that_all_microbatches_share_is_no_activation():
         ledger.record(action)
     own.clear()
     assert [entry.bytes for entry in ledger.entries] == [60, 92, 60, 92, 60, 28]
-    ledger.end_step()
+    ledger.end_step(3)
     assert [entry.bytes for entry in ledger.entries] == [32, 64, 32, 64, 32, 0]
     many = [action for _ in range(9) for action in program]
     assert predict_peak_bytes(many, bytes_per_action(ledger.entries, 1)) == ledger.peak == 64
+
+
+def test_microbatches_in_flight_count_and_tables_that_outlive_them_do_not():
+    """Two steps of two microbatches. The first step leaves two in flight, and they have made the second table."""
+    ledger, own, tables = ActivationLedger(), {}, [torch.randn(4), torch.randn(2)]
+    steps = [
+        (("0F0", "0F1", "0B0", "0F2", "0B1", "0F3"), [32, 64, 32, 72, 40, 72]),
+        (("0B0", "0B1", "0F2"), [32, 0, 32]),
+    ]
+    for actions, expected in steps:
+        ledger = ledger.continued(())
+        for action in map(Action.parse, actions):
+            if action.kind is Kind.F:
+                own[action.microbatch] = torch.randn(8)
+                for tensor in (own[action.microbatch], *tables[: 1 + (action.microbatch > 1)]):
+                    ledger.hold(tensor)
+            else:
+                del own[action.microbatch]
+            ledger.record(action)
+        ledger.end_step(2)
+        own = {microbatch - 2: tensor for microbatch, tensor in own.items()}
+        assert [entry.bytes for entry in ledger.entries] == expected
 
 
 def test_a_reused_address_is_a_new_storage():

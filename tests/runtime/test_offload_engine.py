@@ -268,7 +268,7 @@ def test_what_a_step_says_stays(engine):
     with engine.capture(0):
         saved = [Saved(tensor) for tensor in (output, token_ids, moved)]
     engine.stay(0, [output.view(9, 10), torch.randn(5)])
-    assert engine.statistics().stayed_bytes["batch"] == token_ids.nbytes
+    assert engine.statistics().stayed_bytes["excluded"] == token_ids.nbytes
     away_and_back(engine, 0)
     assert engine.statistics().bytes_out == moved.nbytes
     assert saved[0].get().data_ptr() == output.data_ptr() and torch.equal(saved[2].get(), moved)

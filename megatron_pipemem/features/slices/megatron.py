@@ -46,13 +46,11 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 class KeyValueCaches:
     """The keys and values of one microbatch's sequences in all layers of a chunk.
 
-    ``tokens`` is the length of a whole sequence. ``hold`` is called with each tensor that is kept here. ``leave_out``
-    is called with each that Megatron keeps.
+    ``tokens`` is the length of a whole sequence. ``hold`` is called with each tensor that is kept here.
     """
 
     tokens: int
     hold: Callable[[torch.Tensor], object]
-    leave_out: Callable[[torch.Tensor], object]
     _caches: dict[tuple[torch.nn.Module, str], KeyValueCache] = field(default_factory=dict)
 
     def of(self, layer: torch.nn.Module, name: str) -> KeyValueCache:
@@ -113,7 +111,6 @@ class SlicedModel:
             for module in self._model.modules():
                 if isinstance(module, RotaryEmbedding):
                     hook(module, self._move_positions)
-                    stack.callback(module.register_forward_hook(self._leave_out_angles).remove)
                 elif getattr(module, "fuse_wgrad_accumulation", False):
                     # With this cache, Transformer Engine overwrites gradients in the backward of the step's first forward,
                     # and other slices run backward before it.
@@ -165,12 +162,6 @@ class SlicedModel:
         if self._part is None:
             return None
         return arguments, named | {"offset": named.get("offset", 0) + self._part.begin}
-
-    def _leave_out_angles(self, module: torch.nn.Module, arguments: tuple, output: object) -> None:
-        """Do not count the angles of rotary embeddings, which fused kernels save: Megatron keeps them between steps."""
-        angles = output[0] if isinstance(output, tuple) else output  # yarn also returns a scale
-        if self._part is not None and isinstance(angles, torch.Tensor):
-            self._part.caches.leave_out(angles)
 
     def _show_earlier(self, core: torch.nn.Module, arguments: tuple, named: dict):
         if self._part is None:
@@ -252,7 +243,7 @@ class SlicedStage(ChunkStage):
         number, part = divmod(microbatch, len(self.bounds))
         if part == 0:
             data = None if self.data_iterator is None else Tape(self.data_iterator)
-            self._open[number] = _OpenSequence(KeyValueCaches(self.bounds[-1][1], self.hold, self._leave_out), data)
+            self._open[number] = _OpenSequence(KeyValueCaches(self.bounds[-1][1], self.hold), data)
         output = super().forward(microbatch, input, will_recompute)
         if self.step.forward_only and part == len(self.bounds) - 1:
             del self._open[number]
@@ -307,10 +298,6 @@ class SlicedStage(ChunkStage):
             )
         self.hold(gradient)
         sequence.gradients = gradient.split([end - begin for begin, end in self.bounds], dim=1)
-
-    def _leave_out(self, tensor: torch.Tensor) -> None:
-        for exclude in self.excludes:
-            exclude([tensor])
 
     def _data(self, microbatch: int) -> Iterator | None:
         number, part = divmod(microbatch, len(self.bounds))

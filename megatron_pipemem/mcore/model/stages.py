@@ -430,6 +430,24 @@ Exclude = Callable[[Iterable[torch.Tensor]], object]
 """A function that takes tensors that are no activations, like those of a batch, so that these are not counted or moved."""
 
 
+@contextmanager
+def shared_left_out(models: Iterable[torch.nn.Module], excludes: Callable[[], Iterable[Exclude]]) -> Iterator[None]:
+    """Exclude, within a ``with`` block, the outputs of modules whose ``forward`` is cached by ``functools``.
+
+    All microbatches share these tensors, for example the tables of rotary embeddings, which fused kernels save.
+    """
+
+    def leave_out(module: torch.nn.Module, arguments: tuple, output: object) -> None:
+        for exclude in excludes():
+            exclude(tensors_in(output))
+
+    with ExitStack() as stack:
+        for module in (module for model in models for module in model.modules()):
+            if hasattr(module.forward, "cache_info"):
+                stack.callback(module.register_forward_hook(leave_out).remove)
+        yield
+
+
 def watch_batches(data_iterator, *excludes: Exclude):
     """Return an iterator over the same batches whose tensors are excluded.
 

@@ -224,7 +224,7 @@ class StockObserver(Feature):
             self._observed = None
             self._forward_of.clear()
         with self._record.guarded(STEPS):
-            observed.counter.end_step()
+            observed.counter.end_step(num_microbatches)
             group_size = config.microbatch_group_size_per_vp_stage
             shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
             plan = self._plans.get((family, shape))

@@ -285,6 +285,12 @@ class Step:
         return self.plan
 
     @property
+    def all_excludes(self) -> list[Exclude]:
+        """The functions that exclude tensors from all that counts or moves activations."""
+        ledger = self.observation.ledger
+        return [*self.excludes] if ledger is None else [ledger.exclude, *self.excludes]
+
+    @property
     def forward_only(self) -> bool:
         """Whether the step only evaluates."""
         return self.context.forward_only

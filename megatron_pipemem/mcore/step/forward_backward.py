@@ -18,7 +18,14 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
 from megatron_pipemem.mcore.compat import message_channels, message_shapes
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_gradient_sync, routing_noted, watch_batches
+from megatron_pipemem.mcore.model.stages import (
+    ChunkStage,
+    StepContext,
+    no_gradient_sync,
+    routing_noted,
+    shared_left_out,
+    watch_batches,
+)
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.programs import Programs
@@ -173,13 +180,15 @@ class ForwardBackward(Feature):
                 _start_parameter_gather(config, step.chunks)
             if step.observation.ledger is not None:
                 stack.enter_context(routing_noted(step.chunks, step.observation.ledger.route))
+            stack.enter_context(shared_left_out(step.chunks, lambda: step.all_excludes))
             for extension in extensions:
                 stack.enter_context(extension.around(step))
             if step.trial is not None:
                 self._try(step, step.trial, extensions)
             step.executor.run()
-        if step.observation.ledger is not None and not step.leaves_in_flight:
-            step.observation.ledger.end_step()
+        if step.observation.ledger is not None:
+            # The numbers of slices are like those of microbatches.
+            step.observation.ledger.end_step(step.shape.num_microbatches * step.program.schedule.slices)
         for extension in extensions:
             extension.settle(step)
         if step.finalizes:
@@ -232,9 +241,7 @@ class ForwardBackward(Feature):
             # With slices, bytes depend on the slice's position, and all microbatches have the same size.
             tokens=step.tokens if step.message.shapes is not None and step.program.schedule.slices == 1 else None,
         )
-        ledger = step.observation.ledger
-        excludes = [*step.excludes] if ledger is None else [ledger.exclude, *step.excludes]
-        iterators = watch_batches(step.iterators, *excludes)
+        iterators = watch_batches(step.iterators, *step.all_excludes)
         pipeline, placement = step.pipeline, step.pipeline.placement
         step.stages = {
             stage: ChunkStage(
@@ -246,7 +253,7 @@ class ForwardBackward(Feature):
                 placement.next_stage(stage) is None,
                 self.chunk_placement,
                 delayed_modules(step.chunks[chunk]),
-                excludes,
+                step.all_excludes,
             )
             for chunk, stage in enumerate(pipeline.stages)
         }
@@ -263,7 +270,7 @@ class ForwardBackward(Feature):
                 polls=polls_departures(step.program) and not torch.cuda.is_current_stream_capturing(),
             ),
             features,
-            ledger=ledger,
+            ledger=step.observation.ledger,
             trace=step.observation.trace,
         )
 

@@ -205,14 +205,14 @@ class Residents:
 
     def begin_step(self, permanent: Iterable[torch.Tensor]) -> None:
         """Start a step in which the ``permanent`` tensors are not activations. The counts start at 0."""
-        self._permanent = {storage_key(part) for tensor in permanent for part in data_of(tensor)}
-        self._excluded: dict[int, StorageWeakRef] = {}
+        self._kept: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.exclude(permanent, "permanent")
         self.stayed: Counter[str] = Counter()
 
-    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+    def exclude(self, tensors: Iterable[torch.Tensor], reason: str = "excluded") -> None:
         """Keep the storages of these tensors on the device for the rest of the step."""
         for part in (part for tensor in tensors for part in data_of(tensor)):
-            self._excluded[storage_key(part)] = StorageWeakRef(part.untyped_storage())
+            self._kept[storage_key(part)] = StorageWeakRef(part.untyped_storage()), reason
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Return whether a saved tensor stays on the device, and if so count its bytes."""
@@ -236,10 +236,5 @@ class Residents:
         return self._whose(tensor)
 
     def _whose(self, tensor: torch.Tensor) -> str | None:
-        for key in map(storage_key, data_of(tensor)):
-            if key in self._permanent:
-                return "permanent"
-            excluded = self._excluded.get(key)
-            if excluded is not None and not excluded.expired():
-                return "batch"
-        return None
+        kept = filter(None, (self._kept.get(storage_key(part)) for part in data_of(tensor)))
+        return next((reason for storage, reason in kept if not storage.expired()), None)
