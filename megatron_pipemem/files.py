@@ -188,8 +188,9 @@ def read_text(path: str | Path, kind: str, refusal: type[PipememError] = ConfigE
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or str(error)
+        code = "no-file" if isinstance(error, FileNotFoundError) else "cannot-read"
         raise refusal(
-            "cannot-read", f"cannot read {kind} from {path}: {why}; give the path of a file that can be read"
+            code, f"cannot read {kind} from {path}: {why}; give the path of a file that can be read"
         ) from error
 
 

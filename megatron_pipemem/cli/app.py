@@ -126,6 +126,15 @@ def load_commands() -> dict[str, CommandWithExamples]:
     return {name: load_command(name) for name in _COMMANDS}
 
 
+_OF_PATHS = {
+    errno.ENAMETOOLONG: "no-file",
+    errno.EACCES: "cannot-read",
+    errno.EPERM: "cannot-read",
+    errno.ENOSPC: "cannot-write",
+}
+"""Codes by the numbers of errors that the operating system raises for a path or output of the user."""
+
+
 class _Group(TyperGroup):
     """The command ``pipemem``. It lists its subcommands without importing them, and imports the one that is called."""
 
@@ -153,14 +162,13 @@ class _Group(TyperGroup):
             report_error(with_code(error))
             raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE) from None
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+            if error.errno not in _OF_PATHS:
                 raise
-            report_error(
-                f"{str(error.filename)[:40]}... is too long for the name of a file; give a shorter one [no-file]"
-            )
+            path = "the output" if error.filename is None else str(error.filename)[:80]
+            report_error(f"{path}: {error.strerror}; give another path [{_OF_PATHS[error.errno]}]")
             raise typer.Exit(UNUSABLE) from None
         except KeyboardInterrupt:
-            report_error(f"pipemem {ctx.invoked_subcommand} was interrupted and wrote nothing")
+            report_error("pipemem was interrupted and wrote nothing")
             raise typer.Exit(INTERRUPTED) from None
 
 

@@ -115,7 +115,7 @@ def check(
     if obstacle is not None:
         report_note(f"{source} {CANNOT_RUN}: {_headline(obstacle)}")
     out = console()
-    out.print(f"{source} is valid.", style="green", soft_wrap=True)
+    out.print(f"{source} is valid.", style="green", soft_wrap=True, markup=False)
     print_facts(
         out,
         (

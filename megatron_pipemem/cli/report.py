@@ -188,7 +188,6 @@ def trace(
         pipemem trace out/runs/tiny-cpu --output trace.json
     """
     check_output(output, _DRAWN, "plan and run")
-    check_exists(report, "a report")
     case = read_case(report, 0.0)
     path = _save_trace(case, output or (report if report.is_dir() else report.parent) / "trace.json")
     if as_json:

@@ -33,6 +33,7 @@ import yaml
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.values import converted
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.files import read_text
 from megatron_pipemem.schedule.display import shortened
 
 MOST_LEVELS = 50
@@ -151,12 +152,8 @@ def read_raw(path: str | Path) -> dict[str, Any]:
     An empty file gives an empty mapping. Raise a ConfigError if the file cannot be read or has no mapping.
     """
     try:
-        loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            "cannot-read", f"cannot be read: {error.strerror or error}; give a file that can be read", file=path
-        ) from error
-    except ValueError as error:  # also of text that is not UTF-8, and of a path with a null byte
+        loaded = read_yaml(read_text(path, "YAML"))
+    except YamlError as error:
         raise ConfigError("not-yaml", f"is not YAML: {error}", file=path) from error
     if loaded is None:  # an empty file
         return {}

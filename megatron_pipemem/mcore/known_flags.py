@@ -55,6 +55,8 @@ def check_flags(flags: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(f"--{name}", known, n=1)
             hint = f"did you mean {near[0][2:]!r}?" if near else "see the training script's --help"
             raise ConfigError("unknown-flag", f"Megatron has no flag --{name}; {hint}", key=f"megatron.{name}")
+        if value is True and not flag["bare"] and flag["nargs"] not in ("?", "*"):
+            raise ConfigError("bad-type", f"is true, and --{name} takes a value; give one", key=f"megatron.{name}")
         if value is None or isinstance(value, bool):
             continue
         if flag["bare"]:

@@ -30,8 +30,8 @@ def number(subject: str, value: object, wanted: str = "a number") -> float:
     except (TypeError, ValueError):
         found = math.nan
     if not abs(found) <= LARGEST:
-        give = f"numbers of at most {LARGEST:g}" if abs(found) > LARGEST else wanted
-        raise CostsError("bad-type", f"{subject} is {shortened(value)}; give {give}")
+        code, give = ("bad-type", wanted) if math.isnan(found) else ("bad-number", f"numbers of at most {LARGEST:g}")
+        raise CostsError(code, f"{subject} is {shortened(value)}; give {give}")
     return found
 
 

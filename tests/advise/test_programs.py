@@ -225,5 +225,5 @@ def test_settings_based_on_themselves_are_refused(nemo):
     with refused("based-on-itself"):
         read("nemo", nemo)
     (nemo.parent / "base.yaml").unlink()
-    with refused("cannot-read", "base.yaml"):
+    with refused("no-file", "base.yaml"):
         read("nemo", nemo)

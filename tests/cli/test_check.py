@@ -42,6 +42,13 @@ def test_check_accepts_what_it_writes(pipemem, pipemem_json, tmp_path, name):
     assert found["bubble_rate"] == simulated["bubble_rate"]
 
 
+def test_brackets_in_a_files_name_are_no_markup(pipemem, tmp_path):
+    file = tmp_path / "a[" / "b].csv"  # [/b] would end a style
+    file.parent.mkdir()
+    file.write_text("0F0,0B0\n")
+    assert pipemem("check", file).stdout.startswith(f"{file} is valid.")
+
+
 @pytest.mark.parametrize(
     ("text", "device", "position", "action"),
     [

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import check_refusal
 from typer.main import get_command
 
 from megatron_pipemem.cli.app import app, load_commands
@@ -84,6 +85,14 @@ def test_run_hands_the_scripts_flags_on_untouched(pipemem, monkeypatch, argument
     monkeypatch.setattr(module, "run", lambda *given: calls.append(given))
     assert pipemem("run", *arguments).exit_code == 0
     assert calls == [(cpu, Path("train.py"), handed_on, False)]
+
+
+def test_a_full_disk_under_the_answer_is_told():
+    command = [sys.executable, "-m", "megatron_pipemem", "schedules"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    check_refusal(done.stderr, "cannot-write")
+    assert done.returncode == 2
 
 
 def test_module_and_exit_code_of_a_real_process():

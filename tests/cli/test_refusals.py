@@ -60,11 +60,11 @@ simulate 1f1b -p 4 -m 8 --costs 1,-1,1 | bad-number --costs 1,-1,1
 simulate 1f1b -p 4 -m 8 --costs 0,0,0 | bad-number --costs 0,0,0
 simulate 1f1b -p 4 -m 8 --costs 1,nan,1 | bad-number --costs 1,nan,1
 simulate 1f1b -p 4 -m 8 --costs 1,inf,1 | bad-number --costs 1,inf,1
-simulate 1f1b -p 4 -m 8 --costs 1e308,1,1 | bad-type forward 1e+308 1e+30
-simulate 1f1b -p 4 -m 8 --costs missing.json | cannot-read costs missing.json
+simulate 1f1b -p 4 -m 8 --costs 1e308,1,1 | bad-number forward 1e+308 1e+30
+simulate 1f1b -p 4 -m 8 --costs missing.json | no-file costs missing.json
 simulate 1f1b -p 4 -m 8 --p2p -1 | bad-number --p2p -1.0
 simulate 1f1b -p 4 -m 8 --p2p nan | bad-number --p2p nan
-simulate 1f1b -p 4 -m 8 --p2p 1e308 | bad-type p2p 1e+308
+simulate 1f1b -p 4 -m 8 --p2p 1e308 | bad-number p2p 1e+308
 simulate 1f1b -p 4 -m 8 --layers 3 | too-few-layers --layers 3 4
 simulate v-half -p 4 -m 8 --layers 7 | too-few-layers --layers 7 8
 simulate 1f1b -p 4 -m 8 --head-cost 1e308 | bad-number --head-cost 1e308 1e+30
@@ -100,12 +100,12 @@ pareto -p 2 -m 4 --seconds nan | bad-number --seconds nan
 pareto -p 4 -m 4 --layers 3 | too-few-layers --layers 3
 
 # Schedule files
-simulate missing.csv | cannot-read schedule missing.csv
+simulate missing.csv | no-file schedule missing.csv
 simulate mine.csv -p 3 | other-size mine.csv 3
 simulate mine.csv -m 9 | other-size mine.csv 9
 simulate mine.csv -v 2 | other-size mine.csv 2
 simulate mine.csv -o group_size=3 | options-of-file mine.csv group_size
-check none.csv | cannot-read none.csv "No such file"
+check none.csv | no-file none.csv "No such file"
 check ROOT | cannot-read ROOT
 check binary.csv | cannot-read binary.csv UTF-8 "byte 0"
 check gems --write gems.csv -p 2 -m 4 --to torch | not-in-dialect gems replicas=2 devices=0-1-1-0

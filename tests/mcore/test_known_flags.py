@@ -23,6 +23,7 @@ TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
         ({"pipemem-reprot": "x"}, ("unknown-flag", "pipemem-report")),
         ({"lr": "fast"}, ("bad-type", "megatron.lr", "fast", "--lr")),
         ({"pipemem-vocab-piece-tokens": 0}, ("bad-number", "--pipemem-vocab-piece-tokens", 0)),
+        ({"lr": True}, ("bad-type", "megatron.lr", "--lr")),
         ({"optimizer": "sdg"}, ("bad-choice", "sdg")),
         ({"log-throughput": 3}, ("bad-type", 3, "--log-throughput")),
     ],

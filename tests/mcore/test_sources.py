@@ -78,7 +78,7 @@ def test_a_file_for_other_numbers_is_refused_with_the_way_out(file):
 def test_a_file_is_checked_before_anything_runs(file, tmp_path):
     with refused("over-cap", kind=ScheduleError):
         programs_of(file(), 0.5, "unit", {})
-    with refused("cannot-read", "none.csv", kind=ScheduleFormatError):
+    with refused("no-file", "none.csv", kind=ScheduleFormatError):
         programs_of(str(tmp_path / "none.csv"), None, "unit", {})
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("0F0,0B0,0B0\n")
@@ -282,7 +282,7 @@ def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypat
 
 def test_profile_starts_from_unit_costs_and_unknown_costs_are_refused():
     assert auto(costs="profile").knowledge.priced_by == "unit"
-    with refused("cannot-read", "nowhere.json"):
+    with refused("no-file", "nowhere.json"):
         auto(costs="nowhere.json")
 
 

@@ -131,7 +131,7 @@ def test_batches_that_cannot_be_weighed_are_refused(asked, batch, words):
         ("bytes", ("bad-choice",)),
         ("math:cube", ("cannot-import",)),
         ("no_such_module:f", ("cannot-import",)),
-        ("missing.json", ("cannot-read", "missing.json")),
+        ("missing.json", ("no-file", "missing.json")),
     ],
 )
 def test_what_nobody_can_weigh_by_is_refused(asked, words):

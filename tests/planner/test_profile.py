@@ -107,7 +107,7 @@ def test_a_file_that_holds_no_profile_is_told_by_its_key(tmp_path: Path, key, va
         ('{"forward": 1}', ("wrong-file", "profile")),
         ("3", ("wrong-file",)),
         ("[", ("not-json", 1, 2)),
-        (None, ("cannot-read",)),
+        (None, ("no-file",)),
     ],
 )
 def test_a_file_without_a_profile(tmp_path: Path, text, says):
