@@ -92,14 +92,28 @@ class Block(torch.nn.Module):
         return output if bias is None else output + bias
 
 
-def build(bias: bool, delayed: bool, fusion: bool = False, overlap: bool | None = None, frozen: tuple[str, ...] = ()):
+class Penalised(Block):
+    """Uses a weight a second time, so that autograd computes a part of its gradient, which is not delayed."""
+
+    def forward(self, x):
+        return super().forward(x) + self.fc1.weight.square().sum()
+
+
+def build(
+    bias: bool,
+    delayed: bool,
+    fusion: bool = False,
+    overlap: bool | None = None,
+    frozen: tuple[str, ...] = (),
+    kind: type[Block] = Block,
+):
     """The block with the same values every time, and Megatron's DDP around it unless ``overlap`` is ``None``."""
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, gradient_accumulation_fusion=fusion,
         params_dtype=torch.float32, normalization="LayerNorm",
     )  # fmt: skip
     config.delay_wgrad_compute = delayed
-    block = Block(config, bias)
+    block = kind(config, bias)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
@@ -162,6 +176,7 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
         for fusion in (False,) if overlap is None else (False, True):
             name = f"{'bias' if bias else 'no bias'}, {_ddp(overlap)}, {'fusion, ' if fusion else ''}{order}"
             yield name, _exact, (bias, fusion, overlap, ORDERS[order])
+    yield "a weight that is used twice", _penalised, ()
     yield "frozen weights", _frozen, ()
     for overlap in (None, True):
         yield f"frozen input, {_ddp(overlap)}", _frozen_input, (overlap,)
@@ -189,6 +204,13 @@ def _exact(bias: bool, fusion: bool, overlap: bool | None, order: str) -> None:
     net = build(bias, True, fusion, overlap)
     assert len(delayed_modules(net)) == 2
     same(gradients(net, order), wanted)
+
+
+def _penalised() -> None:
+    """Both parts are added to the sum one after the other, and not together."""
+    wanted = gradients(build(True, False, False, False, kind=Penalised), None)
+    found = gradients(build(True, True, False, True, kind=Penalised), ORDERS["IIWIWW"])
+    torch.testing.assert_close(found, wanted)
 
 
 def _frozen() -> None:

@@ -36,6 +36,7 @@ from megatron_pipemem.runtime.weight_gradients import (
     Shard,
     WeightGradientQueue,
     defers,
+    gradient_of,
     is_early,
     remember,
     shard_of,
@@ -197,11 +198,13 @@ class DelayedWeightGradient(DeferredWeightGradient):
     def run(self) -> None:
         earlier: dict[torch.nn.Parameter, torch.Tensor] = {}
         for name, parameter in _hooked_by_module(self.module):
-            if parameter in self.gradients:
-                parameter.grad = self.gradients[parameter]
             if not _is_computed(self.module, name):
+                parameter.grad = self.gradients.get(parameter, parameter.grad)
                 if parameter.grad is None:
                     parameter.grad = _zero(parameter.dtype, parameter.device).expand(parameter.shape)
+            elif parameter in self.gradients:
+                # Of another use of the parameter. ``backward_dw()`` would overwrite it.
+                gradient_of(parameter).add_(self.gradients[parameter])
             elif parameter.grad is not None:
                 earlier[parameter], parameter.grad = parameter.grad, None
         self._make_whole()
