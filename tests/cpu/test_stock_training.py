@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from lanes import nightly, rest_nightly
 from launching import REPOSITORY, TOY_MODEL, launch, run_ranks
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron_pipemem.cli import ranks
 from megatron_pipemem.cli.ranks import first_cause
 from megatron_pipemem.cpu.ranks import start_ranks
 
@@ -195,6 +198,23 @@ def test_the_first_cause_is_the_last_thing_on_the_screen(tmp_path: Path) -> None
     assert cause == "rank 0 failed: killed by SIGKILL" and "dmesg" in advice
     script.write_text("import argparse; argparse.ArgumentParser(prog='train').parse_args(['--lrr'])")
     assert launched(1, script)[-1] == "rank 0 failed: train: error: unrecognized arguments: --lrr"
+
+
+def test_no_watcher_outlives_its_rank(monkeypatch) -> None:
+    """The interpreter's exit aborts the process if the thread is inside C++ code."""
+    watched = threading.Event()
+
+    def follow(board: object, done: threading.Event) -> None:
+        done.wait()
+        time.sleep(0.2)
+        watched.set()
+
+    monkeypatch.setattr(ranks, "_follow", follow)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with ranks.rank_guard():
+        assert not watched.is_set()
+    assert watched.is_set()
 
 
 def test_of_several_failures_that_of_a_killed_rank_is_the_cause(tmp_path: Path) -> None:

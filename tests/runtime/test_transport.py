@@ -14,8 +14,18 @@ from lanes import rest_nightly
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.runtime import transport
-from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, colour, connect, edges
+from megatron_pipemem.runtime.executor import settle
+from megatron_pipemem.runtime.transport import (
+    MessageFormat,
+    Pipeline,
+    Transport,
+    colour,
+    connect,
+    edges,
+    polls_departures,
+)
 from megatron_pipemem.schedule.action import MESSAGES, SENDS, Action, Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.messages import Router
@@ -146,6 +156,17 @@ def test_a_send_that_waits_keeps_no_other_edge_from_letting_go(monkeypatch):
     messages.post_send(Action(Kind.SEND_F, 1, 0), torch.zeros(1))
     messages.post_send(Action(Kind.SEND_I, 1, 0), torch.zeros(1))
     assert [*messages._sends] == [Action(Kind.SEND_F, 1, 0)]
+
+
+def test_a_host_asks_what_has_left_where_no_answer_shows_it():
+    """An evaluation sends outputs and receives nothing back."""
+    schedule = build_schedule("1f1b", num_devices=4, num_microbatches=6)
+    evaluation = lower(schedule.forward_only())
+    for device in range(4):
+        assert not any(each.settles for each in settle(evaluation, device).instructions)
+    more = (build_schedule("interleaved", num_devices=4, num_microbatches=8), with_vocabulary(schedule, 1))
+    assert all(map(polls_departures, (evaluation, *map(lower, more))))
+    assert not polls_departures(lower(schedule))
 
 
 def test_a_tensor_of_another_shape_than_its_receiver_expects_is_not_sent():

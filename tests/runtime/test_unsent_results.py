@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import toy
 
@@ -103,8 +104,16 @@ def test_an_output_that_autograd_keeps_counts_once_and_goes_on_counting():
     assert seen["1W1"] == 0
 
 
-def test_a_stage_without_layers_holds_what_came_and_what_goes():
+class PassesGradientsOn(PassesOn):
+    """Sends the very gradient that came, which counted already."""
+
+    def backward(self, microbatch, input, output, output_gradient):
+        return output_gradient
+
+
+@pytest.mark.parametrize("stage", [PassesOn, PassesGradientsOn])
+def test_a_stage_without_layers_holds_what_came_and_what_goes(stage):
     """However long the transport keeps it: a neighbour that is slow changes no count."""
-    seen = held(PassesOn())
+    seen = held(stage())
     assert [seen[at] for at in ("1RECV_F1", "1F1", "1SEND_F0", "1SEND_F1")] == [2, 4, 3, 2]
     assert [seen[at] for at in ("1RECV_I1", "1I1", "1SEND_I0", "1SEND_I1")] == [4, 2, 1, 0]
