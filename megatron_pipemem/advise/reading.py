@@ -137,6 +137,12 @@ class _Flags:
     def number(self, name: str) -> int | None:
         return whole_number(self.get(name), name)
 
+    def size(self, name: str) -> int:
+        """Return the value of a flag that is at least 1, which is also its default."""
+        value = self.number(name)
+        refuse_if(value is not None and value < 1, "bad-number", f"--{name}", f"is {value}; give at least 1")
+        return value or 1
+
     def sizes(self, fields: Mapping[str, str]) -> dict[str, int]:
         """Return the fields of a model that the command or Megatron's defaults give.
 
@@ -245,10 +251,9 @@ def _parallelism(
     the number of devices is unknown or does not fit the parallel sizes.
     """
     tp, pp, cp, ep = (
-        flags.number(f"{kind}-parallel-size") or 1
-        for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
+        flags.size(f"{kind}-parallel-size") for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
     )
-    micro = flags.number("micro-batch-size") or 1
+    micro = flags.size("micro-batch-size")
     # With a known number of devices, the launcher's unknown values do not matter.
     launcher = {name: text for name, text in launcher.items() if devices is None or UNKNOWN not in text}
     per_node = next((found for name in _PER_NODE if (found := _whole(launcher.get(name)))), None)
@@ -311,8 +316,8 @@ def _training(flags: _Flags) -> Training:
     known = {name: value for name, value in given.items() if value is not None and UNKNOWN not in str(value)}
     data = known.get("data-path", MOCK)
     return Training(
-        iterations=int(known.get("train-iters", Training.iterations)),
-        save_interval=int(known.get("save-interval", Training.save_interval)),
+        iterations=whole_number(known.get("train-iters"), "train-iters") or Training.iterations,
+        save_interval=whole_number(known.get("save-interval"), "save-interval") or Training.save_interval,
         load=known.get("load"),
         data=" ".join(data) if isinstance(data, list) else str(data),
         cache=known.get("data-cache-path"),

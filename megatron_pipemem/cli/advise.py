@@ -230,7 +230,7 @@ def _addition(reading: Reading, way: Way) -> str:
     where, enabled = reading.consumer.where, call(way)
     lines = [enabled] if where is not None and enabled is not None else []
     lines += added if reading.consumer is BRIDGE else [shlex.join(added)] if added else []
-    return "; ".join(lines) + (f", without {shlex.join(gone)}" if gone else "")
+    return ("; ".join(lines) or "nothing more") + (f", without {shlex.join(gone)}" if gone else "")
 
 
 def _answer(reading: Reading, advice: Advice) -> str:

@@ -15,6 +15,7 @@ from itertools import accumulate, groupby, pairwise
 
 from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.values import whole_number
 from megatron_pipemem.schedule.options import STOCK
 
 FLAG = "pipeline-model-parallel-layout"
@@ -187,13 +188,12 @@ def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
     if run.schedule.name != STOCK and chunks > 1:
         return None
     embedding, loss = (bool(given.get(key)) for key in ACCOUNTED)
-    ends = [given.get(key) for key in FIRST_OR_LAST]
     left, others = run.model.layers + embedding + loss, p
     of_rank: dict[int, int] = {}
-    for rank, count in zip((0, p - 1), ends, strict=True):
-        if count is not None:
-            of_rank[rank] = int(count)
-            left, others = left - int(count), others - 1
+    for rank, name in zip((0, p - 1), FIRST_OR_LAST, strict=True):
+        if (count := whole_number(given.get(name), name)) is not None:
+            of_rank[rank] = count
+            left, others = left - count, others - 1
     each, rest = divmod(left, others * chunks) if others else (0, left)
     if rest or any(count % chunks for count in of_rank.values()):
         return None

@@ -82,7 +82,7 @@ def whole_number(value: Any, name: str) -> int | None:
         number is None is not value or value is True or (isinstance(value, float) and number != value),
         "bad-number",
         f"--{name}",
-        f"is {value!r}; give a whole number",
+        f"{'has no value' if value is True else f'is {value!r}'}; give a whole number",
     )
     return number
 

@@ -292,7 +292,7 @@ def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapp
 
     ranks = 1
     for kind in ("tensor-model", "pipeline-model", "context"):
-        ranks *= int(given.get(f"{kind}-parallel-size", 1))
+        ranks *= whole_number(given.get(name := f"{kind}-parallel-size"), name) or 1
     devices = int(os.environ.get("WORLD_SIZE", ranks))
     run = read_flags(given, {}, "", Context(known, load(cut_flags.PRICED_FOR, Cluster), devices)).run
     asked = {each.name: getattr(request, each.name) for each in fields(ScheduleOptions)}

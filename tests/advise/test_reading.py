@@ -136,6 +136,9 @@ def test_every_nth_layer_has_attention(text):
         ("unsupported-model", "--vocab-size 9 --decoder-seq-length 128", START, ["--decoder-seq-length"]),
         ("unknown-flag", "--vocab-size 9 --hiden-size 3", START, ["--hidden-size"]),
         ("bad-number", "--vocab-size x", START, ["x"]),
+        ("bad-number", "--vocab-size 9 --train-iters 1e6", START, ["--train-iters"]),
+        ("bad-number", "--vocab-size 9 --micro-batch-size 0", START, ["--micro-batch-size", 1]),
+        ("bad-number", "--vocab-size 9 --num-layers --tensor-model-parallel-size 2", START, ["--num-layers"]),
         (
             "unsupported-model",
             "--vocab-size 9 --experimental-attention-variant gated_delta_net --linear-attention-freq [0]*4+[1]*4",

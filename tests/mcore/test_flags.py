@@ -273,6 +273,7 @@ def test_what_megatron_trains_wrongly_is_refused(flags, remedy):
         ("--cuda-graph-impl full_iteration --cuda-graph-warmup-steps x", "bad-number"),
         ("--rerun-mode disabled --pipemem-overlap-steps --clip-grad x", "bad-number"),
         ("--pipemem-vocab-piece-tokens x", "bad-number"),
+        ("--pipemem-layout auto --tensor-model-parallel-size x", "bad-number"),
         ("--pipemem-single-queue=3", "bad-syntax"),
         ("--pipemem-report", "bad-syntax"),
         ("--pipemem-colour red", "unknown-flag"),

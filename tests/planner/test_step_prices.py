@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from lanes import examples
+from refusals import refused
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB, Cluster, HostChannel, Link
@@ -228,6 +229,10 @@ def test_layouts_of_models_that_predict_ahead():
     model = replace(MODEL, mtp_layers=2)
     run = replace(RUN, model=model)
     assert layout.pieces_of(run, 4) == (2, 2, 2, 3) and layout.flags(model, (2, 2, 2, 3)) == {}
+    with refused("bad-number", "eight"):
+        layout.pieces_of(
+            replace(run, model=replace(model, mtp_layers=0), megatron={layout.FIRST_OR_LAST[0]: "eight"}), 4
+        )
     assert layout.flags(model, (3, 3, 2, 1)) == {layout.FLAG: "Et*3|t*3|t*2|m*2L"}
     for counts in ((3, 3, 2, 1), (4, 4, 1, 0)):
         assert layout.pieces_of(replace(run, megatron=layout.flags(model, counts)), 4) == counts
