@@ -284,6 +284,19 @@ TIED_GRADIENTS = Symbol(
     "_allreduce_word_embedding_grads",
     ("model", "config", "embd_group", "pp_group"),
 )
+_FULLY_PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
+CHOOSE_WRITERS = Symbol(
+    _FULLY_PARALLEL,
+    "distribute_main_replicas_with_precomputed_distribution",
+    ("sharded_state_dict", "parallelization_group", "precomputed_distribution"),
+)
+"""Chooses the data-parallel rank that writes or reads each entry of a checkpoint."""
+FILL_ENTRIES = Symbol(
+    _FULLY_PARALLEL,
+    "FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors",
+    ("sharded_state_dict", "loaded_tensors"),
+)
+"""Puts the tensors that the data-parallel ranks have read into the state of this rank."""
 _OF_STAGE = ("config", "vp_stage", "pp_rank")
 LAYER_OFFSET = Symbol(
     "megatron.core.transformer.transformer_layer", "get_transformer_layer_offset", _OF_STAGE, by_name=True

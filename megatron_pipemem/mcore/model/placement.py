@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -34,6 +36,8 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.refusals import check_sharing
 from megatron_pipemem.mcore.symbols import (
     BUILD_STAGES,
+    CHOOSE_WRITERS,
+    FILL_ENTRIES,
     GET_MODEL,
     GPT_MODEL,
     HYBRID_MODEL,
@@ -168,6 +172,8 @@ class ChunkPlacement(Feature):
             (IS_FIRST, self._predicate),
             (IS_LAST, self._predicate),
             (TIED_GRADIENTS, self._tied_gradients),
+            (CHOOSE_WRITERS, _write_one_copy),
+            (FILL_ENTRIES, _fill_both_copies),
             (SELECT_SEGMENT, _select_segment),
         ]
         provided: Replacements = [(PROVIDE_CHUNKS, self._provide_chunks)]
@@ -429,6 +435,36 @@ def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
         total = gradients[0] + gradients[1]
         for gradient in gradients:
             gradient.copy_(total)
+
+
+# A rank with both copies of a tied embedding has two entries of a checkpoint with the same key. Stock never has that, and takes
+# entries with the same key for copies on different data-parallel ranks.
+
+
+def _write_one_copy(original: Callable, sharded_state_dict, *args, **named) -> None:
+    """Let a rank write only one of its two copies of a tied embedding, or of the embedding's optimizer state."""
+    original(sharded_state_dict, *args, **named)
+    written = set()
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
+            part = (entry.key, entry.global_offset)
+            if part in written:
+                entry.replica_id = 1
+            written.add(part)
+
+
+def _fill_both_copies(original: Callable, sharded_state_dict, *args, **named) -> None:
+    """Give each copy a tensor of its own. With one tensor for both, the optimizer would update it twice."""
+    original(sharded_state_dict, *args, **named)
+    filled: set[int] = set()
+
+    def own(value: object) -> object:
+        if id(value) in filled:
+            return value.clone() if isinstance(value, torch.Tensor) else value
+        filled.add(id(value))
+        return value
+
+    dict_list_map_inplace(own, sharded_state_dict)
 
 
 # Programs that build their chunks themselves, by calling the model's class once per chunk.
