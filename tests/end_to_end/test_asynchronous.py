@@ -36,6 +36,7 @@ def test_trains_as_its_formula_says(train_small, emulate, rule, options, version
     assert run.predicted_peaks == run.counted_peaks
     assert run.of_ranks("predicted_weight_bytes") == run.of_ranks("counted_weight_bytes")
     assert [rank["weight_versions"] for rank in run.ranks] == list(versions)
+    assert run.last_step is None, "a step with forwards of the next one cannot be explained alone"
 
 
 def test_tied_embeddings_and_evaluation_in_between(train_small, emulate, assert_close_training):

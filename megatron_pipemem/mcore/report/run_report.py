@@ -375,13 +375,17 @@ def written_step(
 ) -> dict | None:
     """Return the report's data of the last step, with times in whole nanoseconds since its start.
 
-    Return ``None`` for an asynchronous schedule, or if not every pass was timed. ``pipeline`` has the passes of each
-    device, ``layers`` the number of layers by stage, and ``memory`` the result of ``memory_of``. ``more`` are further
-    entries of the result.
+    Return ``None`` if a forward and its backward are in different steps, or if not every pass was timed. ``pipeline`` has
+    the passes of each device, ``layers`` the number of layers by stage, and ``memory`` the result of ``memory_of``.
+    ``more`` are further entries of the result.
     """
     schedule = plan.schedule
     compute = [[action for action in order if action.kind in COMPUTE] for order in schedule.orders]
-    if schedule.updates is not None or [[traced.action for traced in actions] for actions in pipeline] != compute:
+    passes = [action for order in compute for action in order]
+    forwards, backwards = (
+        {each[1:] for each in passes if each.kind in kinds} for kinds in ([Kind.F], [Kind.I, Kind.B])
+    )
+    if forwards != backwards or [[traced.action for traced in actions] for actions in pipeline] != compute:
         return None
     stages = range(schedule.placement.num_stages)
     return {
