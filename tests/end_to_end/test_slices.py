@@ -26,6 +26,10 @@ MLA = (
     *("--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", UNTIED),
     *("--v-head-dim", "8", "--normalization", "RMSNorm", "--rotary-scaling-factor", "1", "--rope-type", "rope"),
 )
+EXPERTS = (
+    *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2"),
+    *("--moe-router-load-balancing-type", "none"),
+)
 BY_FLOPS = ("--pipemem-slice-cut", "flops")
 
 VOCABULARY = "--pipemem-vocab-parallel"
@@ -77,7 +81,9 @@ CASES = {
         (*cut(2), VOCABULARY, "1"),
         (*TP2, "--sequence-parallel", *ROPE),
     ),
-    "zbv, cut vocabulary, evaluation": ("zbv", (*cut(4), *BY_FLOPS, VOCABULARY, "2"), (*EVALUATION, *ROPE)),
+    "zbv, cut vocabulary, experts, evaluation": (
+        *("zbv", (*cut(4), *BY_FLOPS, VOCABULARY, "2"), (*EVALUATION, *ROPE, *EXPERTS)),
+    ),
     "one microbatch, cut vocabulary": (
         "interleaved",
         (*cut(8), VOCABULARY, "2"),

@@ -379,18 +379,18 @@ class RunRecord:
                     changes.setdefault(kind, [0] * (stages * slices))[at] = seen[kind][at]
             self._learnt |= unknown
         if any(entry.routed for entry in ledger.entries):
-            self._learn_routing(ledger, stages)
+            self._learn_routing(ledger, stages, slices)
 
-    def _learn_routing(self, ledger: ActivationLedger, stages: int) -> None:
+    def _learn_routing(self, ledger: ActivationLedger, stages: int, slices: int) -> None:
         """Extend the predicted range of bytes to the routing of this step, because a later step may be as uneven."""
         for most, known in self._changes.items():
-            seen = bytes_per_action(ledger.entries, stages, most)
-            for stage in range(stages):
+            seen = bytes_per_action(ledger.entries, stages, most, slices=slices)
+            for at in range(stages * slices):
                 now, before = (
-                    sum(max(0, changes[kind][stage]) for kind in seen if kind in (Kind.F, Kind.R))
+                    sum(max(0, changes[kind][at]) for kind in seen if kind in (Kind.F, Kind.R))
                     for changes in (seen, known)
                 )
                 if (now > before) if most else (now < before):
                     self._uneven = True
                     for kind, change in seen.items():
-                        known[kind][stage] = change[stage]
+                        known[kind][at] = change[at]
