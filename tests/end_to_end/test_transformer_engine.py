@@ -162,7 +162,7 @@ MODELS = {
     "recompute-full-tp2": (*DEFAULTS, *TP2_SEQUENCE),
     "grouped-experts-tp2": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *TP2_SEQUENCE),
     "grouped-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS),
-    "grouped-experts-bias": (*DEFAULTS, *GROUPED_EXPERTS),
+    "grouped-experts-bias": (*OVERLAP, *GROUPED_EXPERTS),  # without fusion
     "grouped-experts-ep2": (
         *(*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *LANES["dp2"], "--overlap-param-gather"),
         *("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"),

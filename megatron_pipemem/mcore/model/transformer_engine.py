@@ -224,8 +224,8 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
     for name, parameter in _hooked_by_module(module):
         if parameter.grad is None or not hasattr(parameter, "main_grad"):
             continue
-        # A fused backward leaves a dummy gradient in a weight, as large as the weight.
-        if not ("weight" in name and module.fuse_wgrad_accumulation):
+        # A fused backward leaves a dummy gradient in a weight, and a grouped module one without values, which W computes.
+        if not ("weight" in name and (module.fuse_wgrad_accumulation or hasattr(module, "num_gemms"))):
             gradients[parameter] = parameter.grad
         parameter.grad = None
     queue = module.wgrad_store.context.queue
