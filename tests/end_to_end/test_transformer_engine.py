@@ -159,7 +159,7 @@ MODELS = {
     "sparse-tp2": (*DEFAULTS, NO_BIAS, *LATENT, *SPARSE, *TP2_SEQUENCE),
     "narrow-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, "--moe-latent-size", "32"),
     "latent-experts-tp2": (*DEFAULTS, NO_BIAS, *LATENT, *GROUPED_EXPERTS, "--moe-latent-size", "32", *TP2_SEQUENCE),
-    "recompute-full-tp2": (*DEFAULTS, *TP2_SEQUENCE),
+    "recompute-full-tp2": (*DEFAULTS, *TP2_SEQUENCE, "--use-cpu-initialization"),  # which makes new biases
     "grouped-experts-tp2": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *TP2_SEQUENCE),
     "grouped-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS),
     "grouped-experts-bias": (*OVERLAP, *GROUPED_EXPERTS),  # without fusion

@@ -68,6 +68,7 @@ def replacements(splits: bool, late: bool, recomputes: bool) -> Replacements:
         original(model, config, *args, **kwargs)
 
     def build_ddp(original: Callable, ddp, config, ddp_config, module, *args, **kwargs) -> None:
+        mark_new_biases(module, config)
         _hook_absorbed_weights(module)
         if delayed_modules(module):
             ddp_config.delay_wgrad_compute = True
@@ -75,6 +76,16 @@ def replacements(splits: bool, late: bool, recomputes: bool) -> Replacements:
 
     checked = [(LANGUAGE_MODULE, build_model)]
     return [*checked, (DDP, build_ddp)] if splits or late else checked
+
+
+def mark_new_biases(module: torch.nn.Module, config: Any) -> None:
+    """Mark the biases that Megatron makes anew under ``--use-cpu-initialization``, as Transformer Engine marked the first ones.
+
+    Their gradients come from ``backward_dw()`` as well.
+    """
+    for part in delayed_modules(module) if config.use_cpu_initialization else ():
+        if isinstance(bias := getattr(part, "bias", None), torch.nn.Parameter):
+            bias.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
 
 def _hook_absorbed_weights(module: torch.nn.Module) -> None:

@@ -104,6 +104,8 @@ class SplitBackward(Extension):
         self._hooked += attach_ddp_hooks(step.chunks)
         new = [chunk for chunk in step.chunks if chunk not in self._prepared]  # not in every step anew
         self._prepared.update(new)
+        for chunk in new:
+            transformer_engine.mark_new_biases(chunk, step.context.config)
         for module in (each for chunk in new for each in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
         self._marked += mark_early(new, early_modules(self._request.early_weights, step.context.config))
