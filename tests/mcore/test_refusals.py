@@ -15,6 +15,7 @@ from megatron_pipemem.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer, check_asynchronous
 from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlapped
+from megatron_pipemem.features.slices.megatron import SequenceSlices
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
 from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_schedule, check_sharing
@@ -95,6 +96,15 @@ def test_steps_of_warm_up_matter_with_graphs_alone():
     config.cuda_graph_impl = "full_iteration"
     with refused("unsupported-setting", "cuda_graph_warmup_steps", kind=UnsupportedError):
         check_schedule(config, Request("zb-h1"))
+
+
+def test_layerwise_dropout_is_refused_in_slices():
+    config = SimpleNamespace(hidden_dropout=0.1)
+    step = SimpleNamespace(
+        program=SimpleNamespace(schedule=SimpleNamespace(slices=2)), context=SimpleNamespace(config=config)
+    )
+    with refused("unsupported-setting", "--hidden-dropout", kind=UnsupportedError):
+        SequenceSlices("tokens", is_layerwise=True).prepare(step)
 
 
 def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch):

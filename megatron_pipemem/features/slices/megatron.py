@@ -34,6 +34,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
+from megatron_pipemem.schedule.options import LAYERWISE
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of the model that have the shape ``[b, s]`` and are cut into slices."""
@@ -342,8 +343,8 @@ class SequenceSlices(Extension):
     steps.
     """
 
-    def __init__(self, cut: str) -> None:
-        self._cut = cut
+    def __init__(self, cut: str, is_layerwise: bool = False) -> None:
+        self._cut, self._is_layerwise = cut, is_layerwise
         self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
         self._bounds: list[tuple[int, int]] = []
 
@@ -357,6 +358,12 @@ class SequenceSlices(Extension):
         if step.program.schedule.slices == 1:
             return
         refuse_sliced(lambda attribute: getattr(step.context.config, attribute, None))
+        if self._is_layerwise and step.context.config.hidden_dropout > 0:
+            raise UnsupportedError(
+                "unsupported-setting",
+                "layerwise random numbers give whole sequences the dropout of stock, and slices would draw other masks; pass "
+                "--hidden-dropout 0, --pipemem-random stock, or take a schedule without sequence slices",
+            )
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
                 "slices-forward-step",
@@ -408,4 +415,4 @@ class SequenceSlices(Extension):
 
 def extensions(request: Request, *_: object) -> list[Extension]:
     """Return the extension of a run with sequence slices."""
-    return [SequenceSlices(request.slice_cut)]
+    return [SequenceSlices(request.slice_cut, request.random == LAYERWISE)]
