@@ -272,6 +272,13 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
     chunks = known_chunks(placement)
     stages = num_devices * chunks
     of_ends = [_whole(flags.get(name)) for name in layout.FIRST_OR_LAST]
+    for name, count in zip(layout.FIRST_OR_LAST, of_ends, strict=True):
+        if count is not None and count % chunks and not is_folded(placement):
+            raise UnsupportedError(
+                "does-not-divide",
+                f"--{name} {count} does not divide by {chunks} chunks per pipeline rank; pass a multiple of {chunks}, or the "
+                f"layers of each stage by --{layout.FLAG}",
+            )
     has_ends = any(each is not None for each in of_ends)
     if any(given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
         return None

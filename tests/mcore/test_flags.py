@@ -294,6 +294,11 @@ def test_fewer_layers_than_stages_are_refused():
     )
     with refused("too-few-layers", 9, 8, kind=UnsupportedError):
         add_virtual_stages(settings, others)
+    settings, others = take_flags(
+        [*words, "13", "--decoder-first-pipeline-num-layers", "1", "--pipemem-schedule", "interleaved"]
+    )
+    with refused("does-not-divide", 1, 2, kind=UnsupportedError):
+        add_virtual_stages(settings, others)
 
 
 def test_steps_overlap_only_if_asked():
