@@ -168,7 +168,8 @@ class _Group(TyperGroup):
             report_error(f"{path}: {error.strerror}; give another path [{_OF_PATHS[error.errno]}]")
             raise typer.Exit(UNUSABLE) from None
         except KeyboardInterrupt:
-            report_error("pipemem was interrupted and wrote nothing")
+            command = " ".join(filter(None, ("pipemem", ctx.invoked_subcommand)))
+            report_error(f"{command} was interrupted and wrote nothing")
             raise typer.Exit(INTERRUPTED) from None
 
 

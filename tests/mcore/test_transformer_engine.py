@@ -158,7 +158,7 @@ def test_weights_without_a_forward_of_their_own_are_hooked_by_ddp():
     absorbed.linear_kv_up_proj, absorbed.linear_proj = waiting(), waiting()
     model, config = torch.nn.Sequential(absorbed), SimpleNamespace()
     *_, (_, build_ddp) = transformer_engine.replacements(True, False, False)
-    build_ddp(lambda *_: None, None, None, config, model)
+    build_ddp(lambda *_: None, None, SimpleNamespace(use_cpu_initialization=False), config, model)
     assert delayed_modules(model) == (absorbed.linear_proj,) and config.delay_wgrad_compute
 
 

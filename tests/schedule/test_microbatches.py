@@ -142,7 +142,7 @@ def test_reordered() -> None:
     ("arguments", "message"),
     [
         (((1, math.nan),), ("bad-type", "microbatch.time[1]")),
-        (((1, math.inf),), ("bad-type", "microbatch.time[1]")),
+        (((1, math.inf),), ("bad-number", "microbatch.time[1]")),
         (((1, -2),), ("bad-number", "microbatch.time[1]", "-2.0")),
         (((),), ("bad-type", "microbatch.time")),
         ((2.0,), ("bad-type", "microbatch.time", "2.0")),

@@ -218,8 +218,8 @@ SHORT = {
     "ALL_MODULES": ("schedule.recompute=selective", "schedule.recompute_modules=[activation, core_attn, layernorm]"),
 }
 REFUSED = """
-schedule.name=nowhere.csv | cannot-read nowhere.csv
-schedule.costs=nowhere.json | cannot-read nowhere.json
+schedule.name=nowhere.csv | no-file nowhere.csv
+schedule.costs=nowhere.json | no-file nowhere.json
 schedule.memory_cap=6GiB | unit-mismatch --pipemem-schedule
 schedule.name=auto schedule.options={"foo":1} | unknown-option foo
 schedule.name=auto schedule.options={"chunks":3} | too-few-layers 8 12
@@ -230,7 +230,7 @@ megatron.hybrid-layer-pattern=M*|M*|M* | conflicting-options model
 megatron.iterations-to-skip=[3] | unsupported-setting --iterations-to-skip
 schedule.name=stock schedule.vocab_parallel=2 | not-for-stock
 schedule.microbatch_costs=flop | bad-choice
-schedule.microbatch_costs=gone.json | cannot-read gone.json
+schedule.microbatch_costs=gone.json | no-file gone.json
 OVERLAPPED megatron.rerun-mode=report_stats | unsupported-setting --rerun-mode
 OVERLAPPED precision=fp16 | unsupported-setting
 schedule.name=gems parallelism.pp=1 | no-pipeline 1
@@ -289,7 +289,7 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("schedule.name=stock", "parallelism.chunks=2"),
         ("schedule.name=auto", "schedule.memory_cap=6GiB", "schedule.options={seconds: 1}"),
         ("schedule.name=1f1b", "schedule.offload=full", "schedule.memory_cap=0.6"),
-        ("schedule.recompute=selective", "schedule.recompute_modules=[mlp]"),
+        ("schedule.recompute=selective", "schedule.recompute_modules=[mlp]", "model.bias=none"),
         (*SLICED, "schedule.vocab_parallel=1"),
         (*SLICED, "schedule.vocab_parallel=auto"),
     ],
