@@ -317,6 +317,14 @@ SLICED = Refusals(
     ", or take a schedule without sequence slices",
     only={"moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _WHOLE)},
 )
+LAYERWISE_SLICED = Refusals(
+    " in sequence slices with layerwise random numbers",
+    {
+        "hidden_dropout": "slices draw other masks than stock draws for whole sequences; pass --hidden-dropout 0, or "
+        "--pipemem-random stock",
+    },
+    ", or take a schedule without sequence slices",
+)
 PER_MICROBATCH = Refusals(
     " by a schedule that updates after every microbatch",
     {

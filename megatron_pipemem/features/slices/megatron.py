@@ -24,7 +24,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
-from megatron_pipemem.config.refusals import refuse_sliced
+from megatron_pipemem.config.refusals import LAYERWISE_SLICED, refuse, refuse_sliced
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.runtime import KeyValueCache
@@ -357,13 +357,13 @@ class SequenceSlices(Extension):
         """
         if step.program.schedule.slices == 1:
             return
-        refuse_sliced(lambda attribute: getattr(step.context.config, attribute, None))
-        if self._is_layerwise and step.context.config.hidden_dropout > 0:
-            raise UnsupportedError(
-                "unsupported-setting",
-                "layerwise random numbers give whole sequences the dropout of stock, and slices would draw other masks; pass "
-                "--hidden-dropout 0, --pipemem-random stock, or take a schedule without sequence slices",
-            )
+
+        def value_of(attribute: str) -> object:
+            return getattr(step.context.config, attribute, None)
+
+        refuse_sliced(value_of)
+        if self._is_layerwise:
+            refuse(value_of, LAYERWISE_SLICED)
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
                 "slices-forward-step",

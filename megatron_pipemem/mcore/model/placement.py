@@ -459,8 +459,8 @@ def _fill_both_copies(original: Callable, sharded_state_dict, *args, **named) ->
     filled: set[int] = set()
 
     def own(value: object) -> object:
-        if id(value) in filled:
-            return value.clone() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor) and id(value) in filled:
+            return value.clone()
         filled.add(id(value))
         return value
 
