@@ -63,7 +63,10 @@ def rows(folder: Path, program: str) -> list[dict]:
 @rehearsed
 def test_a_played_rank_holds_what_was_predicted(proved):
     found = rows(proved, "solo_rank")
-    assert {row["case"].split(",")[0] for row in found} == {"1f1b", "zbv", "v-half", "po-f"}
+    few, many = {"1f1b", "zbv", "v-half", "po-f"}, {"1f1b", "zb-h1", "zbv", "v-half", "v-min"}
+    played = {("GPT", name, "rank 0 of 4") for name in few}
+    played |= {("Llama", name, f"rank {rank} of 2") for name in many for rank in (0, 1)}
+    assert {tuple(row["case"].split(", ")[:3]) for row in found} == played
     for row in found:
         assert 0 < row["values"]["predicted_bytes"] == row["values"]["counted_bytes"]
         assert not row["missed"]
