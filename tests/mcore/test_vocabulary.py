@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
+import numpy
 import pytest
 import torch
 from asked_programs import programs_of
+from megatron.core.timers import Timers
+from megatron.core.utils import StragglerDetector
 from refusals import refused
 
 from megatron_pipemem.choose.knowledge import Shape
@@ -19,7 +25,7 @@ from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.mcore.launch import take_flags
 from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.step import batches
-from megatron_pipemem.mcore.step.batches import calls_of
+from megatron_pipemem.mcore.step.batches import calls_of, zeros_as_output
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.prices import PartPrices
 from megatron_pipemem.schedule.registry import build_schedule
@@ -51,10 +57,15 @@ def samples(drawn: list[int]):
         yield {"tokens": torch.tensor([number]), "labels": torch.tensor([100 + number])}
 
 
+def ask(forward_step, data, model, m, output_of=lambda call: torch.zeros(2, 3), forward_only=False):
+    step = SimpleNamespace(forward_step_func=forward_step, num_microbatches=m, forward_only=forward_only)
+    return calls_of(step, data, model, output_of)
+
+
 def test_the_forward_step_is_asked_for_its_batches_and_draws_none_twice():
     drawn: list[int] = []
     data, model = samples(drawn), Model()
-    calls, again = calls_of(forward_step, data, model, 3)
+    calls, again = ask(forward_step, data, model, 3)
     assert drawn == [0, 1, 2]
     assert [(int(call.tokens), int(call.labels)) for call in calls] == [(0, 100), (1, 101), (2, 102)]
     assert [int(forward_step(again, model)[0]) for _ in range(3)] == [100, 102, 104]
@@ -67,13 +78,71 @@ def test_a_forward_step_may_take_its_batches_apart():
         batch = next(data)
         return model(batch.pop("tokens"), None, None, labels=batch.pop("labels")), None
 
-    calls, again = calls_of(popping_step, samples([]), Model(), 2)
+    calls, again = ask(popping_step, samples([]), Model(), 2)
     assert [int(call.labels) for call in calls] == [100, 101]
     assert [int(popping_step(again, Model())[0]) for _ in range(3)] == [100, 102, 104]
 
 
+def test_a_forward_step_that_is_asked_comes_to_its_end(caplog, monkeypatch):
+    """Megatron's detector of stragglers logs what leaves its block, and a timer that was not stopped cannot start."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    detector, timers, outputs = StragglerDetector(), Timers(log_level=2, log_option="max"), []
+
+    def timed_step(data, model):
+        timers("model", log_level=2).start()
+        with detector:
+            output = model(next(data)["tokens"], None, None, labels=torch.zeros(2, 3))
+        timers("model").stop()
+        output.div_(2)
+        outputs.append(output.float()[:, 1:].reshape(-1))
+        output.register_hook(lambda gradient: gradient)
+        return output, partial(torch.sum, outputs[-1])
+
+    def as_output(call):
+        return zeros_as_output(call.labels.shape, torch.bfloat16, torch.device("cpu"))
+
+    calls, _ = ask(timed_step, samples([]), Model(), 2, as_output)
+    assert [int(call.tokens) for call in calls] == [0, 1]
+    assert [tuple(each.shape) for each in outputs] == [(4,), (4,)] and all(each.requires_grad for each in outputs)
+    assert caplog.records == []
+
+
+def test_an_evaluation_is_asked_without_gradients_and_no_hook_sees_the_output():
+    grads, model = [], Model()
+    hooked = mock.Mock(return_value=None)
+    model.register_forward_pre_hook(hooked)
+    model.register_forward_hook(hooked)
+
+    def step(data, model):
+        output = model(next(data)["tokens"], None, None)
+        grads.append(output.requires_grad or torch.is_grad_enabled())
+        return output, None
+
+    def as_output(call):
+        return zeros_as_output((1,), torch.float32, torch.device("cpu"))
+
+    ask(step, samples([]), model, 1, as_output, forward_only=True)
+    ask(step, samples([]), model, 1, as_output)
+    assert grads == [False, True]
+    assert not hooked.called and len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+
+
+def test_an_output_of_another_kind_than_the_models_is_no_error_of_the_question():
+    """The real forward runs the same code. Errors before the call of the model have nothing to do with the output."""
+
+    def unpacking_step(data, model):
+        loss, mask, counts = model(next(data)["tokens"], None, None)
+        raise AssertionError("two rows are no three outputs")
+
+    calls, again = ask(unpacking_step, samples([]), Model(), 2)
+    assert [int(call.tokens) for call in calls] == [0, 1]
+    assert int(next(again)["tokens"]) == 0
+    with pytest.raises(KeyError):
+        ask(lambda data, model: model(next(data)["input_ids"]), samples([]), Model(), 2)
+
+
 def test_a_forward_step_that_does_not_call_its_model_is_refused():
-    calls, _ = calls_of(lambda data, model: (next(data), None), samples([]), Model(), 1)
+    calls, _ = ask(lambda data, model: (next(data), None), samples([]), Model(), 1)
     assert calls == [None]
     with refused("vocabulary-forward-step", kind=UnsupportedError):
         share_batch([(1, 1)], calls, None, (0, 0), None, may_want_logits=False)
@@ -89,7 +158,7 @@ def test_data_that_could_not_be_read_again_are_left_alone():
             raise AssertionError("nothing may be read")
 
     reader = Reader()
-    calls, same = calls_of(lambda data, model: model(data.get_next()), reader, Model(), 2)
+    calls, same = ask(lambda data, model: model(data.get_next()), reader, Model(), 2)
     assert calls == [None, None] and same is reader
 
 
@@ -99,22 +168,25 @@ def test_a_forward_step_may_unwrap_its_model_and_draw_random_numbers():
             super().__init__()
             self.module = Model()
 
+    def draw():
+        return float(torch.rand(1)), random.random(), numpy.random.random()
+
     def unwrapping_step(data, model):
-        torch.rand(1)
+        draw()
         return forward_step(data, model.module)
 
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    expected = draw()
+    torch.set_rng_state(states[0]), random.setstate(states[1]), numpy.random.set_state(states[2])
     wrapper = Wrapper()
-    calls, again = calls_of(unwrapping_step, samples([]), wrapper, 2)
+    calls, again = ask(unwrapping_step, samples([]), wrapper, 2)
     assert [int(call.tokens) for call in calls] == [0, 1]
-    assert torch.rand(1) == expected
+    assert draw() == expected
     assert int(unwrapping_step(again, wrapper)[0]) == 100, "the model is itself again"
 
 
 def test_ranks_without_an_iterator_get_none():
-    calls, again = calls_of(lambda data, model: model(1, 2, 3, None, 5), None, Model(), 2)
+    calls, again = ask(lambda data, model: model(1, 2, 3, None, 5), None, Model(), 2)
     assert again is None
     assert calls == [(1, 5), (1, 5)]
 

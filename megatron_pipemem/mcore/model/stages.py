@@ -135,12 +135,12 @@ def regions_of(model: torch.nn.Module) -> Iterator[None]:
             elif getattr(module.forward, "__func__", None) is MLP.forward:
                 forward = partial(_mlp, module)
             if forward is not None:
-                stack.enter_context(_shadowed(module, {"forward": forward}))
+                stack.enter_context(shadowed(module, {"forward": forward}))
         yield
 
 
 @contextmanager
-def _shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Iterator[None]:
+def shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Iterator[None]:
     """Replace attributes of a module within a ``with`` block. Hooks on the module run as usual."""
     before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
     module.__dict__.update(stand_ins)
@@ -192,7 +192,7 @@ def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | 
             "linear_fc1": _StandIn(lambda _: tuple(of_first_layer)),
             "linear_fc2": _StandIn(lambda activated: (activated, None)),
         }
-        with _shadowed(mlp, stand_ins):
+        with shadowed(mlp, stand_ins):
             return MLP.forward(mlp, hidden_states=None, per_token_scale=scale, **named)[0]
 
     activated = region(between, lambda: nullcontext)(*mlp.linear_fc1(hidden_states), per_token_scale)

@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+import random as python_random
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+import numpy
 import torch
 from megatron.core.tensor_parallel import random
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agreed_numbers, tell
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.stages import IteratorWrapper, Tape, counted_before
+from megatron_pipemem.mcore.model.stages import IteratorWrapper, StepContext, Tape, counted_before, shadowed
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.schedule import Schedule
 
-# Only the user's forward step knows the form of a batch. So it runs for every microbatch up to its call of the model, before
-# the step. When the stage runs, the samples that it drew from the data iterator come from memory.
+# Only the user's forward step knows the form of a batch. So it runs for every microbatch before the step, with a model that
+# does not compute. When the stage runs, the samples that the forward step drew from the data iterator come from memory.
+#
+# The forward step must come to its end. If it left by an exception, a ``with`` block of the user around the call of the model
+# would log or record a failure, and a timer or a range of a profiler would stay open. So the call returns a tensor of the
+# real output's shape.
 
 
 # Megatron's language models take these by position or by name.
 _PARAMETERS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")
-
-
-class _Reached(BaseException):
-    """Stops the user's forward step where it calls the model.
-
-    This is no ``Exception``, so that the handlers of the user's code do not catch it.
-    """
-
-    def __init__(self, arguments: tuple, keywords: dict):
-        super().__init__()
-        self.arguments = arguments
-        self.keywords = keywords
-
-
-def _stop(module: torch.nn.Module, arguments: tuple, keywords: dict):
-    raise _Reached(arguments, keywords)
 
 
 class Call(NamedTuple):
@@ -49,6 +40,12 @@ class Call(NamedTuple):
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape ``(b, s)`` of the tokens, or ``(0, 0)`` if there are no tokens of two dimensions."""
+        tokens = self.tokens
+        return (tokens.size(0), tokens.size(1)) if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else (0, 0)
 
 
 class Rereadable(Tape):
@@ -59,35 +56,71 @@ class Rereadable(Tape):
 
 
 def calls_of(
-    forward_step: Callable, iterator: Iterator | None, model: torch.nn.Module, num_microbatches: int
+    step: StepContext, iterator: Iterator | None, model: torch.nn.Module, output_of: Callable[[Call], torch.Tensor]
 ) -> tuple[list[Call | None], Iterator | None]:
-    """Run each forward step up to its call of the model, and return the tokens and labels of the calls.
+    """Run the forward step of every microbatch without its model, and return the tokens and labels of the calls.
+
+    A call of the model returns ``output_of(call)`` and runs no hooks.
 
     Also return the iterator that the real forwards read, which yields the same data again. The entry of a microbatch is
     ``None`` if its forward step does not call the model. If the data cannot be read by ``next``, all entries are
     ``None`` and no forward step runs. The random state is restored.
     """
     if not (iterator is None or hasattr(iterator, "__next__")):
-        return [None] * num_microbatches, iterator
+        return [None] * step.num_microbatches, iterator
     reread = None if iterator is None else Rereadable(iterator)
+    seen: list[Call] = []
+
+    def called(*arguments, **keywords) -> torch.Tensor:
+        passed = keywords | dict(zip(_PARAMETERS, arguments, strict=False))
+        # The other arguments are not kept, because an attention mask per microbatch would be large.
+        seen.append(Call(passed.get("input_ids"), passed.get("labels")))
+        return output_of(seen[-1])
+
+    hooks: dict[str, object] = {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}
     calls: list[Call | None] = []
     with ExitStack() as stack:
-        stack.enter_context(random._fork_rng())
+        stack.enter_context(_random_numbers_kept())
         stack.enter_context(counted_before())
+        stack.enter_context(torch.set_grad_enabled(not step.forward_only))
         for module in _wrapped(model):
-            stack.callback(module.register_forward_pre_hook(_stop, prepend=True, with_kwargs=True).remove)
-        for _ in range(num_microbatches):
+            stack.enter_context(shadowed(module, {"forward": called, **hooks}))
+        for _ in range(step.num_microbatches):
+            seen.clear()
             try:
-                forward_step(reread, model)
-            except _Reached as reached:
-                passed = reached.keywords | dict(zip(_PARAMETERS, reached.arguments, strict=False))
-                # The other arguments are not kept, because an attention mask per microbatch would be large.
-                calls.append(Call(passed.get("input_ids"), passed.get("labels")))
-            else:
-                calls.append(None)
+                step.forward_step_func(reread, model)
+            except Exception:
+                # After the call, the cause may be the output without values. The real forward raises all other errors.
+                if not seen:
+                    raise
+            calls.append(seen[0] if seen else None)
     if reread is not None:
         reread.rewind()
     return calls, reread
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Restore the states of all random number generators after a ``with`` block, also of Python's and NumPy's."""
+    states = python_random.getstate(), numpy.random.get_state()
+    try:
+        with random._fork_rng():
+            yield
+    finally:
+        python_random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def zeros_as_output(shape: Sequence[int], dtype: torch.dtype, device: torch.device | int) -> torch.Tensor:
+    """Return zeros that have, like a model's output, an autograd node if gradients are enabled."""
+    zero = torch.zeros((), dtype=dtype, device=device, requires_grad=torch.is_grad_enabled())
+    return zero.expand(*shape).clone()
+
+
+def output_to_send(step: Step, call: Call) -> torch.Tensor:
+    """Return zeros of the shape that a stage other than the last sends for a microbatch, of one token if unknown."""
+    shape = step.message.shape if step.message_shape is None else step.message_shape(*call.shape)
+    return zeros_as_output(shape or (1, 1, 1), step.message.dtype, step.message.device)
 
 
 def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -236,14 +269,6 @@ class StepShapes(Extension):
             return None
         chunk, context = step.pipeline.stages.index(0), step.context
         with self._chunk_placement.chunk(chunk):
-            calls, reread = calls_of(
-                context.forward_step_func, step.iterators[chunk], step.chunks[chunk], context.num_microbatches
-            )
+            calls, reread = calls_of(context, step.iterators[chunk], step.chunks[chunk], partial(output_to_send, step))
         step.iterators = [reread if number == chunk else each for number, each in enumerate(step.iterators)]
-        return [size for call in calls for size in _shape(call)]
-
-
-def _shape(call: Call | None) -> Sequence[int]:
-    """Return the shape ``(b, s)`` of a call's tokens, or ``(0, 0)`` if it has no tokens of two dimensions."""
-    tokens = None if call is None else call.tokens
-    return tokens.shape if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else (0, 0)
+        return [size for call in calls for size in ((0, 0) if call is None else call.shape)]

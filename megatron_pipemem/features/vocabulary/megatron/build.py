@@ -206,10 +206,13 @@ class DepartingHead(torch.nn.Module):
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         self.input = input_
-        gathers = self.gathers_output if runtime_gather_output is None else runtime_gather_output
         tokens = input_.size(0) * (self.tp_group.size() if self.sequence_parallel else 1)
-        size = self._output_size if gathers else self._output_size_per_rank
+        size = self.num_logits(self.gathers_output if runtime_gather_output is None else runtime_gather_output)
         return input_.detach().new_full((), float("nan")).expand(tokens, input_.size(1), size), None
+
+    def num_logits(self, gathers: bool) -> int:
+        """Return the number of logits of a token on this tensor-parallel rank."""
+        return self._output_size if gathers else self._output_size_per_rank
 
     def losses_without_values(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return losses of NaN, ``[b, s]``, in place of the model's cross entropy. The forward step must return them

@@ -28,7 +28,7 @@ from megatron_pipemem.features.vocabulary.megatron.build import (
 from megatron_pipemem.features.vocabulary.runtime.head import Normalised
 from megatron_pipemem.features.vocabulary.runtime.passes import Batch, Channels, VocabularyPasses
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
-from megatron_pipemem.mcore.step.batches import Call, calls_of
+from megatron_pipemem.mcore.step.batches import Call, calls_of, output_to_send, zeros_as_output
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS, Replacements
 from megatron_pipemem.runtime.executor import StepFeature
@@ -184,7 +184,7 @@ class LastStage(ChunkStage):
 
     @property
     def _head(self) -> DepartingHead:
-        return get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True).output_layer
+        return _head_of(self.model)
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         head = self._head
@@ -317,6 +317,18 @@ def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
+def _head_of(model: torch.nn.Module) -> DepartingHead:
+    return get_attr_wrapped_model(model, "pre_process", return_model_obj=True).output_layer
+
+
+def _last_output(step: Step, model: torch.nn.Module, call: Call) -> torch.Tensor:
+    """Return zeros of the shape of the last stage's output: losses, ``[b, s]``, or without labels its logits."""
+    if isinstance(call.labels, torch.Tensor):
+        return zeros_as_output(call.labels.shape, torch.float32, step.message.device)
+    head = _head_of(model)
+    return zeros_as_output((*call.shape, head.num_logits(head.gathers_output)), step.message.dtype, step.message.device)
+
+
 class VocabularySteps(Extension):
     """The extension that runs the passes of a cut vocabulary. It does nothing in steps whose program has no such
     passes.
@@ -349,9 +361,8 @@ class VocabularySteps(Extension):
             if runner is None:
                 continue
             with runner.as_chunk():
-                calls[-1], iterator = calls_of(
-                    context.forward_step_func, runner.data_iterator, runner.model, context.num_microbatches
-                )
+                output_of = partial(output_to_send, step) if stage == 0 else partial(_last_output, step, runner.model)
+                calls[-1], iterator = calls_of(context, runner.data_iterator, runner.model, output_of)
             given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
             step.stages[stage] = kind(**given | {"data_iterator": iterator, "is_last": False})
         first_calls, last_calls = calls
