@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -140,6 +142,8 @@ def _filled(parts: Iterable[str], width: int) -> list[str]:
     return lines
 
 
+_LEAST = 1e-6
+"""Parts of a column below this are rounding."""
 _MAX_CELL = 4
 """The highest width in columns of the shortest action: enough for ``F12`` and a gap."""
 
@@ -150,8 +154,8 @@ class TerminalTimeline:
 
     A letter gives the kind of an action: upper case for the first chunk, lower case for later ones. The number of its
     microbatch follows if there is room, then dashes until the action ends. Blanks are idle time. If the timeline is too
-    long for the width, a column covers several actions. It has the letter of the action that takes the largest part of
-    it, or is blank if more of it is idle time.
+    long for the width, a column covers several actions. Blanks and letters then have the same shares of a row as idle
+    time and each kind of action have of the time.
     """
 
     timeline: Timeline
@@ -162,6 +166,7 @@ class TerminalTimeline:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         timeline, drawn = self.timeline, DrawnRun(self.timeline)
         rows, lanes = drawn.rows, drawn.host_transfers
+        shades = _standard_style if console.color_system in _STANDARD_SYSTEMS else partial(_style, drawn)
         runs = (timeline, *self.beside)
         margin = max(len(f"device {run.schedule.num_devices - 1} ") for run in runs)
         peaks = [f" {drawn.memory_text(peak)}" for peak in timeline.peaks]
@@ -178,14 +183,14 @@ class TerminalTimeline:
         yield Text(" " * (margin + width + 2) + f" {header}", style="dim", no_wrap=True)
         for device, (row, peak) in enumerate(zip(rows, peaks, strict=True)):
             line = Text(f"device {device}".ljust(margin) + "|", no_wrap=True, overflow="crop")
-            line.append_text(_cells(drawn, row, scale, width, squeezed))
+            line.append_text(_cells(drawn, row, scale, width, squeezed, shades))
             line.append("|" + peak)
             yield line
             if device < len(lanes) and lanes[device]:
                 yield _lane(lanes[device], scale, width, margin)
         end = f"{timeline.makespan:.6g}"
         yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
-        yield _legend(drawn)
+        yield _legend(drawn, shades)
         if scale != common:
             yield Text(f"own time axis: one column here is {common / scale:.3g} columns of the others", style="dim")
         if squeezed:
@@ -207,9 +212,33 @@ def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float
     return (min(cell, _MAX_CELL) / shortest, False) if cell else (room / longest, True)
 
 
-def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, squeezed: bool) -> Text:
+_Shades = Callable[[Kind, int], Style]
+"""Return the style of a kind of action and a chunk."""
+_STANDARD_SYSTEMS = ("standard", "windows")
+"""rich's names of terminals with 16 colours."""
+_STANDARD_COLOURS = {
+    Kind.F: ("blue", "bright_white"),
+    Kind.I: ("yellow", "black"),
+    Kind.W: ("green", "black"),
+    Kind.B: ("red", "bright_white"),
+}
+"""Background and ink in such terminals. The nearest colours to those of the other pictures are the same for F and W."""
+_OTHER_KINDS = ("cyan", "black")
+
+
+def _style(drawn: DrawnRun, kind: Kind, chunk: int) -> Style:
+    background = drawn.colour(kind, chunk)
+    return Style(color=ink(background), bgcolor=background)
+
+
+def _standard_style(kind: Kind, chunk: int) -> Style:
+    background, letters = _STANDARD_COLOURS.get(kind, _OTHER_KINDS)
+    return Style(color="black", bgcolor=f"bright_{background}") if chunk else Style(color=letters, bgcolor=background)
+
+
+def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, squeezed: bool, shades: _Shades) -> Text:
     text = Text()
-    owners = _owners(row, scale, width)
+    owners = _owners(row, scale, width, squeezed)
     paired = {id(box) for pair in drawn.pairs for box in pair}
     column = 0
     while column < width:
@@ -219,8 +248,7 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
         if box is None:
             text.append(" " * (column - first))
             continue
-        background = drawn.colour(box.action.kind, box.chunk)
-        style = Style(color=ink(background), bgcolor=background, underline=id(box) in paired)
+        style = shades(box.action.kind, box.chunk) + Style(underline=id(box) in paired)
         text.append(_label(box, column - first, squeezed), style)
     return text
 
@@ -240,22 +268,36 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
     return Text("copies".ljust(margin) + "|" + "".join(cells) + "|", style="dim", no_wrap=True, overflow="crop")
 
 
-def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle.
+def _owners(row: tuple[Box, ...], scale: float, width: int, squeezed: bool) -> list[Box | None]:
+    """Return the box that each column shows, or ``None`` if the column is blank.
 
-    ``scale`` is the number of columns per second, and ``width`` the number of columns.
+    A column is blank if more than half of it is idle. Otherwise it shows the kind and chunk with the largest part. If
+    the timeline is ``squeezed``, what a column could not show adds to the next one, so that the shares of blanks and
+    letters in a row are those of the time. ``scale`` is the number of columns per second, and ``width`` that of
+    columns.
     """
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale
         for column in range(int(start), min(width, int(end) + 1)):
-            if (part := min(end, column + 1) - max(start, column)) > 1e-6:
+            if (part := min(end, column + 1) - max(start, column)) > _LEAST:
                 filled[column].append((part, box))
     owners: list[Box | None] = []
+    idle, work = 0.0, Counter[tuple[Kind, int]]()  # parts of columns that are not shown yet
     for parts in filled:
-        idle = 1 - sum(part for part, _ in parts)
-        largest = max(parts, default=None, key=lambda part: part[0])
-        owners.append(largest[1] if largest and largest[0] >= idle - 1e-6 else None)
+        idle += 1 - sum(part for part, _ in parts)
+        for part, box in parts:
+            work[box.action.kind, box.chunk] += part
+        if not parts or idle > 0.5 + _LEAST:
+            idle -= 1
+            owners.append(None)
+        else:
+            shown = max(((box.action.kind, box.chunk) for _, box in parts), key=work.__getitem__)
+            work[shown] -= 1
+            boxes = [pair for pair in parts if (pair[1].action.kind, pair[1].chunk) == shown]
+            owners.append(max(boxes, key=lambda pair: pair[0])[1])
+        if not squeezed:
+            idle, work = 0.0, Counter()
     return owners
 
 
@@ -267,11 +309,8 @@ def _label(box: Box, width: int, squeezed: bool) -> str:
     return (full if len(full) <= width else letter[:width]).ljust(width, "-")
 
 
-def _legend(drawn: DrawnRun) -> Text:
-    entries = []
-    for kind in dict(drawn.legend):
-        shade = drawn.colour(kind, 0)
-        entries.append(Text(f" {kind} {kind.spec.says} ", Style(color=ink(shade), bgcolor=shade)))
+def _legend(drawn: DrawnRun, shades: _Shades) -> Text:
+    entries = [Text(f" {kind} {kind.spec.says} ", shades(kind, 0)) for kind in dict(drawn.legend)]
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
     if drawn.pairs:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
 
 import pytest
 from rich.console import Console
 
 from megatron_pipemem.report.terminal import TerminalTimeline
+from megatron_pipemem.schedule.costs import Costs
 
 
 def lines(timeline, width: int = 80, **console) -> list[str]:
@@ -42,13 +45,23 @@ def test_every_action_is_labelled_when_there_is_room(run):
         assert all(f"{action.kind}{action.microbatch}" in line for action in order)
 
 
-def test_squeezed_runs_keep_their_idle_time(run):
-    timeline = run("1f1b", 8, 64)
-    for device, line in enumerate(lines(timeline, width=70)[2:10]):
-        cells = line.split("|")[1]
-        idle = 1 - timeline.work[device] / timeline.makespan
-        assert set(cells) <= set("FB ")
-        assert cells.count(" ") / len(cells) == pytest.approx(idle, abs=0.12)
+@pytest.mark.parametrize("costs", [Costs(), Costs(1, 1.5, 0.5)], ids=["equal passes", "short W"])
+@pytest.mark.parametrize("m", [64, 128])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-min", "gems", "interleaved"])
+def test_blanks_and_letters_of_squeezed_runs_have_their_shares_of_the_time(run, name, m, costs):
+    timeline = run(name, 8, m, costs)
+    seconds = [Counter({" ": timeline.makespan - work}) for work in timeline.work]
+    for device, order in enumerate(timeline.schedule.orders):
+        for action, (start, end) in zip(order, timeline.spans[device], strict=True):
+            seconds[device][str(action.kind)] += end - start
+    for width in (60, 80, 160):
+        for device, line in enumerate(lines(timeline, width)[2:10]):
+            cells = line.split("|")[1]
+            shown = Counter(cells.upper())
+            assert shown.keys() <= seconds[device].keys()
+            for letter, time in seconds[device].items():
+                share = pytest.approx(time / timeline.makespan, abs=1.5 / len(cells))
+                assert shown[letter] / len(cells) == share, letter
 
 
 def test_colours_only_where_the_terminal_has_them(run):
@@ -56,6 +69,16 @@ def test_colours_only_where_the_terminal_has_them(run):
     assert not any("\x1b" in line for line in lines(timeline))
     coloured = "\n".join(lines(timeline, force_terminal=True, color_system="truecolor"))
     assert "48;2;38;98;168" in coloured
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
+def test_kinds_and_chunks_differ_in_terminals_with_16_colours(run, name):
+    coloured = "\n".join(lines(run(name, 4, 8), 160, force_terminal=True, color_system="standard"))
+    found = re.findall(r"\x1b\[(?:\d+;)*((?:4|10)\d)m([A-Za-z])", coloured)
+    colours = {letter: {code for code, other in found if other == letter} for _, letter in found}
+    assert colours.keys() >= {"F", "f", "I", "i", "W", "w"} | ({"B", "b"} if name == "dualpipe" else set())
+    assert all(len(codes) == 1 for codes in colours.values())
+    assert len(set().union(*colours.values())) == len(colours)
 
 
 def test_compared_runs_share_one_time_axis(run):
