@@ -15,13 +15,12 @@ import typer
 from megatron_pipemem.cli.ranks import rank_guard, refused_together
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
+from megatron_pipemem.launch.command import CHECK
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.mcore.launch import add_virtual_stages, cpu_flags, enable_in_script, show_log, take_flags
 from megatron_pipemem.request import Request
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
-CHECK = "--pipemem-check"
-"""The argument with which a launch only checks its flags and schedule. Nothing is trained, and no device is used."""
 
 
 def run_script(

@@ -385,6 +385,10 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+CHECK = "--pipemem-check"
+"""The flag with which ``pipemem run`` only checks the other flags. Nothing is trained, and no device is used."""
+
+
 def plan_parser() -> Parser:
     """Return a parser of ``--pipemem-plan``, which is read before all other flags, because a plan adds flags."""
     parser = Parser()

@@ -29,7 +29,7 @@ from megatron_pipemem.config.values import whole_number
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
-from megatron_pipemem.launch.command import CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
+from megatron_pipemem.launch.command import CHECK, CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
 from megatron_pipemem.request import Request, ScheduleOptions, flags_of, prices_of
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
@@ -127,7 +127,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     parser = flag_parser()
     found, others = parser.parse_known_args(arguments)
     for argument in filter(_resembles_ours, takewhile(lambda each: each != "--", others)):
-        _check_known(argument.partition("=")[0], list(parser._option_string_actions))
+        _check_known(argument.partition("=")[0], [*parser._option_string_actions, CHECK])
     if len(others) == len(arguments):
         return None, others
     flags = flags_of(Request)

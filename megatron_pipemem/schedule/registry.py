@@ -25,7 +25,7 @@ from megatron_pipemem.errors import PipememError, UnknownScheduleError, Unsuppor
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.options import AUTO, STOCK, check_whole
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 
@@ -71,8 +71,8 @@ def family(name: str) -> Family:
     if name in offered:
         return register_schedule(_load(offered[name]))
     known = sorted({*table, *offered})
-    near = get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = get_close_matches(name.lower().replace("_", "-"), [*known, AUTO, STOCK], n=1)
+    hint = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
     listed = get_close_matches(name.lower(), known, n=_LISTED, cutoff=0.0)
     raise UnknownScheduleError(
         "unknown-schedule",
@@ -221,11 +221,10 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     if not over:
         return
     worst = max(over, key=lambda device: held[device])
-    fitting = []
+    fitting: dict[bool, list[str]] = {False: [], True: []}  # by whether a family offloads and the chosen one does not
     for other in families():
-        # The memory of offload depends on the channel to the host. Replicas save activations but hold more weights.
-        own = ("offloads", "asynchronous", "slices", "replicas")
-        if any(getattr(other, n) > getattr(chosen, n) for n in own):
+        # Replicas save activations but hold more weights.
+        if any(getattr(other, name) > getattr(chosen, name) for name in ("asynchronous", "slices", "replicas")):
             continue
         try:
             fitted = _fitted_to(other, caps)
@@ -233,13 +232,18 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
         except PipememError:
             continue
         if all(peak <= loosened(cap) for peak, cap in zip(others, caps, strict=True)):
-            fitting.append(f"{other.name} ({max(others):.4g})")
-    way_out = f"these fit: {', '.join(fitting)}" if fitting else "no other family fits; raise the cap, or use offload"
+            fitting[other.offloads > chosen.offloads].append(f"{other.name} ({max(others):.4g})")
+    ways_out = [
+        f"schedule {AUTO} searches for an order within it",
+        f"of the same kind {f'these fit: {", ".join(fitting[False])}' if fitting[False] else 'none fits'}",
+    ]
+    if fitting[True]:
+        ways_out.append(f"with activations on the host these fit: {', '.join(fitting[True])}")
     where = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
         "over-cap",
         f"schedule {chosen.name!r} needs {held[worst]:.4g} activation units{where} with {schedule.num_devices} devices and "
-        f"{schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; {way_out}",
+        f"{schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; {'; '.join(ways_out)}",
     )
 
 

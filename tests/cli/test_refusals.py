@@ -29,6 +29,7 @@ NAMES = {
 TABLE = r"""
 # Names, sizes and options of schedules
 simulate v-hlaf -p 4 -m 8 | unknown-schedule "'v-half'"
+simulate atuo -p 4 -m 8 | unknown-schedule "'auto'"
 simulate 1F1B -p 4 -m 8 | unknown-schedule "'1f1b'"
 simulate 1f1b -p -3 -m 8 | bad-number --devices -3
 simulate 1f1b -p 4 | missing-option --microbatches
@@ -78,6 +79,7 @@ simulate auto -p 4 -m 8 --memory-cap 6gb | bad-number "memory cap" 6gb 6GiB
 simulate auto -p 4 -m 12 --memory-cap 2GiB | unit-mismatch --memory-cap 2GiB
 simulate auto -p 4 -m 8 --costs bytes.json --memory-cap 10B | cap-unreachable 10B 1000B
 simulate 1f1b -p 4 -m 8 --costs bytes.json --memory-cap 2500B | over-cap 2500 | 1
+simulate 1f1b -p 8 -m 16 --memory-cap 0.4 | over-cap auto zb-auto 0.375 po-h po-f 0.1875
 simulate v-half -p 4 -m 8 --memory-cap 1,0.7,1,1 | over-cap v-half 0.75 "device 1"
 simulate v-half -p 4 -m 8 --memory-cap 1,1,1 | wrong-count 3 4
 simulate 1f1b -p 2 -m 4 --offload most | bad-choice offload "'most'"

@@ -51,6 +51,7 @@ def start(script: Path, *flags: str, **environment: str) -> subprocess.Popen[str
 
 REFUSED = {
     "--pipmem-schedule v-half": ("unknown-flag", "--pipmem-schedule", "--pipemem-schedule"),
+    "--pipemem-chek --pipemem-schedule v-half": ("unknown-flag", "--pipemem-chek", "--pipemem-check"),
     "--pipemem-schedule v-hlaf": ("unknown-schedule", "v-half"),
     "--pipemem-schedule v-half --pipemem-memory-cap 0.5": ("over-cap", "v-half", "0.75"),
     "--pipemem-schedule v-half --pipemem-costs costs.json": ("bad-type", "costs.json"),
