@@ -3,7 +3,7 @@
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
 They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, codes of
-errors, refused combinations, the price of one hardware queue, and the quickstart's last run. Without
+errors, refused combinations, the price of one hardware queue, replaced functions, and the quickstart's last run. Without
 ``--quickstart`` the quickstart's table stays as it is.
 """
 
@@ -31,6 +31,7 @@ from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import CODES
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.command import flag_parser
+from megatron_pipemem.mcore.symbols import REPLACED
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.baseline import share_of_1f1b
@@ -54,6 +55,7 @@ DOCUMENTS = {
     "conflicts": "what-runs-where.md",
     "refusals": "what-runs-where.md",
     "queues": "what-runs-where.md",
+    "replaced": "how-it-works.md",
     "quickstart": "start.md",
 }
 """The document that has each table."""
@@ -234,6 +236,14 @@ def list_of_refusals() -> str:
     )
 
 
+def list_of_replaced() -> str:
+    """Return a Markdown list of Megatron's functions that are replaced, by what they are replaced for."""
+    names: dict[str, dict[str, None]] = {}
+    for symbol in REPLACED:
+        names.setdefault("; ".join(symbol.purposes), {})[f"`{symbol.name}`"] = None
+    return _items((purposes, ", ".join(functions)) for purposes, functions in names.items())
+
+
 def table_of_quickstart(output: Path) -> str:
     """Return the table of the last quickstart run, without title and caption."""
     text, table = io.StringIO(), quickstart.table(json.loads((output / "summary.json").read_text(encoding="utf-8")))
@@ -271,6 +281,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conflicts": list_of_conflicts,
     "refusals": list_of_refusals,
     "queues": list_of_queues,
+    "replaced": list_of_replaced,
 }
 """The tables that need no run, and the functions that compute them."""
 

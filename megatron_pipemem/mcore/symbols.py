@@ -27,6 +27,7 @@ class Symbol:
     # names of parameters that it must have: a function without one of them does something else
     parameters: tuple[str, ...] = ()
     by_name: bool = False  # modules import the function itself, so it is replaced in every module that holds it
+    purposes: tuple[str, ...] = ()  # what it is replaced for, in the words of the documents; empty if it is only called
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -219,6 +220,18 @@ _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _TRAINING = "megatron.training.training"
 
+_EVERY = ("every schedule",)
+_PLACED = ("V, wave and bidirectional placements",)
+_BUILT = ("V, wave and bidirectional placements", "a cut vocabulary")
+_SPLIT = ("split backwards",)
+_REPORTED = ("reports and traces",)
+_OVERLAPPED = ("steps without a barrier",)
+_ASYNCHRONOUS = ("asynchronous schedules",)
+_LAYERWISE = ("`--pipemem-random layerwise`",)
+_LOGGED = ("numbers in the log",)
+_REDUCED = ("sums of gradients during a step",)
+_MEASURED = ("profiling without a GPU",)
+
 _FORWARD_BACKWARD = (
     "forward_step_func",
     "data_iterator",
@@ -238,8 +251,12 @@ _FORWARD_BACKWARD = (
 
 # The step. The dispatcher looks the first two up in its module at every call, so programs that imported the dispatcher earlier
 # get ours too. The last two are replaced to measure stock's own schedule, and called by ours.
-WITH_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _FORWARD_BACKWARD)
-WITHOUT_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _FORWARD_BACKWARD)
+WITH_INTERLEAVING = Symbol(
+    _SCHEDULES, "forward_backward_pipelining_with_interleaving", _FORWARD_BACKWARD, purposes=(*_EVERY, *_REPORTED)
+)
+WITHOUT_INTERLEAVING = Symbol(
+    _SCHEDULES, "forward_backward_pipelining_without_interleaving", _FORWARD_BACKWARD, purposes=(*_EVERY, *_REPORTED)
+)
 FORWARD_STEP = Symbol(
     _SCHEDULES,
     "forward_step",
@@ -253,8 +270,11 @@ FORWARD_STEP = Symbol(
         "config",
         "current_microbatch",
     ),
+    purposes=(*_REPORTED, *_LAYERWISE),
 )
-BACKWARD_STEP = Symbol(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+BACKWARD_STEP = Symbol(
+    _SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"), purposes=_REPORTED
+)
 # Runs a forward and a backward in pieces; checked for runs with pairs only.
 COMBINED_STEP = Symbol(
     "megatron.core.pipeline_parallel.combined_1f1b",
@@ -266,47 +286,61 @@ GRAPH_ORDER = Symbol(
     "megatron.core.transformer.cuda_graphs",
     "convert_schedule_table_to_order",
     ("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
+    purposes=("CUDA graphs of layers",),
 )
 """The order in which Transformer Engine captures and replays CUDA graphs of layers."""
 
 # Profiling with fake tensors tells how many tokens every expert gets, and has no data that tensors could share.
 DISPATCH = Symbol(
-    "megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher.preprocess", ("routing_map",)
+    "megatron.core.transformer.moe.token_dispatcher",
+    "MoEAlltoAllTokenDispatcher.preprocess",
+    ("routing_map",),
+    purposes=_MEASURED,
 )
-SHARE_STORAGE = Symbol(_RANDOM, "_get_share_storage")
+SHARE_STORAGE = Symbol(_RANDOM, "_get_share_storage", purposes=_MEASURED)
 
 # Which rank a chunk belongs to, and building the chunks.
-RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank")
-IS_FIRST = Symbol(_PARALLEL_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
-IS_LAST = Symbol(_PARALLEL_STATE, "is_pipeline_last_stage", ("ignore_virtual", "vp_stage"))
+RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank", purposes=_PLACED)
+IS_FIRST = Symbol(_PARALLEL_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"), purposes=_PLACED)
+IS_LAST = Symbol(_PARALLEL_STATE, "is_pipeline_last_stage", ("ignore_virtual", "vp_stage"), purposes=_PLACED)
 TIED_GRADIENTS = Symbol(
     "megatron.core.distributed.finalize_model_grads",
     "_allreduce_word_embedding_grads",
     ("model", "config", "embd_group", "pp_group"),
+    purposes=_PLACED,
 )
 _FULLY_PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 CHOOSE_WRITERS = Symbol(
     _FULLY_PARALLEL,
     "distribute_main_replicas_with_precomputed_distribution",
     ("sharded_state_dict", "parallelization_group", "precomputed_distribution"),
+    purposes=_PLACED,
 )
 """Chooses the data-parallel rank that writes or reads each entry of a checkpoint."""
 FILL_ENTRIES = Symbol(
     _FULLY_PARALLEL,
     "FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors",
     ("sharded_state_dict", "loaded_tensors"),
+    purposes=_PLACED,
 )
 """Puts the tensors that the data-parallel ranks have read into the state of this rank."""
 _OF_STAGE = ("config", "vp_stage", "pp_rank")
 LAYER_OFFSET = Symbol(
-    "megatron.core.transformer.transformer_layer", "get_transformer_layer_offset", _OF_STAGE, by_name=True
+    "megatron.core.transformer.transformer_layer",
+    "get_transformer_layer_offset",
+    _OF_STAGE,
+    by_name=True,
+    purposes=_PLACED,
 )
-NUM_LAYERS = Symbol("megatron.core.transformer.transformer_block", "get_num_layers_to_build", _OF_STAGE, by_name=True)
+NUM_LAYERS = Symbol(
+    "megatron.core.transformer.transformer_block", "get_num_layers_to_build", _OF_STAGE, by_name=True, purposes=_PLACED
+)
 LAYOUT_OFFSET, LAYOUT_NUM_LAYERS = (
     Symbol(
         "megatron.core.transformer.pipeline_parallel_layer_layout",
         f"PipelineParallelLayerLayout.{name}",
         ("self", "layer_type", "vp_stage", "pp_rank"),
+        purposes=_PLACED,
     )
     for name in ("get_layer_offset", "get_num_layers_to_build")
 )
@@ -315,15 +349,20 @@ BUILD_STAGES = Symbol(
     "build_virtual_pipeline_stages",
     ("build_model_func", "pg_collection", "vp_size", "model_type"),
     by_name=True,
+    purposes=_BUILT,
 )
 SELECT_SEGMENT = Symbol(
     "megatron.core.models.hybrid.hybrid_layer_allocation",
     "select_pipeline_segment",
     ("main_pattern", "pp_group", "vp_stage"),
+    purposes=_PLACED,
 )
-GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",), by_name=True)
+GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",), by_name=True, purposes=_BUILT)
 PROVIDE_CHUNKS = Symbol(
-    "megatron.bridge.models.model_provider", "_create_model", ("model_provider", "model_type", "pg_collection")
+    "megatron.bridge.models.model_provider",
+    "_create_model",
+    ("model_provider", "model_type", "pg_collection"),
+    purposes=("every placement in Megatron-Bridge's loops",),
 )
 
 # Splitting backwards.
@@ -340,15 +379,27 @@ LINEAR = Symbol(
         "grad_output_buffer",
         "tp_group",
     ),
+    purposes=(*_SPLIT, "offload", *_REPORTED),
 )
-LOOKUP = Symbol(_LAYERS, "VocabParallelEmbedding.forward", ("self", "input_"))
+LOOKUP = Symbol(_LAYERS, "VocabParallelEmbedding.forward", ("self", "input_"), purposes=_SPLIT)
 LANGUAGE_MODULE = Symbol(
-    "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
+    "megatron.core.models.common.language_module.language_module",
+    "LanguageModule.__init__",
+    ("self", "config"),
+    purposes=("refusals that need the model", *_SPLIT, "forwards and backwards in pairs"),
 )
-DDP = Symbol(_DDP, "DistributedDataParallel.__init__", ("self", "config", "ddp_config", "module"))
+DDP = Symbol(
+    _DDP,
+    "DistributedDataParallel.__init__",
+    ("self", "config", "ddp_config", "module"),
+    purposes=(*_SPLIT, "forwards and backwards in pairs"),
+)
 # Keeping shards for W.
 GATHER_GRADIENT = Symbol(
-    "megatron.core.tensor_parallel.mappings", "_ReduceScatterToSequenceParallelRegion.backward", ("ctx", "grad_output")
+    "megatron.core.tensor_parallel.mappings",
+    "_ReduceScatterToSequenceParallelRegion.backward",
+    ("ctx", "grad_output"),
+    purposes=_SPLIT,
 )
 TRANSFORMER_ENGINE = (
     Symbol(
@@ -356,8 +407,14 @@ TRANSFORMER_ENGINE = (
         "gather_along_first_dim",
         ("inp", "process_group", "async_op", "quantizer"),
         by_name=True,
+        purposes=_SPLIT,
     ),
-    Symbol("transformer_engine.pytorch.module._common", "WeightGradStore.put", ("self", "tensor_list", "func")),
+    Symbol(
+        "transformer_engine.pytorch.module._common",
+        "WeightGradStore.put",
+        ("self", "tensor_list", "func"),
+        purposes=_SPLIT,
+    ),
 )
 """Functions by which Transformer Engine gathers tensors and keeps them for W, if it is installed."""
 
@@ -367,57 +424,112 @@ PROCESS_MTP_LOSS = tuple(
         f"megatron.core.models.{module}",
         "process_mtp_loss",
         ("hidden_states", "labels", "loss_mask", "output_layer", "output_weight", "runtime_gather_output", "config"),
+        purposes=("a cut vocabulary",),
     )
     for module in ("gpt.gpt_model", "hybrid.hybrid_model")
 )
 
 # The training loop: its optimizer, its checkpoints, its log.
 _OPTIMIZER = ("config", "model_chunks")
-GET_OPTIMIZER = Symbol("megatron.core.optimizer", "get_megatron_optimizer", _OPTIMIZER)
-GET_TRAINING_OPTIMIZER = Symbol(_TRAINING, "get_megatron_optimizer", _OPTIMIZER)
-SAVE = Symbol(_TRAINING, "save_checkpoint", ("iteration", "non_persistent_ckpt"))
-LOAD = Symbol(_TRAINING, "load_checkpoint", ("ddp_model", "load_arg"))
+GET_OPTIMIZER = Symbol(
+    "megatron.core.optimizer", "get_megatron_optimizer", _OPTIMIZER, purposes=(*_OVERLAPPED, *_ASYNCHRONOUS)
+)
+GET_TRAINING_OPTIMIZER = Symbol(
+    _TRAINING, "get_megatron_optimizer", _OPTIMIZER, purposes=(*_OVERLAPPED, *_ASYNCHRONOUS)
+)
+SAVE = Symbol(
+    _TRAINING, "save_checkpoint", ("iteration", "non_persistent_ckpt"), purposes=(*_OVERLAPPED, *_ASYNCHRONOUS)
+)
+LOAD = Symbol(_TRAINING, "load_checkpoint", ("ddp_model", "load_arg"), purposes=_ASYNCHRONOUS)
 RESHARDABLE_STATE = Symbol(
     _DISTRIBUTED,
     "DistributedOptimizer.sharded_param_state_fully_reshardable",
     ("self", "model_sharded_state_dict"),
+    purposes=("a fault of Megatron in saved optimizers",),
 )
-TRAIN = Symbol(_TRAINING, "train")
-TRAINING_LOG = Symbol(_TRAINING, "training_log", ("loss_dict", "iteration", "grad_norm"))
-SAVE_AND_TIME = Symbol(_TRAINING, "save_checkpoint_and_time", ("iteration",))
+TRAIN = Symbol(_TRAINING, "train", purposes=(*_REPORTED, *_OVERLAPPED))
+TRAINING_LOG = Symbol(
+    _TRAINING, "training_log", ("loss_dict", "iteration", "grad_norm"), purposes=(*_REPORTED, *_OVERLAPPED)
+)
+SAVE_AND_TIME = Symbol(_TRAINING, "save_checkpoint_and_time", ("iteration",), purposes=(*_REPORTED, *_OVERLAPPED))
 
-COUNT_PACKED_TOKENS = Symbol(_TRAINING, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",), by_name=True)
-REPORT_MEMORY = Symbol(_TRAINING, "report_theoretical_memory", ("args", "num_microbatches", "verbose"))
-EVALUATE = Symbol(_TRAINING, "evaluate_and_print_results", ("prefix", "iteration"))
-STOP_GATHERING = Symbol(_TRAINING, "disable_forward_pre_hook", ("model_chunks",))
-DECIDE_EXIT = Symbol(_TRAINING, "checkpoint_and_decide_exit", ("optimizer", "iteration"))
-SIGNALS = Symbol("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", ("self",))
-ALL_OF_PIPELINE = Symbol(_TRAINING, "logical_and_across_model_parallel_group", ("input", "group"))
-MOST_OF_PIPELINE = Symbol(_TRAINING, "reduce_max_stat_across_model_parallel_group", ("stat", "group"))
+COUNT_PACKED_TOKENS = Symbol(
+    _TRAINING, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",), by_name=True, purposes=_LOGGED
+)
+REPORT_MEMORY = Symbol(
+    _TRAINING, "report_theoretical_memory", ("args", "num_microbatches", "verbose"), purposes=_LOGGED
+)
+EVALUATE = Symbol(_TRAINING, "evaluate_and_print_results", ("prefix", "iteration"), purposes=_OVERLAPPED)
+STOP_GATHERING = Symbol(_TRAINING, "disable_forward_pre_hook", ("model_chunks",), purposes=_OVERLAPPED)
+DECIDE_EXIT = Symbol(_TRAINING, "checkpoint_and_decide_exit", ("optimizer", "iteration"), purposes=_OVERLAPPED)
+SIGNALS = Symbol(
+    "megatron.training.dist_signal_handler",
+    "DistributedSignalHandler.signals_received",
+    ("self",),
+    purposes=_OVERLAPPED,
+)
+ALL_OF_PIPELINE = Symbol(_TRAINING, "logical_and_across_model_parallel_group", ("input", "group"), purposes=_OVERLAPPED)
+MOST_OF_PIPELINE = Symbol(
+    _TRAINING, "reduce_max_stat_across_model_parallel_group", ("stat", "group"), purposes=_OVERLAPPED
+)
 _BUCKET_GROUP = "megatron.core.distributed.param_and_grad_buffer"
 GRADIENT_IS_READY = Symbol(
-    _BUCKET_GROUP, "_ParamAndGradBucketGroup.register_grad_ready", ("self", "param", "force_all_reduce")
+    _BUCKET_GROUP,
+    "_ParamAndGradBucketGroup.register_grad_ready",
+    ("self", "param", "force_all_reduce"),
+    purposes=_REDUCED,
 )
 CHECK_GRADIENTS = Symbol(
-    _BUCKET_GROUP, "_ParamAndGradBucketGroup.check_grads", ("self", "check_for_nan_or_inf", "check_for_large")
+    _BUCKET_GROUP,
+    "_ParamAndGradBucketGroup.check_grads",
+    ("self", "check_for_nan_or_inf", "check_for_large"),
+    purposes=_REDUCED,
 )
-ZERO_GRAD_BUFFER = Symbol(_DDP, "DistributedDataParallel.zero_grad_buffer", ("self",))
+ZERO_GRAD_BUFFER = Symbol(_DDP, "DistributedDataParallel.zero_grad_buffer", ("self",), purposes=_OVERLAPPED)
 
 # Where models and their layers begin to draw random numbers.
-GPT_MODEL = Symbol("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", ("self", "config"))
-HYBRID_MODEL = Symbol("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", ("self", "config"))
-EMBEDDING = Symbol(
-    "megatron.core.models.common.embeddings.language_model_embedding", "LanguageModelEmbedding.__init__", ("self",)
+GPT_MODEL = Symbol(
+    "megatron.core.models.gpt.gpt_model",
+    "GPTModel.__init__",
+    ("self", "config"),
+    purposes=(*_LAYERWISE, "`place_model_chunks()`"),
 )
-BUILD_LAYER = Symbol("megatron.core.transformer.transformer_block", "build_module", ("args", "kwargs"))
-BUILD_HYBRID_LAYER = Symbol("megatron.core.models.hybrid.hybrid_block", "build_module", ("args", "kwargs"))
-BUILD_MTP_LAYER = Symbol("megatron.core.transformer.multi_token_prediction", "build_module", ("args", "kwargs"))
+HYBRID_MODEL = Symbol(
+    "megatron.core.models.hybrid.hybrid_model",
+    "HybridModel.__init__",
+    ("self", "config"),
+    purposes=(*_LAYERWISE, "`place_model_chunks()`"),
+)
+EMBEDDING = Symbol(
+    "megatron.core.models.common.embeddings.language_model_embedding",
+    "LanguageModelEmbedding.__init__",
+    ("self",),
+    purposes=_LAYERWISE,
+)
+BUILD_LAYER = Symbol(
+    "megatron.core.transformer.transformer_block", "build_module", ("args", "kwargs"), purposes=_LAYERWISE
+)
+BUILD_HYBRID_LAYER = Symbol(
+    "megatron.core.models.hybrid.hybrid_block", "build_module", ("args", "kwargs"), purposes=_LAYERWISE
+)
+BUILD_MTP_LAYER = Symbol(
+    "megatron.core.transformer.multi_token_prediction", "build_module", ("args", "kwargs"), purposes=_LAYERWISE
+)
 EXPERTS = Symbol(
     "megatron.core.transformer.moe.experts",
     "SequentialMLP.__init__",
     ("self", "num_local_experts", "config", "submodules"),
+    purposes=_LAYERWISE,
 )
-MLP = Symbol("megatron.core.transformer.mlp", "MLP.__init__", ("self", "config", "is_expert"))
+MLP = Symbol("megatron.core.transformer.mlp", "MLP.__init__", ("self", "config", "is_expert"), purposes=_LAYERWISE)
+
+REPLACED = tuple(
+    symbol
+    for value in list(vars().values())
+    for symbol in (value if isinstance(value, tuple) else [value])
+    if isinstance(symbol, Symbol) and symbol.purposes
+)
+"""All functions that this package may replace."""
 
 USED = (
     FORWARD_STEP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 from importlib.util import find_spec
@@ -22,6 +23,17 @@ INSTALLED = [each for each in LISTED if find_spec(".".join(each.module.split("."
 @pytest.mark.parametrize("symbol", sorted(INSTALLED, key=str), ids=str)
 def test_is_as_expected(symbol):
     assert callable(symbol.resolve())
+
+
+def test_a_function_is_called_or_says_what_it_is_replaced_for():
+    """The documents list the second kind."""
+    sources = [path.read_text() for path in Path(megatron_pipemem.__file__).parent.rglob("*.py")]
+    for name, value in vars(symbols).items():
+        if isinstance(value, Symbol) and not value.purposes:
+            used = [text for text in sources if f"{name}.resolve()" in text]
+            assert used and not any(re.search(rf"\(\s*{name},", text) for text in used), name
+    assert all(each.purposes for each in LISTED - {*symbols.USED, symbols.COMBINED_STEP})
+    assert {each for each in LISTED if each.purposes} <= {*symbols.REPLACED}
 
 
 def test_no_symbol_is_named_elsewhere():

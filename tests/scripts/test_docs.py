@@ -70,3 +70,10 @@ def test_commands_have_the_options_that_they_are_shown_with():
                 pytest.fail(f"{document.name}: {line.strip()}: {error}")
             seen += 1
     assert seen > 30
+
+
+def test_every_shipped_model_and_cluster_is_listed():
+    document = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    for folder in ("models", "clusters"):
+        names = [path.stem for path in (ROOT / "megatron_pipemem/config" / folder).glob("*.yaml")]
+        assert names and [name for name in names if f"`{name}`" not in document] == []

@@ -36,7 +36,7 @@ def block(name: str, document: str) -> list[str]:
 CHOOSING, QUICKSTART = "docs/choosing-a-schedule.md", "docs/start.md"
 
 
-NAMES = ("bubbles", "schedules", "research", "slices", "codes", "flags", "conflicts", "refusals", "queues")
+NAMES = ("bubbles", "schedules", "research", "slices", "codes", "flags", "conflicts", "refusals", "replaced", "queues")
 
 
 @pytest.mark.parametrize("name", rest_nightly(NAMES, NAMES[:-1], "test_prices_of_single_queues_are_current"))
