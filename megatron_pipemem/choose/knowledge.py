@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pipemem.request import Request
-from megatron_pipemem.schedule.action import MESSAGES, VOCABULARY, Kind
+from megatron_pipemem.schedule.action import MEMORY, MESSAGES, RECOMPUTE, VOCABULARY, Kind
 from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -284,3 +284,28 @@ def with_messages(changes: Mapping[Kind, Sequence[float]]) -> dict[Kind, tuple[f
         kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))
         for kind, parts in _WITH_MESSAGES.items()
     }
+
+
+def pass_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+    """Return the changes of held bytes by F, I and W, with those of their messages added.
+
+    ``memory`` has the changes of every kind of action, one value per stage and slice. So has the result. If the run did
+    not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the bytes that B
+    freed, because B of a slice also frees memory that other slices took.
+    """
+    found = with_messages(memory)
+    fused = memory.get(Kind.B, (0.0,) * len(found[Kind.W]))
+    found[Kind.W] = tuple(
+        (-(taken + at_input) if slices == 1 else whole) if whole and not given else given
+        for taken, at_input, given, whole in zip(found[Kind.F], found[Kind.I], found[Kind.W], fused, strict=True)
+    )
+    return found
+
+
+def action_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+    """Return the changes of held bytes by all actions of a schedule without messages, for ``Costs.memory``.
+
+    ``memory`` is that of ``pass_memory``.
+    """
+    further = RECOMPUTE | MEMORY | VOCABULARY
+    return pass_memory(memory, slices) | {kind: tuple(each) for kind, each in memory.items() if kind in further}

@@ -200,7 +200,7 @@ def trace(
 
 def _save_trace(case: Case, path: Path) -> Path:
     """Draw the measured step and the plan with the measured times into one file, and return its path."""
-    plan, run = case.own, case.as_ran
+    plan, run = case.as_planned, case.as_ran
     name = case.schedule.name
     plan, run = (
         replace(each, schedule=replace(each.schedule, name=f"{name}, {part}"))

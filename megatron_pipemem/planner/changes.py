@@ -15,7 +15,7 @@ from math import inf
 from statistics import median
 
 from megatron_pipemem.choose.choice import choose
-from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape, with_messages
+from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape, action_memory, pass_memory
 from megatron_pipemem.config import layout
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.features.pairs.orders import with_pairs
@@ -23,7 +23,7 @@ from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.planner.replay import family_options, family_schedule
 from megatron_pipemem.planner.space import OUTCLASSED, ROOM_FOR_PAIRS
 from megatron_pipemem.request import Request
-from megatron_pipemem.schedule.action import MEMORY, PLAIN, RECOMPUTE, VOCABULARY, Kind
+from megatron_pipemem.schedule.action import MEMORY, PLAIN, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.measured import MeasuredStep
@@ -59,22 +59,6 @@ def _parts_of(values: Sequence[float], counts: Sequence[int], least: float = -in
         if is_end:
             ends[stage > 0] = max(least, value - price * count)
     return PartPrices(tuple(prices), first=ends[0], last=ends[1])
-
-
-def pass_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-    """Return the changes of held bytes by F, I and W, with those of their messages added.
-
-    ``memory`` has the changes of every kind of action, one value per stage and slice. So has the result. If the run did
-    not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the bytes that B
-    freed, because B of a slice also frees memory that other slices took.
-    """
-    found = with_messages(memory)
-    fused = memory.get(Kind.B, (0.0,) * len(found[Kind.W]))
-    found[Kind.W] = tuple(
-        (-(taken + at_input) if slices == 1 else whole) if whole and not given else given
-        for taken, at_input, given, whole in zip(found[Kind.F], found[Kind.I], found[Kind.W], fused, strict=True)
-    )
-    return found
 
 
 WORTH = 0.01
@@ -117,6 +101,8 @@ class Case:
     search_seconds: float = 2.0  # for each search of an order; 0 for none
     bubble_rate: float | None = None  # of the run; ``None`` to take the rate of the step
     bytes_of_1f1b: float | None = None  # the peak of 1F1B for the model; ``None`` if it is unknown
+    held: tuple[tuple[int, ...], ...] | None = None  # counted bytes per device after every pass of the step
+    peaks: tuple[int, ...] = ()  # the most bytes counted per device, messages included; empty without ``held``
 
     @property
     def schedule(self) -> Schedule:
@@ -166,18 +152,22 @@ class Case:
     @cached_property
     def own(self) -> Timeline:
         """The timeline of the run's own schedule, simulated with its measured times."""
-        memory = None
-        if self.memory is not None:
-            kinds = RECOMPUTE | MEMORY | VOCABULARY
-            memory = pass_memory(self.memory, self.schedule.slices) | {
-                kind: each for kind, each in self.memory.items() if kind in kinds
-            }
+        memory = None if self.memory is None else action_memory(self.memory, self.schedule.slices)
         return simulate(self.schedule, self.step.costs(memory))
 
     @property
     def as_ran(self) -> Timeline:
-        """The timeline of the measured step, with the run's bubble rate."""
-        return replace(self.step.timeline(self.own.costs), measured=Measured(self.bubble_rate))
+        """The timeline of the measured step, with the run's bubble rate and counted bytes."""
+        measured = Measured(self.bubble_rate, self.held, self.bytes_of_1f1b)
+        timeline = replace(self.step.timeline(self.own.costs), measured=measured)
+        return replace(timeline, peaks=self.peaks) if self.peaks else timeline
+
+    @property
+    def as_planned(self) -> Timeline:
+        """``own`` with the counted peaks of the run, for pictures beside ``as_ran``."""
+        if not (self.in_bytes and self.peaks):
+            return self.own
+        return replace(self.own, peaks=self.peaks, measured=Measured(bytes_of_1f1b=self.bytes_of_1f1b))
 
     @property
     def cap(self) -> str:

@@ -19,7 +19,7 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import slowdown_of
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.report.run import measured_bubble, opened_report
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
 from megatron_pipemem.schedule.options import STOCK
@@ -86,7 +86,23 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
         search_seconds,
         measured_bubble(report),
         report.get("bytes_of_1f1b"),
+        *_counted(recorded, schedule),
     )
+
+
+def _counted(
+    recorded: Mapping[str, Any], schedule: Schedule
+) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[int, ...]]:
+    """Return the bytes that every device held after its passes, and its peaks; nothing if the report lacks them."""
+    held = recorded.get("held")
+    if held is None:
+        return None, ()
+    levels = tuple(tuple(map(int, each)) for each in held)
+    passes = [sum(action.kind in COMPUTE for action in order) for order in schedule.orders]
+    peaks = tuple(map(int, recorded["peaks"]))
+    if [*map(len, levels)] != passes or len(peaks) != len(passes):
+        raise ValueError(f"held or peaks of last_step do not fit the passes of {len(passes)} devices")
+    return levels, peaks
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:

@@ -13,7 +13,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
 from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.report.timeline import UNITS
-from megatron_pipemem.schedule.baseline import share_of_1f1b
+from megatron_pipemem.schedule.baseline import planned_share_of_1f1b
 from megatron_pipemem.schedule.measured import BARRIER, CAUSES, HOST, IMBALANCE, LATE, MESSAGES, MICROBATCHES, SCHEDULE
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
@@ -47,11 +47,11 @@ def peak_activation(schedule: Schedule) -> float:
 
 def announcement(timeline: Timeline) -> str:
     """Return the line that a run logs at its start: the schedule, the predicted bubble and the predicted peak."""
-    schedule, share = timeline.schedule, share_of_1f1b(timeline)
-    held = f"{peak_activation(schedule):.4g} {UNITS}" if share is None else f"{share:.3g} of 1F1B's bytes"
+    schedule = timeline.schedule
+    share, basis = planned_share_of_1f1b(schedule, timeline.costs)
     return (
         f"{schedule.name}, {_size(schedule.num_devices, schedule.placement.num_chunks, schedule.num_microbatches)}: "
-        f"planned bubble {timeline.bubble_rate:.1%}, peak activations {held}"
+        f"planned bubble {timeline.bubble_rate:.1%}, peak activations {share:.3g} of 1F1B's ({basis})"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -283,7 +283,7 @@ def _owners(row: tuple[Box, ...], scale: float, width: int, squeezed: bool) -> l
             if (part := min(end, column + 1) - max(start, column)) > _LEAST:
                 filled[column].append((part, box))
     owners: list[Box | None] = []
-    idle, work = 0.0, Counter[tuple[Kind, int]]()  # parts of columns that are not shown yet
+    idle, work = 0.0, defaultdict[tuple[Kind, int], float](float)  # parts of columns that are not shown yet
     for parts in filled:
         idle += 1 - sum(part for part, _ in parts)
         for part, box in parts:
@@ -297,7 +297,8 @@ def _owners(row: tuple[Box, ...], scale: float, width: int, squeezed: bool) -> l
             boxes = [pair for pair in parts if (pair[1].action.kind, pair[1].chunk) == shown]
             owners.append(max(boxes, key=lambda pair: pair[0])[1])
         if not squeezed:
-            idle, work = 0.0, Counter()
+            idle = 0.0
+            work.clear()
     return owners
 
 

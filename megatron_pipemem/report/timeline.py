@@ -307,11 +307,7 @@ class DrawnRun:
     @cached_property
     def peak_text(self) -> str:
         """The peak memory as text, with its share of 1F1B's bytes if that is known."""
-        timeline, peak = self.timeline, self.memory_text(self.timeline.peak)
-        if timeline.measured.held is None:
-            share = share_of_1f1b(timeline)
-        else:
-            share = timeline.peak / timeline.measured.bytes_of_1f1b if timeline.measured.bytes_of_1f1b else None
+        peak, share = self.memory_text(self.timeline.peak), share_of_1f1b(self.timeline)
         return peak if share is None else f"{peak} ({share:.3g} of 1F1B's)"
 
     @property

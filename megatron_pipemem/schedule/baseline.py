@@ -24,16 +24,31 @@ _Changes = Mapping[Kind, Sequence[float]]
 
 
 def share_of_1f1b(timeline: Timeline) -> float | None:
-    """Return the highest peak of all devices in a simulated run, divided by that of 1F1B.
+    """Return the highest peak of all devices in a run, divided by that of 1F1B. Every text and picture takes this share.
 
-    The result is ``None`` if the bytes of 1F1B are unknown. They are unknown if the vocabulary is cut, and in the cases
-    of ``bytes_of_1f1b``.
+    The bytes of 1F1B are those that a training run counted, if the timeline belongs to one, and else computed from the
+    costs. The result is ``None`` if they are unknown: if the vocabulary is cut, and in the cases of ``bytes_of_1f1b``.
     """
-    schedule = timeline.schedule
-    if schedule.vocabulary_barriers:
+    schedule, measured = timeline.schedule, timeline.measured
+    if measured.bytes_of_1f1b:
+        return timeline.peak / measured.bytes_of_1f1b
+    if schedule.vocabulary_barriers or measured.held is not None:
         return None
     whole = bytes_of_1f1b(timeline.costs, schedule.placement, schedule.num_microbatches, schedule.slices)
     return timeline.peak / whole if whole else None
+
+
+def planned_share_of_1f1b(schedule: Schedule, costs: Costs) -> tuple[float, str]:
+    """Return the highest peak of a planned step divided by that of 1F1B, and on what the share is based.
+
+    If no bytes are known, it is based on the order alone, in activation units.
+    """
+    if not schedule.vocabulary_barriers:
+        whole = bytes_of_1f1b(costs, schedule.placement, schedule.num_microbatches, schedule.slices)
+        if whole:
+            return max(peaks(schedule, costs)) / whole, "by predicted bytes"
+    under_1f1b = min(1.0, schedule.num_microbatches / schedule.num_devices)
+    return max(peaks(schedule)) / under_1f1b, "by the order alone: equal stages, without what waits for W"
 
 
 def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:

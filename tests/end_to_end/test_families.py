@@ -12,6 +12,7 @@ import pytest
 from lanes import rest_nightly
 
 from megatron_pipemem.planner.explanation import case_of_report
+from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.measured import idle_causes
 from megatron_pipemem.schedule.registry import families
 
@@ -73,7 +74,12 @@ def test_peak_bytes_are_foretold(train, name, embeddings):
 def test_the_last_step_is_explained(train, name):
     """Of the runs above: idle time splits up, and the run's own schedule, simulated with its times, holds about as much."""
     run = train(name, *FLAGS.get(name, ()))
-    case = case_of_report({"plans": run.plans, "last_step": run.last_step, "ranks": run.ranks})
+    report = {"plans": run.plans, "last_step": run.last_step, "ranks": run.ranks, "bytes_of_1f1b": run.bytes_of_1f1b}
+    case = case_of_report(report)
+    for timeline in (case.as_ran, case.as_planned):
+        assert list(timeline.peaks) == run.counted_peaks, "pictures show the bytes of the report"
+        if run.bytes_of_1f1b:
+            assert share_of_1f1b(timeline) == max(run.counted_peaks) / run.bytes_of_1f1b
     assert case.bubble_rate == min(run.of_ranks("measured_bubble_rate"))
     for each in idle_causes(case.step):
         assert sum(each.causes.values()) == each.idle > 0

@@ -11,13 +11,16 @@ import torch
 from megatron.core import utils
 from refusals import refused
 
+from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
 from megatron_pipemem.runtime.executor import Instruction, settle
-from megatron_pipemem.schedule.action import COMPUTE
+from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 
+WAITING = Costs(memory={Kind.F: 4.0, Kind.I: 1.0, Kind.W: -5.0})
 PROGRAM = lower(build_schedule("zb-h1", num_devices=2, num_microbatches=2))
 
 
@@ -71,8 +74,16 @@ def test_spans_have_the_names_of_megatrons_own_communicator(monkeypatch):
     assert len(spans) == 6
 
 
-@pytest.mark.parametrize(("name", "m", "of_1f1b"), [("1f1b", 8, 1), ("1f1b", 2, 1), ("v-half", 16, 0.75)])
-def test_theoretical_memory_is_that_of_the_schedule(name, m, of_1f1b, caplog):
+@pytest.mark.parametrize(
+    ("name", "m", "costs", "of_1f1b", "basis"),
+    [
+        ("1f1b", 8, Costs(), 1, "the order alone"),
+        ("1f1b", 2, Costs(), 1, "the order alone"),
+        ("v-half", 16, Costs(), 0.75, "the order alone"),
+        ("v-half", 16, WAITING, 0.875, "predicted bytes"),
+    ],
+)
+def test_theoretical_memory_is_that_of_the_schedule(name, m, costs, of_1f1b, basis, caplog):
     log, args = TrainingLog(), SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     asked = []
 
@@ -81,14 +92,12 @@ def test_theoretical_memory_is_that_of_the_schedule(name, m, of_1f1b, caplog):
         return 100.0, 40.0, 140.0
 
     assert log._report_memory(report, args, m, verbose=True) == (100, 40, 140), "no step has run"
-    log.after(
-        SimpleNamespace(program=SimpleNamespace(schedule=build_schedule(name, num_devices=4, num_microbatches=m)))
-    )
+    log.after(SimpleNamespace(planned=Choice(build_schedule(name, num_devices=4, num_microbatches=m), costs)))
     with caplog.at_level("INFO"):
         found = log._report_memory(report, args, m, verbose=True)
     assert found == pytest.approx((100, 40 * of_1f1b, 100 + 40 * of_1f1b))
     assert asked == [(None, m, True)] * 2 and args.virtual_pipeline_model_parallel_size == 2
-    assert f"schedule {name} holds at most {of_1f1b:.3g} times" in caplog.text
+    assert f"schedule {name} holds {of_1f1b:.3g} times as much (by {basis}" in caplog.text
 
 
 def test_graphs_are_captured_in_the_order_of_a_step_with_as_many_microbatches():

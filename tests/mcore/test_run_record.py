@@ -33,6 +33,7 @@ from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
@@ -116,6 +117,11 @@ def test_a_run_is_told_and_written(record, caplog):
     events = json.loads((record.trace / "run.json").read_text())["traceEvents"]
     held = [each["args"]["bytes"] for each in events if each.get("name") == "held by device 0"]
     assert max(held) == rank["counted_peak_bytes"] == report["bytes_of_1f1b"] == 4096
+    case = case_of_report(report, 0.0)
+    shares = {share_of_1f1b(each) for each in (case.own, case.as_ran, case.as_planned)}
+    assert shares == {1.0} and case.peaks == (4096,) == (max(case.held[0]),)
+    for name in ("plan", "run"):
+        assert "peak 0.00391 MiB (1 of 1F1B's)" in (record.trace / f"{name}.html").read_text()
     told = [each.getMessage() for each in caplog.records]
     assert told[: len(lines(report))] == lines(report)
     assert lines(report)[:2] == [

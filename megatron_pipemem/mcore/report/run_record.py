@@ -264,9 +264,10 @@ class RunRecord:
                     write_whole(self.report, json.dumps(report, indent=2, allow_nan=False) + "\n")
                     written.append(f"wrote {self.report}")
             if self.trace is not None and self.last_plan is not None:
-                measured = measured_bubble(report), report["bytes_of_1f1b"]
-                plan, run = self.last_plan, partial(run_report.last_step, pipeline, self.last_plan, *measured)
-                if drawn := self._draw({"plan": lambda: plan.timeline, "run": run}, self.trace):
+                bubble, of_1f1b = measured_bubble(report), report["bytes_of_1f1b"]
+                plan = partial(run_report.planned_step, pipeline, self.last_plan, of_1f1b)
+                run = partial(run_report.last_step, pipeline, self.last_plan, bubble, of_1f1b)
+                if drawn := self._draw({"plan": plan, "run": run}, self.trace):
                     written.append(f"wrote the last step's timelines: {', '.join(drawn)} in {self.trace}")
             for line in [*lines(report), *written]:  # together: drawing logs lines of other packages
                 logger.info("%s", line)
@@ -281,7 +282,10 @@ class RunRecord:
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
         overlaps = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
         pairs = bool(overlaps) and plan.schedule.name != STOCK
+        held, peaks = run_report.counted(pipeline)
         more = {
+            "held": held or None,
+            "peaks": peaks or None,
             "iteration_seconds": run_report.iteration_seconds(self._begun),
             "mtp_layers": getattr(self.config, "mtp_num_layers", None) or 0,
             "ordered": plan.arrival_makespan is not None,

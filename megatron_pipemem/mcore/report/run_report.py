@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pipemem.choose.knowledge import Choice
+from megatron_pipemem.choose.knowledge import Choice, action_memory
 from megatron_pipemem.config.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, UNPAIRED, VOCABULARY
 from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import PipememError
@@ -247,15 +247,31 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
     if compute != tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders):
         raise ValueError("not every action of the last step was timed")
     spans = tuple(tuple((traced.start, traced.end) for traced in member.last) for member in pipeline)
-    held = tuple(tuple(each.held) for each in pipeline if each.held is not None)
-    peaks, counted = plan.timeline.peaks, None
-    if len(held) == len(pipeline):
-        counted, peaks = held, tuple(each.measured.counted_peak_bytes for each in pipeline if each.measured is not None)
+    held, peaks = counted(pipeline)
     # Copies are not timed.
     return Timeline(
-        replace(schedule, orders=compute), plan.costs, spans, peaks, count_messages(schedule),
-        measured=Measured(bubble, counted, bytes_of_1f1b),
+        replace(schedule, orders=compute), plan.costs, spans, peaks or plan.timeline.peaks, count_messages(schedule),
+        measured=Measured(bubble, held or None, bytes_of_1f1b),
     )  # fmt: skip
+
+
+def planned_step(pipeline: Sequence[Summary], plan: Choice, bytes_of_1f1b: int | None) -> Timeline:
+    """Return the timeline of the plan of the last step, with the bytes that the run counted, if it counted them."""
+    memory, (_, peaks) = memory_of(pipeline), counted(pipeline)
+    if not (peaks and memory):
+        return plan.timeline
+    costs = replace(plan.costs, memory=action_memory(memory, plan.schedule.slices))
+    return replace(plan.timeline, costs=costs, peaks=peaks, measured=Measured(bytes_of_1f1b=bytes_of_1f1b))
+
+
+def counted(pipeline: Sequence[Summary]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Return the bytes that every rank held after its passes of the last step, and its most bytes in all steps.
+
+    Both are empty if a rank did not count.
+    """
+    held = tuple(tuple(each.held) for each in pipeline if each.held is not None)
+    peaks = tuple(each.measured.counted_peak_bytes for each in pipeline if each.measured is not None)
+    return (held, peaks) if len(held) == len(peaks) == len(pipeline) else ((), ())
 
 
 def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:

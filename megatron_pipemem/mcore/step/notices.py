@@ -18,15 +18,15 @@ from importlib import import_module
 import torch
 from megatron.core import utils
 
+from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.stages import is_counted
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import COUNT_PACKED_TOKENS, GRAPH_ORDER, REPORT_MEMORY, Replacements
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.baseline import planned_share_of_1f1b
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +132,13 @@ class TrainingLog(Extension):
     only_trains = True
 
     def __init__(self) -> None:
-        self._schedule: Schedule | None = None
+        self._plan: Choice | None = None
 
     def replacements(self) -> Replacements:
         return [(COUNT_PACKED_TOKENS, _count_once), (REPORT_MEMORY, self._report_memory)]
 
     def after(self, step: Step) -> None:
-        self._schedule = step.program.schedule
+        self._plan = step.planned
 
     def _report_memory(self, original: Callable, args, num_microbatches: int | None = None, verbose: bool = False):
         """Let Megatron report the memory under 1F1B, and log and return that under the run's schedule.
@@ -149,18 +149,16 @@ class TrainingLog(Extension):
         plain = copy.copy(args)
         plain.virtual_pipeline_model_parallel_size = None
         found = original(plain, num_microbatches=num_microbatches, verbose=verbose)
-        if found is None or self._schedule is None:  # Megatron has no numbers for hybrid models
+        if found is None or self._plan is None:  # Megatron has no numbers for hybrid models
             return found
         weights, activations, _ = found
-        under_1f1b = min(
-            1.0, (num_microbatches or args.pipeline_model_parallel_size) / args.pipeline_model_parallel_size
-        )
-        share = max(peaks(self._schedule, Costs())) / under_1f1b
+        share, basis = planned_share_of_1f1b(self._plan.schedule, self._plan.costs)
         logger.info(
-            "the theoretical activation memory above is that of 1F1B; schedule %s holds at most %.3g times as much: "
+            "the theoretical activation memory above is that of 1F1B; schedule %s holds %.3g times as much (%s): "
             "activation=%.2f MB, total=%.2f MB",
-            self._schedule.name,
+            self._plan.schedule.name,
             share,
+            basis,
             activations * share,
             weights + activations * share,
         )
