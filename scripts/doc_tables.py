@@ -3,7 +3,7 @@
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
 They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, codes of
-errors, refused combinations, the price of one hardware queue, replaced functions, and the quickstart's last run. Without
+errors, refused combinations, the price of one hardware queue, pairs, replaced functions, and the quickstart's last run. Without
 ``--quickstart`` the quickstart's table stays as it is.
 """
 
@@ -29,6 +29,7 @@ from megatron_pipemem.config.loading import load, typed
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import CODES
+from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore.symbols import REPLACED
@@ -56,6 +57,7 @@ DOCUMENTS = {
     "refusals": "what-runs-where.md",
     "queues": "what-runs-where.md",
     "replaced": "how-it-works.md",
+    "pairs": "experts.md",
     "quickstart": "start.md",
 }
 """The document that has each table."""
@@ -103,6 +105,9 @@ WORDS = {
 }
 """Names of features in the documents' list of refused combinations."""
 SLICES = (1, 2, 4, 8)
+PAIRED = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")
+TRAVEL = (0.1, 0.2, 0.3, 0.4, 0.5)
+"""Shares of F and I in which the tokens of experts travel."""
 SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 
 
@@ -153,9 +158,17 @@ def _found(chunks: int, costs: Costs) -> Timeline:
 def table_of_bubbles() -> str:
     lines = [["pipeline ranks, microbatches", *(f"{p}, {m}" for p, m in SIZES)]]
     for name, memory in GAINS.items():
-        runs = [simulate(build_schedule(name, num_devices=p, num_microbatches=m)) for p, m in SIZES]
-        lines.append([f"`{name}`, {memory}", *(f"{run.bubble_rate:.1%}" for run in runs)])
+        rates = [[_rate(name, p, m, costs) for p, m in SIZES] for costs in COSTS.values()]
+        labels = [f"`{name}`, {memory}", f"`{name}`, if W is half of F"]
+        lines += [
+            [label, *row] for label, row in zip(labels, rates, strict=True) if row != rates[0] or label == labels[0]
+        ]
     return _rows(lines)
+
+
+def _rate(name: str, devices: int, microbatches: int, costs: Costs) -> str:
+    schedule = build_schedule(name, num_devices=devices, num_microbatches=microbatches)
+    return f"{simulate(schedule, costs).bubble_rate:.1%}"
 
 
 def table_of_schedules(*, for_research: bool) -> str:
@@ -182,6 +195,22 @@ def table_of_slices() -> str:
         runs = [_family(name, Costs(), slices=n) for n in SLICES]
         rows.append(f"| `{name}` | {' | '.join(f'{run.peak:.3f}, {run.bubble_rate:.1%}' for run in runs)} |")
     return "\n".join(rows)
+
+
+def table_of_pairs() -> str:
+    """Return the makespans without pairs and with them, by the share of F and I in which tokens travel."""
+    lines = [
+        ["schedule", "peak", "peak with pairs", "without", *(f"{share:.0%}".replace("%", " %") for share in TRAVEL)]
+    ]
+    for name in PAIRED:
+        plain = _family(name, Costs())
+        runs = [with_pairs(plain.schedule, with_exchanges(Costs(), share)) for share in TRAVEL]
+        peak = max((run.peak for run in runs if run.schedule.pairs), default=None)
+        lines.append(
+            [f"`{name}`", f"{plain.peak:.4g}", "no pairs" if peak is None else f"{peak:.4g}"]
+            + [f"{run.makespan:.4g}" for run in (plain, *runs)]
+        )
+    return _rows(lines)
 
 
 def list_of_queues() -> str:
@@ -282,6 +311,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "refusals": list_of_refusals,
     "queues": list_of_queues,
     "replaced": list_of_replaced,
+    "pairs": table_of_pairs,
 }
 """The tables that need no run, and the functions that compute them."""
 

@@ -156,7 +156,7 @@ def simulate(
         print_json(facts)
         return
     out = console()
-    print_facts(out, _told(facts))
+    print_facts(out, [*_told(facts), ("time", DrawnRun(timeline).time_unit)])
     if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
         print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
     if (search := chosen.search) is not None:
@@ -307,15 +307,25 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     return lower_bound(schedule.placement, schedule.num_microbatches, costs, cap, slices=slices, pairs=pairs)
 
 
-_SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_rate": "one queue: bubble"}
-"""Printed names that are shorter than the keys."""
+_PRINTED = {
+    "ideal": "busiest device works",
+    "bubble_rate": "bubble",
+    "device_bubble_rate": "bubble of papers",
+    "single_queue_makespan": "one queue: makespan",
+    "single_queue_bubble_rate": "one queue: bubble",
+}
+"""Printed names that differ from the keys."""
+_OF_WHAT = {
+    "bubble_rate": " of the makespan, in which the busiest device idles",
+    "device_bubble_rate": " of the longest time from a device's first pass to its last",
+}
 
 
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the results as pairs of a name and a text, without those that have the value in ``_USUAL``."""
     for key, fact in facts.items():
         if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
-            yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)
+            yield _PRINTED.get(key, key.replace("_", " ")), _text(key, fact)
 
 
 def _text(key: str, fact: Any) -> str:
@@ -333,7 +343,7 @@ def _text(key: str, fact: Any) -> str:
     if key == "share_of_1f1b":
         return f"{fact:.3g} of its bytes, for the same model and cut"
     if key.endswith("rate"):
-        return f"{fact:.2%}"
+        return f"{fact:.2%}{_OF_WHAT.get(key, '')}"
     return f"{fact:.6g}" if isinstance(fact, float) else str(fact)
 
 

@@ -174,7 +174,7 @@ _SLOTS = 3
 
 
 def gis(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Build GIS: by default groups of ``p`` microbatches, 1F1B's memory, and 2/3 of interleaved 1F1B's bubble."""
+    """Build GIS: by default groups of ``p`` microbatches, 1F1B's memory, and 2/3 of interleaved 1F1B's bubble if F = I = W."""
     return _gis("gis", num_devices, num_microbatches, chunks, num_devices if group_size is None else group_size)
 
 
@@ -255,7 +255,7 @@ _GIS_OPTIONS = {"chunks": "stages per device, v (default 2)"}
 GIS = Family(
     name="gis",
     build=gis,
-    summary="1F1B's memory with two thirds of interleaved 1F1B's bubble.",
+    summary="1F1B's memory; if F, I and W are equally long, two thirds of interleaved 1F1B's bubble.",
     peak=Formula("1", lambda p, m, **_: min(p, m) / p, at_most=True),
     bubble=Formula("(p-1)(F+I)/v", lambda p, m, v, f, i, **_: None if m % p else (p - 1) * (f + i) / v),
     source="arXiv 2503.01328",

@@ -93,18 +93,19 @@ def _bubble_of_v_min(p: int, f: float, n: int, **_: float) -> float:
 ZBV = Family(
     name="zbv",
     build=zbv,
-    summary="1F1B's memory and no bubble between a device's first and last pass in unit costs.",
+    summary="1F1B's memory; if F, I and W are equally long, no bubble between a device's first and last pass.",
     peak=PEAK_OF_SLICES,
-    bubble=Formula("0 per device, (p-1)F/(2n) over all", lambda p, f, n, **_: (p - 1) * f / (2 * n)),
+    bubble=Formula("F = I = W: 0 per device, (p-1)F/(2n) over all", lambda p, f, n, **_: (p - 1) * f / (2 * n)),
     source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
     options=SLICES,
 )
 V_HALF = Family(
     name="v-half",
     build=v_half,
-    summary="On many devices half of 1F1B's memory and half of its bubble.",
+    summary="On many devices half of 1F1B's memory, and half of its bubble if F, I and W are equally long; if W is short and "
+    "microbatches are many, a longer bubble than 1F1B's.",
     peak=Formula("(floor((p+2)/2)+n-1)/(pn)", lambda p, m, n, **_: min((p + 2) // 2 + n - 1, m * n) / (p * n)),
-    bubble=Formula("max(3p-5-2n, 2p-3)F/(2n), p odd: max(3p-2-2n, 2p-2)F/(2n)", _bubble_of_v_half),
+    bubble=Formula("F = I = W: max(3p-5-2n, 2p-3)F/(2n), p odd: max(3p-2-2n, 2p-2)F/(2n)", _bubble_of_v_half),
     source="arXiv 2405.15362, section 3 and appendix",
     options=SLICES,
 )
@@ -113,7 +114,7 @@ V_MIN = Family(
     build=v_min,
     summary="On many devices a third of 1F1B's memory; if F, I and W are unequal, a bubble in every microbatch.",
     peak=Formula("(floor((p+4)/3)+n-1)/(pn)", lambda p, m, n, **_: min((p + 4) // 3 + n - 1, m * n) / (p * n)),
-    bubble=Formula("max(4p-3-2n, 3p-3)F/(2n), p divisible by 3: max(4p-5-2n, 3p-5)F/(2n)", _bubble_of_v_min),
+    bubble=Formula("F = I = W: max(4p-3-2n, 3p-3)F/(2n), p divisible by 3: max(4p-5-2n, 3p-5)F/(2n)", _bubble_of_v_min),
     source="arXiv 2405.15362, section 3 and appendix",
     options=SLICES,
 )

@@ -59,7 +59,7 @@ def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> 
 ZB_H1 = Family(
     name="zb-h1",
     build=zb_h1,
-    summary="1F1B's memory with a third of its bubble: weight gradients run when nothing else can.",
+    summary="1F1B's memory; weight gradients run when nothing else can. A third of its bubble if F, I and W are equally long.",
     peak=PEAK_OF_SLICES,
     bubble=Formula("(p-1)(F+I-W)/n", lambda p, f, i, w, n, **_: (p - 1) * (f + i - w) / n),
     source="arXiv 2401.10241, section 2.1",
@@ -68,9 +68,9 @@ ZB_H1 = Family(
 ZB_H2 = Family(
     name="zb-h2",
     build=zb_h2,
-    summary="Up to twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
+    summary="Up to twice 1F1B's memory; if F, I and W are equally long, devices never idle between their first and last pass.",
     peak=Formula("(2p+n-2)/(pn)", lambda p, m, n, **_: min(2 * p + n - 2, m * n) / (p * n)),
-    bubble=Formula("(p-1)(F+I-2W)/n per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
+    bubble=Formula("F = I = W: 0 per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
     source="arXiv 2401.10241, section 2.2",
     options=SLICES,
 )

@@ -7,6 +7,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,7 +61,7 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, kind: str, inste
 
         with matplotlib.rc_context(_STYLE):
             figure = draw()
-            metadata = {"Date": None} if path.suffix == ".svg" else {}
+            metadata = {"Description": _description(figure)} | ({"Date": None} if path.suffix == ".svg" else {})
             with whole_file(path) as beside:
                 figure.savefig(beside, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
     except ModuleNotFoundError as error:
@@ -68,6 +69,28 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, kind: str, inste
             "not-installed", f"a {path.suffix} picture needs {error.name}: pip install {error.name}{instead}"
         ) from error
     return path
+
+
+def _description(figure: Figure) -> str:
+    """Return the titles and captions of a figure, and a hash of its texts and shapes in the coordinates of their axes.
+
+    So two files can be compared even if machines draw the same figure with different pixels.
+    """
+    from matplotlib.collections import Collection
+    from matplotlib.text import Text
+    from numpy import asarray
+
+    digest = sha256()
+    for artist in figure.findobj():
+        if isinstance(artist, Text):
+            digest.update(artist.get_text().encode())
+        elif isinstance(artist, Collection):
+            shapes = [path.vertices for path in artist.get_paths()]
+            for numbers in (*shapes, artist.get_facecolor()):
+                digest.update(repr(asarray(numbers, dtype=float).round(3).tolist()).encode())
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    captions = [text.get_text() for text in figure.texts]
+    return "\n".join([*filter(None, (*titles, *captions)), f"contents {digest.hexdigest()[:16]}"])
 
 
 def figure_of(axes: Axes) -> Figure:
@@ -451,9 +474,9 @@ def _title(run: PicturedRun, first: PicturedRun) -> str:
 
 
 def _label_time(figure: Figure, runs: Sequence[PicturedRun], width: float) -> None:
-    timeline = runs[0].timeline
-    makespan = f" (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
-    text = "time" if len(runs) > 1 else f"time{makespan}"
+    timeline, units = runs[0].timeline, {run.time_unit: None for run in runs}
+    makespan = f"; makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}"
+    text = f"time ({' or '.join(units)}{'' if len(runs) > 1 else makespan})"
     middle = (_LEFT + (width - _LEFT - _RIGHT) / 2) / width
     bottom = 0.86 if figure.get_figwidth() > 11 else 1.06
     figure.text(middle, bottom / figure.get_figheight(), text, ha="center", va="center", color="#3c4043")

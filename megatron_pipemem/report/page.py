@@ -75,7 +75,7 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
         "name": timeline.schedule.name,
         "title": run.headline,
         "facts": (
-            f"Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
+            f"Time: {run.time_unit}. Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
             f"{timeline.messages}, peak {run.peak_text}."
         ),
         "slices": timeline.schedule.slices,

@@ -312,6 +312,7 @@ def _label(box: Box, width: int, squeezed: bool) -> str:
 
 def _legend(drawn: DrawnRun, shades: _Shades) -> Text:
     entries = [Text(f" {kind} {kind.spec.says} ", shades(kind, 0)) for kind in dict(drawn.legend)]
+    entries.append(Text(f"time: {drawn.time_unit}", style="dim"))
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
     if drawn.pairs:

@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
 from megatron_pipemem.schedule.simulator import Timeline
 
 IDLE = "#f1f3f4"
-UNITS = "activation units (1 is 1F1B's peak with equal stages, W free)"
+UNITS = "activation units (shares of 1F1B's peak: equal stages, without what waits for W)"
 """The unit of peaks if no bytes are known."""
 _PALEST = 0.58
 """The share of white in the colour of the last chunk, if there are many."""
@@ -141,6 +141,13 @@ class DrawnRun:
     @property
     def num_chunks(self) -> int:
         return self.timeline.schedule.placement.num_chunks
+
+    @property
+    def time_unit(self) -> str:
+        """The unit of times: seconds, or the time of F of a device's whole share if the costs have no other."""
+        timeline = self.timeline
+        is_timed = timeline.measured.bubble_rate is not None or timeline.measured.held is not None
+        return "seconds" if is_timed or timeline.costs.forward != 1 else "F of a device = 1"
 
     @property
     def in_units(self) -> bool:

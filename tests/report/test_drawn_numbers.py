@@ -60,7 +60,10 @@ def test_a_run(run, name):
     (axes,) = drawn.axes
     assert axes.get_title("left") == f"{name}: p=4, m=8, bubble {timeline.bubble_rate:.1%}, peak {timeline.peak:.4g}"
     around = [text.get_text() for text in drawn.texts]
-    assert f"time (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})" in around
+    assert (
+        f"time (F of a device = 1; makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
+        in around
+    )
     expected, found = simulated_bars(timeline), bars(axes)
     assert {shade for shade in found if shade not in (IDLE, HELD)} == set(expected)
     for shade, spans in expected.items():

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from commands import pipemem
 
 from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -70,6 +71,23 @@ def test_commands_have_the_options_that_they_are_shown_with():
                 pytest.fail(f"{document.name}: {line.strip()}: {error}")
             seen += 1
     assert seen > 30
+
+
+PICTURES = re.compile(r"`pipemem (show [^`]*) --output (docs/images/[\w.]+)`")
+
+
+def test_pictures_of_the_documents_are_what_the_commands_beside_them_draw(tmp_path):
+    """Titles, captions, and a hash of texts and shapes stand in the files, so that pixels may differ between machines."""
+    read = pytest.importorskip("PIL.Image").open
+    documents = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    commands = [found for each in documents for found in PICTURES.findall(each.read_text(encoding="utf-8"))]
+    assert {path for _, path in commands} == {f"docs/images/{path.name}" for path in ROOT.glob("docs/images/*")}
+    for command, path in commands:
+        drawn = tmp_path / Path(path).name
+        assert pipemem(*shlex.split(command), "--output", str(drawn)).exit_code == 0
+        assert read(ROOT / path).text["Description"] == read(drawn).text["Description"], (
+            f"pipemem {command} --output {path}"
+        )
 
 
 def test_every_shipped_model_and_cluster_is_listed():

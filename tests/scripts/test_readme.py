@@ -28,15 +28,31 @@ def tables():
         sys.modules.pop(name, None)
 
 
+def page(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
 def block(name: str, document: str) -> list[str]:
-    text = (ROOT / document).read_text(encoding="utf-8")
+    text = page(document)
     return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end of {name} -->", text, re.DOTALL)[1].split("\n")
 
 
 CHOOSING, QUICKSTART = "docs/choosing-a-schedule.md", "docs/start.md"
 
 
-NAMES = ("bubbles", "schedules", "research", "slices", "codes", "flags", "conflicts", "refusals", "replaced", "queues")
+NAMES = (
+    "bubbles",
+    "schedules",
+    "research",
+    "slices",
+    "codes",
+    "flags",
+    "conflicts",
+    "refusals",
+    "replaced",
+    "pairs",
+    "queues",
+)
 
 
 @pytest.mark.parametrize("name", rest_nightly(NAMES, NAMES[:-1], "test_prices_of_single_queues_are_current"))
@@ -77,7 +93,17 @@ def test_the_claims_hold_for_the_costs_beside_them(tables):
         bound = [1 - work / lower_bound(Placement.wave(p, chunks), m, costs, tables.CAP) for chunks in (2, 8)]
         assert rates[two][index] == pytest.approx(bound[0], abs=6e-4)
         assert bound[1] - 6e-4 <= rates[eight][index] < rates[two][index]
-    # The sentences below the table.
+    # The sentences above and below the table.
+    said = re.findall(
+        r"(?:`([a-z0-9-]+)`) \|[^|]* ([0-9.]+) \(\**([0-9.]+)\**\) of (?:the|1F1B's) bubble", page(CHOOSING)
+    )
+    names = [name for name, *_ in said]
+    assert names == ["zb-h1", "interleaved", "gis", "zbv", "v-half"]
+    for name, *shares in said:
+        what = next(each for each in rates if each in (f"`{name}`", f"`{name}`, 5 chunks"))
+        assert [float(share) for share in shares] == pytest.approx(
+            [rate / of_1f1b for rate, of_1f1b in zip(rates[what], rates["`1f1b`"], strict=True)], abs=0.01
+        )
     compared = ("`1f1b`", "`interleaved`, 5 chunks", "`gis`, 5 chunks", "`zbv`", "`v-half`", "`v-min`")
     (f, equal), (i, _), (g, _), (z, _), (h, cheap), (v, small) = (rates[what] for what in compared)
     assert h < f / 2 and z == pytest.approx(f / 5, rel=0.05) and cheap > equal and small > 2 * equal
@@ -86,6 +112,16 @@ def test_the_claims_hold_for_the_costs_beside_them(tables):
     for what in compared:
         units, *shares = peaks[what]
         assert shares == pytest.approx([units] * 2, abs=0.04), "in bytes no more than the papers say"
+
+
+def test_what_the_pages_say_of_public_recipes_is_what_their_table_shows():
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block("recipes", CHOOSING)[2:]]
+    steps = [[float(cell.rstrip("%")) if cell != "-" else 0.0 for cell in (row[5], row[7])] for row in rows]
+    tuned = [row for row, (ours, stock) in zip(rows, steps, strict=True) if stock <= ours]
+    lacking = [row for row in tuned if row[4] == "-"]
+    assert (len(rows), len(tuned), len(lacking)) == (20, 10, 3)
+    (idle,) = {row[3] for row in rows if row[0] == "gpt_oss_20b_pretrain_16gpu"}
+    assert f"{idle.rstrip('%')} % for gpt_oss_20b above" in page(CHOOSING)
 
 
 def test_the_table_of_the_quickstart_is_of_todays_runs(tables):
