@@ -282,15 +282,17 @@ def make_problem(
 def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
     """Return the number of ticks by which the clock of each device is later than the clock of the device before it.
 
-    It is less than the ticks of any pass whose result goes to a later device, divided by the distance of the two
-    devices. So a pass always starts after its needs.
+    It is less than the ticks of any pass whose result goes to a later device, and of the pass that needs this result,
+    divided by the distance of the two devices. So a pass always starts after its needs, and also with time reversed,
+    where the needing pass comes first.
     """
     shortest = []
     for source in range(placement.num_stages):
         for kind, destination in ((FORWARD, placement.next_stage(source)), (INPUT, placement.previous_stage(source))):
             if destination is not None and (hop := placement.devices[destination] - placement.devices[source]) > 0:
-                first = (3 * source + kind) * slices
-                shortest.append((min(ticks[first : first + slices]) - 1) // hop)
+                firsts = ((3 * stage + kind) * slices for stage in (source, destination))
+                least = min(min(ticks[first : first + slices]) for first in firsts)
+                shortest.append((least - 1) // hop)
     return max(0, min(shortest, default=0))
 
 

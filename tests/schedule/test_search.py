@@ -28,9 +28,11 @@ from megatron_pipemem.schedule.options import AUTO, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_families, synchronous_schedules
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import SearchResult, search_schedule
 from megatron_pipemem.search.exact import solve
+from megatron_pipemem.search.improve import justify
 from megatron_pipemem.search.portfolio import first_start, list_schedules
 from megatron_pipemem.search.problem import make_problem, to_schedule
 from megatron_pipemem.search.result import ResultCache
@@ -282,6 +284,41 @@ def test_the_first_start_keeps_every_cap(data: st.DataObject) -> None:
     serial = m * sum(sum(costs.seconds(placement)[kind]) for kind in (Kind.F, Kind.I, Kind.W))
     messages = 2 * m * costs.p2p * (placement.num_stages - 1)
     assert result.makespan <= (serial + messages) * (1 + 1e-6)
+
+
+@examples(200)
+@given(data=st.data())
+def test_stages_of_any_length_are_justified_in_every_mode(data: st.DataObject) -> None:
+    """For a period the clocks of devices start at different moments, and justification reverses time."""
+    p, m, n = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 1, 2, 3]))
+    any_devices = st.permutations((*range(p), *range(p))).map(lambda found: Placement.from_devices(tuple(found)))
+    placement = data.draw(st.one_of(st.sampled_from([Placement.linear(p), Placement.v_shape(p)]), any_devices))
+    short = data.draw(st.integers(0, placement.num_stages - 1))
+
+    def prices() -> tuple[float, ...]:
+        usual, least = (data.draw(st.sampled_from(values)) for values in ([0.8, 1, 1.5], [0, 1e-9, 0.01, 0.3, 1]))
+        return tuple(least if stage == short else usual for stage in range(placement.num_stages))
+
+    costs = Costs(prices(), prices(), prices(), p2p=data.draw(st.sampled_from([0.0, 0.1])))
+    caps = None
+    if data.draw(st.booleans()):
+        caps = [least * data.draw(st.floats(1, 3)) for least in least_held(placement, m, costs, n)]
+    unit = costs.memory_unit(placement, n)
+    problem = make_problem(
+        placement, m, costs, caps and [cap / unit for cap in caps], staggered=data.draw(st.booleans()), slices=n
+    )
+    for name, table in list_schedules(problem):
+        justified = justify(problem, justify(problem, table))
+        assert justified.makespan <= table.makespan, name
+        validate(to_schedule(AUTO, placement, problem, justified.orders), costs, caps)
+
+
+def test_the_period_of_a_short_stage_after_longer_ones() -> None:
+    forward, backward = (1, 1, 1, 1, 0.3, 1, 1, 1), (1, 1.5, 1, 1.5, 0.01, 1, 1.5, 1.5)
+    costs = Costs(forward, backward, (0.8, 0.8, 0.8, 0.8, 0.8, 1.6, 0.8, 0.8))
+    result = search(4, 8, costs, None, placements=[Placement.v_shape(4)], period=True)
+    validate(result.schedule, costs)
+    assert result.makespan == stream(result.schedule, costs).period
 
 
 def test_a_search_that_ran_out_of_time_is_not_kept(tmp_path) -> None:
