@@ -9,6 +9,7 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.request import FILE_SUFFIX, PROFILE, Request, algorithm_of, prices_of
 from megatron_pipemem.schedule.costs_file import read_microbatch_costs
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import AUTO, LAYERWISE, TOKENS, check_effort, searched_placements, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import check_options, family, register_module
@@ -164,7 +165,7 @@ def check(request: Request) -> Request:
         raise UnsupportedError(
             "unit-mismatch",
             f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
-            f"or --pipemem-offload; {name!r} has a fixed order, so give the cap in activation units (1.0 is the peak "
+            f"or --pipemem-offload; {shortened(name)} has a fixed order, so give the cap in activation units (1.0 is the peak "
             "of 1F1B's first rank)",
         )
     if name.endswith(FILE_SUFFIX):
@@ -183,7 +184,7 @@ def check(request: Request) -> Request:
     if request.is_asynchronous and UPDATE_EVERY in options:
         raise UnsupportedError(
             "has-own-flag",
-            f"{UPDATE_EVERY} of schedule {name!r} is the number of microbatches of a step in a run; drop the option "
+            f"{UPDATE_EVERY} of schedule {shortened(name)} is the number of microbatches of a step in a run; drop the option "
             "and choose --global-batch-size",
         )
     if request.file is None and not (request.searches or request.is_stock):
@@ -207,13 +208,14 @@ def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) 
     unknown = sorted(set(options) - set(of_search))
     if unknown:
         raise UnsupportedError(
-            "unknown-option", f"schedule {name!r} has no option {unknown[0]!r}; its options: {', '.join(of_search)}"
+            "unknown-option",
+            f"schedule {shortened(name)} has no option {shortened(unknown[0])}; its options: {', '.join(of_search)}",
         )
     searched_placements(1, options.get("placement"), options.get("chunks"))
     check_effort(options.get("seconds", 0), options.get("effort", 0), options.get("seed", 0))
     slice_counts(options.get("slices", 1))
     if not isinstance(period := options.get("period", False), bool):
-        raise UnsupportedError("bad-choice", f"period of a search must be true or false, not {period!r}")
+        raise UnsupportedError("bad-choice", f"period of a search must be true or false, not {shortened(period)}")
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
@@ -235,7 +237,7 @@ def _check_slice_cut(request: Request) -> None:
         raise UnsupportedError(
             "no-slices",
             f"--pipemem-slice-cut {request.slice_cut} says how sequences are cut into slices, and schedule "
-            f"{request.schedule!r} does not cut them; use a schedule with the option slices and add --pipemem-option "
+            f"{shortened(request.schedule)} does not cut them; use a schedule with the option slices and add --pipemem-option "
             "slices=4, or leave --pipemem-slice-cut out",
         )
 
@@ -263,6 +265,6 @@ def check_delays(name: str) -> None:
     if not updates_per_batch(name):
         raise UnsupportedError(
             "conflicting-features",
-            f"schedule {name!r} updates weights after every microbatch, and not once per step, so ranks cannot delay "
+            f"schedule {shortened(name)} updates weights after every microbatch, and not once per step, so ranks cannot delay "
             "an update; drop --pipemem-overlap-steps, or use pipedream-2bw",
         )

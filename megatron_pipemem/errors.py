@@ -5,6 +5,9 @@ Each message says what is wrong, where, and what to change.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 CODES = {
@@ -157,18 +160,37 @@ CODES = {
 """All codes of errors, each with its meaning and remedy. The documents' list of codes is generated from this table."""
 
 
+_MOST_REPEATED = 200
+"""The most characters of a word of a user, such as a path, that a message repeats."""
+_LONG_WORD = re.compile(rf"\S{{{_MOST_REPEATED + 1},}}")
+
+
+def printable(text: str) -> str:
+    """Return a text with escape sequences in place of characters that a terminal would obey, except ends of lines."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def repeated(text: str) -> str:
+    """Return a user's text for a message: without its middle if it has more than 200 characters."""
+    half = _MOST_REPEATED // 2 - 2
+    return text if len(text) <= _MOST_REPEATED else f"{text[:half]}...{text[-half:]}"
+
+
 class PipememError(Exception):
     """Base class of all errors raised on purpose by this package.
 
     Args:
         code: the kind of mistake, one of ``CODES``. It stays the same when the message is reworded.
-        message: what is wrong and what to change. Subclasses put the place before it.
+        message: what is wrong and what to change. Subclasses put the place before it. Control characters are escaped,
+            and words of more than 200 characters are cut.
     """
 
     def __init__(self, code: str, message: str | None = None):
         # Megatron raises an error of a layer's builder again, as the same class with only its message.
         self.code, message = ("", code) if message is None else (code, message)
-        super().__init__(message)
+        super().__init__(_LONG_WORD.sub(lambda word: repeated(word[0]), printable(message)))
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0])
@@ -269,3 +291,32 @@ class ConfigError(PipememError, ValueError):
         self.file = None if file is None else str(file)
         place = ", ".join(part for part in (self.file, None if key is None else f"key {key}") if part)
         super().__init__(code, f"{place}: {message}" if place else message)
+
+
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""The errors that Python raises for values that a program cannot read."""
+
+
+@contextmanager
+def readable(subject: str, refusal: type[PipememError] = ConfigError) -> Iterator[None]:
+    """Raise ``refusal`` in place of an error that Python raises in this block, which reads what a user gave.
+
+    The message begins with ``subject``, such as ``the file run.yaml``. Errors of this package are left as they are.
+    """
+    try:
+        yield
+    except PipememError:
+        raise
+    except UNREADABLE as error:
+        why = f"{type(error).__name__}: {repeated(str(error))}" if str(error) else type(error).__name__
+        raise refusal("cannot-read", f"{subject} cannot be read ({why}); correct it, or shorten it") from error

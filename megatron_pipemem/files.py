@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_pipemem.errors import ConfigError, OutputError, PipememError, UnsupportedError
+from megatron_pipemem.errors import ConfigError, OutputError, PipememError, UnsupportedError, repeated
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -164,7 +164,8 @@ def check_exists(path: str | Path, kind: str) -> None:
     """Raise a ConfigError if there is no file or folder with this path. The message calls it ``kind``."""
     if not Path(path).exists():
         raise ConfigError(
-            "no-file", f"cannot read {kind} from {path}: there is no such file or folder; correct the path"
+            "no-file",
+            f"cannot read {kind} from {repeated(str(path))}: there is no such file or folder; correct the path",
         )
 
 
@@ -173,25 +174,25 @@ def read_text(path: str | Path, kind: str, refusal: type[PipememError] = ConfigE
 
     Messages call the file ``kind``, for example ``costs`` or ``a schedule``.
     """
+    subject = _subject(kind, path)
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise refusal(
                 "too-large",
-                f"cannot read {kind} from {path}: it is larger than {MOST_BYTES >> 20} MiB; give another file",
+                f"{subject}: it is larger than {MOST_BYTES >> 20} MiB; give another file",
             )
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise refusal(
-            "cannot-read", f"cannot read {kind} from {path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+            "cannot-read",
+            f"{subject}: not UTF-8 text (byte {error.start}); save it as UTF-8",
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or str(error)
         code = "no-file" if isinstance(error, FileNotFoundError) else "cannot-read"
-        raise refusal(
-            code, f"cannot read {kind} from {path}: {why}; give the path of a file that can be read"
-        ) from error
+        raise refusal(code, f"{subject}: {why}; give the path of a file that can be read") from error
 
 
 def read_json(path: str | Path, kind: str, refusal: type[PipememError] = ConfigError) -> Any:
@@ -200,19 +201,22 @@ def read_json(path: str | Path, kind: str, refusal: type[PipememError] = ConfigE
     The message names the line and column of a syntax error. ``Infinity`` and ``NaN`` are refused too. ``kind`` is that
     of ``read_text``.
     """
-    text = read_text(path, kind, refusal)
+    text, subject = read_text(path, kind, refusal), _subject(kind, path)
     try:
         return json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number)
     except json.JSONDecodeError as error:
         why = f"line {error.lineno}, column {error.colno} is not JSON, {error.msg[0].lower()}{error.msg[1:]}"
-        raise refusal("not-json", f"cannot read {kind} from {path}: {why}; correct it there") from error
+        raise refusal("not-json", f"{subject}: {why}; correct it there") from error
     except RecursionError as error:
-        raise refusal(
-            "not-json", f"cannot read {kind} from {path}: it is nested too deeply; remove brackets"
-        ) from error
+        raise refusal("not-json", f"{subject}: it is nested too deeply; remove brackets") from error
     except ValueError as error:  # an integer of thousands of digits, or Infinity or NaN
         why = str(error).partition(";")[0]
-        raise refusal("not-json", f"cannot read {kind} from {path}: {why}; give a finite number") from error
+        raise refusal("not-json", f"{subject}: {why}; give a finite number") from error
+
+
+def _subject(kind: str, path: str | Path) -> str:
+    """Return the beginning of messages about a file that cannot be read."""
+    return f"cannot read {kind} from {repeated(str(path))}"
 
 
 def _no_number(name: str) -> NoReturn:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_bytes, parse_caps
 from megatron_pipemem.schedule.options import (
@@ -106,7 +107,9 @@ def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = 
 def _one_of(choices: Sequence[str]) -> Reader:
     def read(flag: str, value: Any) -> str:
         if str(value) not in choices:
-            raise UnsupportedError("bad-choice", f"{flag} {value!r} is none of {', '.join(choices)}; give one of these")
+            raise UnsupportedError(
+                "bad-choice", f"{flag} {shortened(value)} is none of {', '.join(choices)}; give one of these"
+            )
         return str(value)
 
     return read
@@ -141,7 +144,7 @@ def _early(flag: str, value: Any) -> str:
 
 def _switch(flag: str, value: Any) -> bool:
     if value not in (0, 1, False, True):
-        raise UnsupportedError("bad-choice", f"{flag} {value!r} is neither 0 nor 1; give one of these")
+        raise UnsupportedError("bad-choice", f"{flag} {shortened(value)} is neither 0 nor 1; give one of these")
     return bool(value)
 
 
@@ -151,7 +154,7 @@ def _groups(flag: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
         raise UnsupportedError(
             "bad-syntax",
-            f"{flag} {value!r} is not a list of groups of a node's ranks, with each rank once; write [[0, 1], [2, 3]]",
+            f"{flag} {shortened(value)} is not a list of groups of a node's ranks, with each rank once; write [[0, 1], [2, 3]]",
         )
     return tuple(map(tuple, groups))
 
@@ -162,7 +165,9 @@ def _ratio(flag: str, value: Any) -> float | None:
     except (TypeError, ValueError):
         number = -1.0
     if number is not None and not 0 < number < math.inf:
-        raise UnsupportedError("bad-number", f"{flag} {value!r} is not a positive number; give one such as 0.5")
+        raise UnsupportedError(
+            "bad-number", f"{flag} {shortened(value)} is not a positive number; give one such as 0.5"
+        )
     return number
 
 
@@ -201,7 +206,8 @@ class TransferOptions:
         unknown = sorted(set(given) - set(readers))
         if unknown:
             raise UnsupportedError(
-                "unknown-option", f"activation offload has no option {unknown[0]!r}; its options: {', '.join(readers)}"
+                "unknown-option",
+                f"activation offload has no option {shortened(unknown[0])}; its options: {', '.join(readers)}",
             )
         return cls(**{name: readers[name](f"offload option {name}", value) for name, value in given.items()})
 

@@ -34,6 +34,7 @@ from megatron_pipemem.config.model import Tower
 from megatron_pipemem.config.values import whole_number
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.launch.asking import answers
+from megatron_pipemem.schedule.display import shortened
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _UNSAID = "give the name of a model on Hugging Face with these sizes, as in {}Qwen/Qwen3-8B"
@@ -138,7 +139,7 @@ class _Settings:
                 "unknown-size", f"is missing, and the run's shape follows from it; give {key}=NUMBER", key=key
             )
         if not isinstance(value, int):
-            raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=key)
+            raise ConfigError("bad-number", f"is {shortened(value)}; give a whole number", key=key)
         return value
 
     def fields(self, key: str) -> dict[str, Any]:

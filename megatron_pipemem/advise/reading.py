@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from megatron_pipemem.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.expressions import listed
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Tower
 from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
@@ -22,6 +22,7 @@ from megatron_pipemem.config.values import refuse_if, whole_number
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.request import flags_of
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK, parse_options
 
 _PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
@@ -120,7 +121,7 @@ class _Flags:
             ask_for(str(value), f"--{name}")
         choices = self.known.get(f"--{name}", {}).get("choices")
         if choices and not isinstance(value, list) and str(value) not in choices:
-            raise ConfigError("bad-choice", f"is {value!r}; give {' or '.join(choices)}", key=f"--{name}")
+            raise ConfigError("bad-choice", f"is {shortened(value)}; give {' or '.join(choices)}", key=f"--{name}")
         return value
 
     def real(self, name: str, default: float) -> float:
@@ -128,7 +129,7 @@ class _Flags:
         try:
             return float(value)
         except (TypeError, ValueError) as error:
-            raise ConfigError("bad-number", f"is {value!r}; give a number", key=f"--{name}") from error
+            raise ConfigError("bad-number", f"is {shortened(value)}; give a number", key=f"--{name}") from error
 
     def on(self, name: str) -> bool:
         self.asked.add(name)
@@ -397,12 +398,13 @@ def _attention_every(text: str, layers: int) -> int:
     """Return the model setting ``attention_every`` that ``--linear-attention-freq``, a number or a list, describes."""
     if text.isdecimal():
         return int(text)
-    linear = _listed(text, "--linear-attention-freq")
-    every = next((n for n in range(1, layers + 1) if linear == [int((i + 1) % n > 0) for i in range(layers)]), None)
+    linear = listed(text, "--linear-attention-freq")
+    steps = range(1, layers + 1) if len(linear) == layers else ()
+    every = next((n for n in steps if linear == [int((i + 1) % n > 0) for i in range(layers)]), None)
     if every is None:
         raise ConfigError(
             "unsupported-model",
-            f"is {text}, which is not supported; give attention to every n-th layer",
+            f"is {shortened(text)}, which is not supported; give attention to every n-th layer",
             key="--linear-attention-freq",
         )
     return every
@@ -455,40 +457,18 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
         return {"moe_every": int(text)}
-    has = _listed(text, "--moe-layer-freq")
+    has = listed(text, "--moe-layer-freq")
     dense = has.index(1) if 1 in has else 0
-    every = next(
-        (step for step in range(1, layers + 1) if has[dense:] == [int(n % step == 0) for n in range(layers - dense)]),
-        None,
-    )
-    if every is None or (every > 1 and dense) or len(has) != layers:
+    steps = range(1, layers + 1) if len(has) == layers else ()
+    every = next((step for step in steps if has[dense:] == [int(n % step == 0) for n in range(layers - dense)]), None)
+    if every is None or (every > 1 and dense):
         raise ConfigError(
             "unsupported-model",
-            f"is {text}, which is not supported; give experts to every n-th layer, or to all layers after the dense ones",
+            f"is {shortened(text)}, which is not supported; give experts to every n-th of {layers} layers, or to all layers "
+            "after the dense ones",
             key="--moe-layer-freq",
         )
     return {"moe_every": every, "dense_layers": dense}
-
-
-def _listed(text: str, flag: str) -> list[int]:
-    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``.
-
-    A single value becomes a list. Raise a ConfigError for any other text.
-    """
-
-    def value(node: ast.AST) -> Any:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-            first, second = value(node.left), value(node.right)
-            return first + second if isinstance(node.op, ast.Add) else first * second
-        return ast.literal_eval(node)
-
-    try:
-        found = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise ConfigError(
-            "bad-syntax", f"is {text!r}; write a number, or a list as in [0]*3+[1]*58", key=flag
-        ) from error
-    return found if isinstance(found, list) else [found]
 
 
 def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:

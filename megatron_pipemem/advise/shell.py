@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.display import shortened
 
 UNKNOWN = "\0"
 """Mark before and after the name of a variable without a known value, or a command without a known output."""
@@ -464,7 +465,7 @@ class _Lexer:
 
     def _open_quote(self, place: int) -> ConfigError:
         quote, text = self.text[place], self.text[place : place + 20]
-        return ConfigError("bad-syntax", f"the command has no second {quote} after {text!r}; close the quotes")
+        return ConfigError("bad-syntax", f"the command has no second {quote} after {shortened(text)}; close the quotes")
 
     def _double_quoted(self) -> list[WordPart]:
         parts, start = [WordPart("", True)], self.place

@@ -21,13 +21,14 @@ from megatron_pipemem.cli.options import Json, check_output
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, read_raw, settings_of, write_yaml
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.errors import ConfigError, UpstreamError
+from megatron_pipemem.errors import ConfigError, UpstreamError, readable
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore import INSTALL
 from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.plans import gibibytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown
+from megatron_pipemem.schedule.display import shortened
 
 _CLUSTER = "h100-80g"
 
@@ -88,7 +89,8 @@ def advise_command(
         pipemem advise configs/runs/llama3-70b-64xh100.yaml --profile profile.json
     """
     check_output(write, (".yaml", ".yml"), "a run")
-    reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
+    with readable(f"the run of {source[0]}"):
+        reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
     pace = None if profile is None else pace_of(profile, reading.run)
     advice = _advised(reading, pace)
     if write is not None:
@@ -104,7 +106,8 @@ def advise_words(words: list[str], devices: int | None) -> None:
 
     ``devices`` is ``None`` if the command gives the number.
     """
-    reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
+    with readable("the command"):
+        reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
     advice = _advised(reading)
     print_facts(console(), _lines(reading, advice, measured=False))
 
@@ -158,7 +161,7 @@ def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
     pairs = [text.partition("=") for text in texts]
     for name, equals, _ in pairs:
         if not equals or not name:
-            raise ConfigError("bad-syntax", f"--env {name!r}: write NAME=VALUE")
+            raise ConfigError("bad-syntax", f"--env {shortened(name)}: write NAME=VALUE")
     return {name: value for name, _, value in pairs}
 
 

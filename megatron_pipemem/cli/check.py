@@ -37,6 +37,7 @@ from megatron_pipemem.report.timeline import UNITS
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters, write_header, write_table
 from megatron_pipemem.schedule.dependencies import Wait
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.memory_cap import parse_caps
 from megatron_pipemem.schedule.schedule import Schedule
@@ -153,7 +154,8 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
     if header and letters != "pipemem":
         raise UnsupportedError(
             "not-in-dialect",
-            f"torch's files cannot hold the header of {schedule.name!r} ({header.strip('# ').strip()}); write the file with "
+            f"torch's files cannot hold the header of {shortened(schedule.name)} "
+            f"({header.strip('# ').strip()}); write the file with "
             "--to pipemem",
         )
     rows = schedule.orders

@@ -25,7 +25,7 @@ from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
-from megatron_pipemem.schedule.display import LARGEST
+from megatron_pipemem.schedule.display import LARGEST, shortened
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.options import (
     AUTO,
@@ -111,11 +111,13 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
         forward, backward_input, backward_weight = map(float, text.split(","))
     except ValueError:
         raise CostsError(
-            "bad-syntax", f"--costs {text!r}: give three numbers F,I,W as in 1,1,1, or a JSON file"
+            "bad-syntax", f"--costs {shortened(text)}: give three numbers F,I,W as in 1,1,1, or a JSON file"
         ) from None
     prices = (forward, backward_input, backward_weight)
     if not all(map(_is_price, prices)) or not any(prices):
-        raise CostsError("bad-number", f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
+        raise CostsError(
+            "bad-number", f"--costs {shortened(text)}: give three numbers of at least 0, not all of them 0"
+        )
     return Costs(*prices, p2p=p2p or 0.0)
 
 
@@ -149,7 +151,7 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
     if not 0 <= amount <= LARGEST:
         raise UnsupportedError(
             "bad-number",
-            f"--head-cost {asked.head_cost!r}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers",
+            f"--head-cost {shortened(asked.head_cost)}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers",
         )
     if not asked.head_cost.endswith("layers"):
         return amount
@@ -254,7 +256,9 @@ def load_schedule(
         _check_counts(name, file, devices, microbatches, settings)
         devices, microbatches = file.num_devices, file.num_microbatches
     elif devices is None or microbatches is None:
-        raise UnsupportedError("missing-option", f"the size of {name!r} is missing; give --devices and --microbatches")
+        raise UnsupportedError(
+            "missing-option", f"the size of {shortened(name)} is missing; give --devices and --microbatches"
+        )
     else:
         check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
     request = requested(
@@ -380,7 +384,9 @@ def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
     Without that option or slices, return ``prices``. Raise an UnsupportedError if the schedule comes from a search.
     """
     if asked.slice_cut not in SLICE_CUTS:
-        raise UnsupportedError("bad-choice", f"--slice-cut {asked.slice_cut!r} is not one of {', '.join(SLICE_CUTS)}")
+        raise UnsupportedError(
+            "bad-choice", f"--slice-cut {shortened(asked.slice_cut)} is not one of {', '.join(SLICE_CUTS)}"
+        )
     share, slices = asked.attention_share, loaded.schedule.slices
     if share is None or slices == 1:
         return prices

@@ -41,6 +41,7 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, is_stocks, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.terminal import FittingTable
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
 from megatron_pipemem.schedule.stream import LEAST_GAIN
@@ -138,7 +139,7 @@ def _limits(texts: Sequence[str]) -> Limits:
     for text in texts:
         key, equals, values = text.partition("=")
         if not equals or not values:
-            raise ConfigError("bad-syntax", f"--only {text!r}: write KEY=A,B as in tp=4,8")
+            raise ConfigError("bad-syntax", f"--only {shortened(text)}: write KEY=A,B as in tp=4,8")
         allowed.setdefault(key, []).extend(_whole(value) for value in values.split(","))
     return Limits(allowed)
 

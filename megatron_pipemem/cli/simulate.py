@@ -52,6 +52,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import OFF
@@ -513,7 +514,7 @@ def _parse_caps(text: str) -> list[float]:
     except ValueError:
         caps = []
     if not caps or not all(0 < cap < float("inf") for cap in caps):
-        raise UnsupportedError("bad-number", f"--caps {text!r}: give positive numbers, as in 0.5,0.75,1")
+        raise UnsupportedError("bad-number", f"--caps {shortened(text)}: give positive numbers, as in 0.5,0.75,1")
     return caps
 
 

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 
+from megatron_pipemem.config.expressions import check_size, listed, unrolled
 from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.config.values import whole_number
+from megatron_pipemem.config.values import MOST_LAYERS, whole_number
 from megatron_pipemem.schedule.options import STOCK
 
 FLAG = "pipeline-model-parallel-layout"
@@ -25,6 +26,8 @@ FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num
 FLAGS = (FLAG, *FIRST_OR_LAST)
 ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 """Flags that count embedding and loss as a layer each."""
+LIST_FLAGS = ("moe-layer-freq", "linear-attention-freq", "no-rope-freq", "window-attn-skip-freq")
+"""Flags that take a number or a list with one entry per layer."""
 SEGMENTS, FURTHER = "|", "/"
 
 
@@ -204,8 +207,22 @@ def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
 
 
 def read(text: str) -> tuple[int, ...]:
-    """Return the number of pieces of each stage of a layout in Megatron's notation."""
-    for repeated in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
-        while re.search(repeated, text):
-            text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
-    return tuple(stage.count("t") + ("m" in stage) for stage in re.sub(r"[(),\s]", "", text).split("|"))
+    """Return the number of pieces of each stage of a layout in Megatron's notation.
+
+    Raise a ConfigError for a layout that is too long.
+    """
+    stages = re.sub(r"[(),\s]", "", unrolled(text, f"--{FLAG}")).split("|")
+    return tuple(stage.count("t") + ("m" in stage) for stage in stages)
+
+
+def check_length(flag: str, value: str) -> None:
+    """Raise a ConfigError if a flag's value is, or Megatron expands it to, a list, layout or pattern that is too long.
+
+    ``flag`` has no leading dashes. Megatron evaluates values of ``LIST_FLAGS`` that have a bracket.
+    """
+    if flag in LIST_FLAGS and "[" in value:
+        listed(value, f"--{flag}")
+    elif flag == FLAG:
+        unrolled(value, f"--{flag}")
+    elif flag in PATTERN_FLAGS:
+        check_size(f"{MOST_LAYERS:,} layers", len(pattern_layers(value)) > MOST_LAYERS, value, f"--{flag}")

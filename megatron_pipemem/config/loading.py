@@ -32,7 +32,7 @@ import yaml
 
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.values import converted
-from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import read_text
 from megatron_pipemem.schedule.display import shortened
 
@@ -91,7 +91,7 @@ class _Loader(yaml.SafeLoader):
             if key.tag != "tag:yaml.org,2002:str":
                 raise _refused("a key is not text; write it in quotes", key)
             if key.value in seen:
-                raise _refused(f"duplicate key {key.value!r}; leave one out", key)
+                raise _refused(f"duplicate key {shortened(key.value)}; leave one out", key)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -139,11 +139,12 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
     They are applied before the files that this file refers to are read.
     """
-    path = locate(str(source), kind)
-    raw = read_raw(path)
-    for text in overrides:
-        override(raw, *parse_override(text))
-    return typed(raw, kind, path)
+    with readable(f"the {kind.__name__.lower()} {source}"):
+        path = locate(str(source), kind)
+        raw = read_raw(path)
+        for text in overrides:
+            override(raw, *parse_override(text))
+        return typed(raw, kind, path)
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
@@ -247,7 +248,7 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
         also = f", or the name {path.stem!r} for the package's own file" if brought else ""
         raise ConfigError("no-file", f"{_absence(path)}{also}", key=key, file=user)
     if folder is None:
-        wanted = f"{name!r} is not a file; give a path that ends in .yaml, or a mapping"
+        wanted = f"{shortened(name)} is not a file; give a path that ends in .yaml, or a mapping"
         raise ConfigError("no-file", wanted, key=key, file=user)
     beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]
     places = [place / folder for place in (*beside, SHIPPED)]
@@ -261,7 +262,7 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
     known = {path.stem for place in places for path in place.glob("*.yaml")}
     looked = ", ".join(dict.fromkeys(str(place) for place in places))
     hint = nearest(name, known)
-    message = f"there is no {name!r} among the {folder}; {hint} (looked in {looked}; a path ends in .yaml)"
+    message = f"there is no {shortened(name)} among the {folder}; {hint} (looked in {looked}; a path ends in .yaml)"
     raise ConfigError("no-file", message, key=key, file=user)
 
 
@@ -318,7 +319,7 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
     if path.resolve() in trail:
         raise ConfigError(
             "based-on-itself",
-            f"{base!r} is based on itself, perhaps through other files; take one base out",
+            f"{shortened(base)} is based on itself, perhaps through other files; take one base out",
             key=key,
             file=file,
         )

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import ceil
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from megatron_pipemem.config.values import Amount, Count, CountOrZero, Limit, Limited, refuse_if
+from megatron_pipemem.config.values import Amount, Count, CountOrZero, Layers, LayersOrZero, Limited, refuse_if
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.display import shortened
 
 LATENT, DELTA, INDEX = (
     {name: name for name in names}
@@ -134,7 +135,7 @@ class Model(Limited):
 
     config_folder: ClassVar[str] = "models"
 
-    layers: Annotated[int, Limit(1, 100_000)]
+    layers: Layers
     hidden: Count
     heads: Count
     vocabulary: Count  # number of tokens in the vocabulary, before padding
@@ -154,7 +155,7 @@ class Model(Limited):
     shared_expert_ffn: CountOrZero = 0  # width of all shared experts together
     expert_latent: CountOrZero = 0  # width of the latent in which experts compute; 0 if they have the model's width
     moe_every: Count = 1  # every n-th layer has experts, beginning with the first
-    dense_layers: CountOrZero = 0  # number of layers without experts at the beginning of the model
+    dense_layers: LayersOrZero = 0  # number of layers without experts at the beginning of the model
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False  # a bias per expert balances the router's choice
     router_groups: CountOrZero = 0  # number of groups of experts; a token visits router_groups_per_token of them
@@ -178,7 +179,7 @@ class Model(Limited):
     dsa_indexer_topk: CountOrZero = 0  # number of tokens that a token attends to; 0 for all
     dsa_indexer_topk_freq: Count = 1  # number of layers that share an index
     dsa_indexer_skip_topk_offset: CountOrZero = 0  # layers at the beginning of the model with an index of their own
-    mtp_layers: CountOrZero = 0  # number of layers for multi-token prediction
+    mtp_layers: LayersOrZero = 0  # number of layers for multi-token prediction
     pattern: str | None = None  # layers of a hybrid model, one symbol each; None for a GPT
     mtp_pattern: str | None = None  # blocks of a hybrid model's layer for multi-token prediction
     mamba_state: Count = 128
@@ -215,7 +216,7 @@ class Model(Limited):
         allowed = " ".join(block for block in Sublayer if not block.islower())
         for key in ("pattern", "mtp_pattern"):
             for symbol in sorted(set(getattr(self, key) or "") - set(allowed.split())):
-                raise ConfigError("bad-syntax", f"has {symbol!r}; write one of {allowed} per layer", key=key)
+                raise ConfigError("bad-syntax", f"has {shortened(symbol)}; write one of {allowed} per layer", key=key)
         if self.pattern is not None:
             count = f"has {len(self.pattern)} symbols for {self.layers} layers; write one each"
             refuse_if(len(self.pattern) != self.layers, "bad-syntax", "pattern", count)
@@ -482,7 +483,9 @@ class Execution(Limited):
         needed = "must be true, because tensor-parallel ranks share experts or sparse attention"
         refuse_if(bool(split), "needs-option", "sequence_parallel", needed)
         recipes = get_args(Fp8)
-        refuse_if(self.fp8 not in recipes, "bad-choice", "fp8", f"is {self.fp8!r}; give one of {', '.join(recipes)}")
+        refuse_if(
+            self.fp8 not in recipes, "bad-choice", "fp8", f"is {shortened(self.fp8)}; give one of {', '.join(recipes)}"
+        )
         plain = self.precision == "fp32" or self.implementation == "local"
         layers = "needs implementation transformer_engine and a precision of 16 bits; set both, or leave fp8 out"
         refuse_if(self.fp8 != "none" and plain, "needs-option", "fp8", layers)

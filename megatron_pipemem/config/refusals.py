@@ -13,6 +13,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.stream import check_batch, updates_per_batch
 
 _FLAGS = {
@@ -381,7 +382,8 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
             value = value_of(attribute)
             if each.only.get(attribute, _REFUSED.get(attribute, bool))(value):
                 raise UnsupportedError(
-                    "unsupported-setting", f"{attribute} = {value!r} is not supported{each.feature}: {sentence}"
+                    "unsupported-setting",
+                    f"{attribute} = {shortened(value)} is not supported{each.feature}: {sentence}",
                 )
 
 
@@ -509,7 +511,9 @@ def _number(attribute: str, given: object) -> float:
     try:
         number = float(str(given))
     except ValueError as error:
-        raise UnsupportedError("bad-number", f"--{_flag(attribute)} {given!r} is not a number; give one") from error
+        raise UnsupportedError(
+            "bad-number", f"--{_flag(attribute)} {shortened(given)} is not a number; give one"
+        ) from error
     return int(number) if number.is_integer() else number
 
 

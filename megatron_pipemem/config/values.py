@@ -17,6 +17,8 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import LARGEST, shortened
 
 MOST_DEVICES = 10**6
+MOST_LAYERS = 1_000
+"""The most layers of a model. Cuts into stages are compared in tables with a row and a column for each layer."""
 
 
 class Limit(NamedTuple):
@@ -40,6 +42,8 @@ class Limit(NamedTuple):
 
 Count = Annotated[int, Limit(1, 10**9)]
 CountOrZero = Annotated[int, Limit(0, 10**9)]
+Layers = Annotated[int, Limit(1, MOST_LAYERS)]
+LayersOrZero = Annotated[int, Limit(0, MOST_LAYERS)]
 Devices = Annotated[int, Limit(1, MOST_DEVICES)]
 Amount = Annotated[float, Limit(0, 1e12, above=True)]
 AmountOrZero = Annotated[float, Limit(0, 1e12)]
@@ -82,7 +86,7 @@ def whole_number(value: Any, name: str) -> int | None:
         number is None is not value or value is True or (isinstance(value, float) and number != value),
         "bad-number",
         f"--{name}",
-        f"{'has no value' if value is True else f'is {value!r}'}; give a whole number",
+        f"{'has no value' if value is True else f'is {shortened(value)}'}; give a whole number",
     )
     return number
 
@@ -126,7 +130,7 @@ def converted(value: Any, hint: Any) -> Any:
         return origin(converted(each, arguments[0]) for each in value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            _named("one of its keys", key, arguments[0]): _named(f"its key {key!r}", each, arguments[1])
+            _named("one of its keys", key, arguments[0]): _named(f"its key {shortened(key)}", each, arguments[1])
             for key, each in value.items()
         }
     if _is_enumeration(hint) and value in set(hint):

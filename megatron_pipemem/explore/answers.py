@@ -19,7 +19,7 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, UnsupportedError, with_code
 from megatron_pipemem.report.page import page_data
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.display import rare_collection
+from megatron_pipemem.schedule.display import rare_collection, shortened
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import family
@@ -142,7 +142,7 @@ def _number(text: str, control: Control) -> float | None:
     whole, is_cap = control.key in _WHOLE, control.default is None
     if not (control.least if whole else 0) <= number < 1e6 or (whole and number % 1) or (is_cap and not number):
         kind = "a whole number of at least 1" if whole else "a number above 0" if is_cap else "a number of at least 0"
-        raise UnsupportedError("bad-number", f"{control.label}: {text!r} is not {kind}")
+        raise UnsupportedError("bad-number", f"{control.label}: {shortened(text)} is not {kind}")
     return number
 
 

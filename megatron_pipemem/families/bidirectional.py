@@ -16,6 +16,7 @@ from collections import deque
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Pass, in_microbatch_order
 from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
@@ -91,7 +92,7 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
     p, m = num_devices, num_microbatches
     _check_even("chimera", p)
     if not isinstance(doubling, bool):
-        raise UnsupportedError("bad-choice", f"chimera: doubling must be true or false, not {doubling!r}")
+        raise UnsupportedError("bad-choice", f"chimera: doubling must be true or false, not {shortened(doubling)}")
     placement = Placement.bidirectional(p)
     forwards = 2 if doubling else 1
     rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]

@@ -17,6 +17,7 @@ from megatron_pipemem.families.interleaved import gis_h
 from megatron_pipemem.families.v_shape import zbv
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.schedule import Order, Schedule
@@ -69,7 +70,7 @@ def uniform_repeating(
     if placement != "v" or chunks != 2:
         raise UnsupportedError(
             "unsupported-placement",
-            f"placement {placement!r} with {chunks} chunks has no order that repeats uniformly; use interleaved with "
+            f"placement {shortened(placement)} with {chunks} chunks has no order that repeats uniformly; use interleaved with "
             "any number of chunks, or v with 2",
         )
     return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))

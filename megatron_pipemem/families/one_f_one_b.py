@@ -18,6 +18,7 @@ from dataclasses import replace
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Family, Formula
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
@@ -139,7 +140,9 @@ def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = Fal
     uses one version of the whole model.
     """
     if not isinstance(vertical_sync, bool):
-        raise UnsupportedError("bad-choice", f"pipedream: vertical_sync must be true or false, not {vertical_sync!r}")
+        raise UnsupportedError(
+            "bad-choice", f"pipedream: vertical_sync must be true or false, not {shortened(vertical_sync)}"
+        )
     delay = num_devices - 1 if vertical_sync else None
     return _updating("pipedream", num_devices, num_microbatches, WeightUpdates(every=1, kept=num_devices, delay=delay))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import SLOTS, Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import PEAK_OF_SLICES, SLICES, Family, Formula
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
@@ -140,7 +141,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
     if chunks not in (None, 2 * waves):
         raise UnsupportedError(
             "conflicting-options",
-            f"hanayo: {waves} waves need {2 * waves} chunks, not {chunks!r}; leave waves or chunks out",
+            f"hanayo: {waves} waves need {2 * waves} chunks, not {shortened(chunks)}; leave waves or chunks out",
         )
     placement = Placement.wave(p, 2 * waves)
     if m <= p:

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import LAYERWISE
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def register_feature(feature: FeatureSpec) -> None:
         UnsupportedError: another feature has the same name.
     """
     if feature.name in (each.name for each in (*FEATURES, *_REGISTERED)):
-        raise UnsupportedError("exists-already", f"feature {feature.name!r} is registered already; pick another name")
+        raise UnsupportedError(
+            "exists-already", f"feature {shortened(feature.name)} is registered already; pick another name"
+        )
     _REGISTERED.append(feature)
 
 

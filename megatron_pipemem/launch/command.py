@@ -22,6 +22,7 @@ from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.cut_flags import VIRTUAL_STAGES
 from megatron_pipemem.request import Request, flags_of
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK
 
 Flags = dict[str, Any]
@@ -142,7 +143,7 @@ def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
     for name in run.flags:
         refuse_if(name.startswith("-"), "bad-syntax", name, "is written without dashes in front")
         for key, names in flags.items():
-            twice = f"is set by the run's key {key!r} already; change it there"
+            twice = f"is set by the run's key {shortened(key)} already; change it there"
             refuse_if(name in names, "conflicting-options", name, twice)
     return {name: value for names in flags.values() for name, value in names.items()}
 

@@ -19,7 +19,7 @@ from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import read_json, write_whole
 from megatron_pipemem.launch.command import Command, min_nodes, ranks_per_node
 from megatron_pipemem.launch.grid.store import Result, Store
-from megatron_pipemem.schedule.display import tell
+from megatron_pipemem.schedule.display import shortened, tell
 
 GRID_BATCH_FILE = "grid.sbatch"
 _POLL_SECONDS = 2.0
@@ -54,7 +54,7 @@ def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[
     for option in (*options.sbatch, *options.srun):
         if not option.startswith("-"):  # it would become an argument
             raise UnsupportedError(
-                "bad-syntax", f"{option!r} is not an option of sbatch or srun; write it as in --partition=gpu"
+                "bad-syntax", f"{shortened(option)} is not an option of sbatch or srun; write it as in --partition=gpu"
             )
     surroundings = ["ALL", f"PIPEMEM_ROOT={SCRIPTS.parent}"]
     if not any(option.startswith(_CONTAINER) for option in options.srun):  # a container has an interpreter of its own

@@ -20,12 +20,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_pipemem.config import layout
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.files import read_json, write_whole
 from megatron_pipemem.launch.asking import answers
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import is_installed
 from megatron_pipemem.request import Request, flags_of
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.search.result import default_folder
 
 logger = logging.getLogger(__name__)
@@ -61,18 +63,21 @@ def check_flags(flags: Mapping[str, Any]) -> None:
             continue
         if flag["bare"]:
             raise ConfigError(
-                "bad-type", f"is {value!r}, and --{name} takes no value; give true or false", key=f"megatron.{name}"
+                "bad-type",
+                f"is {shortened(value)}, and --{name} takes no value; give true or false",
+                key=f"megatron.{name}",
             )
         for each in map(str, value if isinstance(value, list | tuple) else [value]):
             if (read := readers.get(f"--{name}")) is not None:
                 read(f"--{name}", each)
+            layout.check_length(name, each)
             if flag["choices"] and each not in flag["choices"]:
                 raise ConfigError(
-                    "bad-choice", f"is {each!r}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}"
+                    "bad-choice", f"is {shortened(each)}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}"
                 )
             if not _reads(each, flag["type"]):
                 raise ConfigError(
-                    "bad-type", f"is {each!r}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}"
+                    "bad-type", f"is {shortened(each)}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}"
                 )
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from megatron_pipemem.choose.choice import choose
@@ -25,9 +25,9 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.config.values import whole_number
+from megatron_pipemem.config.values import MOST_LAYERS, Limit, whole_number
 from megatron_pipemem.conflicts import requested
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import UnsupportedError, readable
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import CHECK, CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
 from megatron_pipemem.request import Request, ScheduleOptions, flags_of, prices_of
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence says something else
 _LAYERS = "transformer-impl"
+_PIPELINE_SIZE = "pipeline-model-parallel-size"
 _OVERLAP, _DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
 _PROMPT_SECONDS = 0.5
 _PREFIX = "pipemem"
@@ -114,6 +115,7 @@ def show_log() -> None:
     ours.propagate = False
 
 
+@readable("the command line", UnsupportedError)
 def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     """Split a Megatron command line into the request of the ``--pipemem-*`` flags and the other arguments.
 
@@ -121,6 +123,9 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     PipememError for wrong, missing or contradicting flags, for a plan or schedule file that cannot be read, and for an
     unknown schedule.
     """
+    for flag, occurrences in _by_flag(arguments).items():
+        for value in chain.from_iterable(occurrences):
+            layout.check_length(flag.removeprefix("--"), value)
     plan, arguments = plan_parser().parse_known_args(arguments)
     if plan.pipemem_plan is not None:
         arguments = add_planned_flags(plan.pipemem_plan, arguments)
@@ -201,6 +206,7 @@ def _text(values: Sequence[Sequence[str]]) -> str:
 _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 
+@readable("the command line", UnsupportedError)
 def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     """Return the command line with the flag for the schedule's model chunks per rank, unless its flags cut the model.
 
@@ -214,8 +220,9 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     flags = _values(arguments)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
-    p, layers = (whole_number(flags.get(name), name) for name in ("pipeline-model-parallel-size", "num-layers"))
+    p, layers = (whole_number(flags.get(name), name) for name in (_PIPELINE_SIZE, "num-layers"))
     p = p or 1
+    Limit(1, MOST_LAYERS).check(p, f"--{_PIPELINE_SIZE}")
     if p == 1:
         raise UnsupportedError(
             "no-pipeline",

@@ -34,7 +34,7 @@ from megatron_pipemem.planner.step import PlannedStep, loads_of, pieces_of, pric
 from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.request import Request, prices_of
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.display import tell
+from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
@@ -325,7 +325,8 @@ def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
     if counts is None:
         raise ConfigError(
             "bad-layout",
-            f"{asked!r} is not a layout of {run.model.pieces} pieces (layers, and multi-token prediction as one) on {stages} "
+            f"{shortened(asked)} is not a layout of {run.model.pieces} pieces (layers, and multi-token "
+            f"prediction as one) on {stages} "
             "stages; write one stage per pipeline rank and chunk, with | between them",
             key=key,
         )

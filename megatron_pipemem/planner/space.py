@@ -19,6 +19,7 @@ from megatron_pipemem.planner.replay import family_options
 from megatron_pipemem.planner.slices import proposed_slices, why_not_sliced, with_slices
 from megatron_pipemem.planner.step import DISTRIBUTED
 from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN, variants
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, STOCK, TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
@@ -79,7 +80,7 @@ class Limits:
                     hint = nearest(str(value), possible)
                 else:
                     hint = f"possible on {run.cluster.num_devices} devices are {', '.join(map(str, possible))}"
-                raise ConfigError("bad-choice", f"cannot be {value!r}; {hint}", key=key)
+                raise ConfigError("bad-choice", f"cannot be {shortened(value)}; {hint}", key=key)
 
     def admits(self, **values: object) -> bool:
         return all(value in self.allowed[key] for key, value in values.items() if key in self.allowed)

@@ -28,6 +28,7 @@ from megatron_pipemem.planner.step import PlannedStep, ends_seconds, price
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
@@ -61,7 +62,9 @@ _VARIANTS: dict[str, Variant] = {}
 def register_variant(variant: Variant) -> Variant:
     """Add a variant to those that the planner tries, and return it; raise an UnsupportedError if its name is taken."""
     if variant.name in _VARIANTS or variant.name == PLAIN:
-        raise UnsupportedError("exists-already", f"variant {variant.name!r} is registered already; pick another name")
+        raise UnsupportedError(
+            "exists-already", f"variant {shortened(variant.name)} is registered already; pick another name"
+        )
     _VARIANTS[variant.name] = variant
     return variant
 

@@ -156,7 +156,7 @@ class Kind(str, metaclass=_Kinds):
         try:
             return _KINDS[name]
         except (KeyError, TypeError):
-            raise ValueError(f"{name!r} is not a kind of action") from None
+            raise ValueError(f"{shortened(name)} is not a kind of action") from None
 
     def __repr__(self) -> str:
         return f"Kind.{self.value}"
@@ -185,7 +185,7 @@ def register_kind(spec: KindSpec) -> Kind:
         return known
     if known is not None or not _NAME.fullmatch(spec.name):
         fault = "is taken by another kind" if known else "is not a name for a kind: use capital letters and underscores"
-        raise UnsupportedError("kind-name", f"{spec.name!r} {fault}; pick another name")
+        raise UnsupportedError("kind-name", f"{shortened(spec.name)} {fault}; pick another name")
     kind = str.__new__(Kind, spec.name)
     kind.spec, kind.value = spec, spec.name
     _KINDS[spec.name] = kind

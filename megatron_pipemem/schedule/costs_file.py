@@ -258,7 +258,8 @@ def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
     if not (module and name):
         raise UnsupportedError(
             "bad-choice",
-            f"--pipemem-microbatch-costs {asked!r} is neither tokens, FLOPs, a .json file nor module:function; give one of "
+            f"--pipemem-microbatch-costs {shortened(asked)} is neither tokens, FLOPs, a .json file nor "
+            "module:function; give one of "
             "these",
         )
     return FunctionName(module, name)

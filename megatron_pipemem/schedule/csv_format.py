@@ -278,7 +278,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
     Raise a ScheduleFormatError for a wrong header, or for a cell that is not an action. Orders are not checked.
     """
     if dialect not in DIALECTS:
-        raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
+        raise ScheduleFormatError("unknown-dialect", f"unknown dialect {shortened(dialect)}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)
     lines = [
         [(number, column, cell) for column, cell in enumerate(_cells(line), start=1) if cell]

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.display import brief
+from megatron_pipemem.schedule.display import brief, shortened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
@@ -167,12 +167,12 @@ class Family:
                 built = self.build(devices, microbatches)
                 if isinstance(built, Schedule):
                     return built
-                refusal = TypeError(f"it returns {built!r}, not a Schedule")
+                refusal = TypeError(f"it returns {shortened(built)}, not a Schedule")
             except Exception as error:  # users write build functions, which may raise anything
                 refusal = refusal or error
         raise UnsupportedError(
             "family-build-failed",
-            f"schedule {self.name!r} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in sizes)}: "
+            f"schedule {shortened(self.name)} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in sizes)}: "
             f"{type(refusal).__name__}: {refusal}; correct its build function or min_devices",
         ) from refusal
 
@@ -190,7 +190,7 @@ class Family:
         if num_devices < self.min_devices:
             raise UnsupportedError(
                 "needs-devices",
-                f"schedule {self.name!r} needs at least {self.min_devices} devices, not {num_devices}; "
+                f"schedule {shortened(self.name)} needs at least {self.min_devices} devices, not {num_devices}; "
                 "use more pipeline ranks or another schedule",
             )
         options = dict(options)
@@ -200,14 +200,15 @@ class Family:
                 own = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
                 raise UnsupportedError(
                     "needs-chunks",
-                    f"schedule {self.name!r} has {own} per device, not {chunks}; leave chunks out, "
+                    f"schedule {shortened(self.name)} has {own} per device, not {chunks}; leave chunks out, "
                     "or use 'interleaved', which takes any number",
                 )
         unknown = sorted(set(options) - set(self.options))
         if unknown:
             allowed = ", ".join(sorted(self.options)) or "none"
             raise UnsupportedError(
-                "unknown-option", f"schedule {self.name!r} has no option {unknown[0]!r}; its options: {allowed}"
+                "unknown-option",
+                f"schedule {shortened(self.name)} has no option {shortened(unknown[0])}; its options: {allowed}",
             )
         return self.build(num_devices, num_microbatches, **options)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.display import LARGEST
+from megatron_pipemem.schedule.display import LARGEST, shortened
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DECIMAL = re.compile(r"([0-9.]+)\s*([KMGT])B?", re.IGNORECASE)
@@ -52,7 +52,7 @@ def per_device(limit: float | Sequence[float], num_devices: int, subject: str = 
             "wrong-count", f"{len(limits)} {subject} for {num_devices} devices; give one number, or one per device"
         )
     if not all(0 <= each < math.inf for each in limits):
-        raise UnsupportedError("bad-number", f"{subject} must be numbers of at least 0, not {limit!r}")
+        raise UnsupportedError("bad-number", f"{subject} must be numbers of at least 0, not {shortened(limit)}")
     return limits
 
 
@@ -66,7 +66,8 @@ def parse_caps(value: float | str) -> MemoryCap:
         return caps[0]
     if len({cap.in_bytes for cap in caps}) > 1:
         raise UnsupportedError(
-            "unit-mismatch", f"memory caps {value!r}: give all of them in activation units or all of them in bytes"
+            "unit-mismatch",
+            f"memory caps {shortened(value)}: give all of them in activation units or all of them in bytes",
         )
     return MemoryCap(tuple(amount for cap in caps for amount in cap.amounts), caps[0].in_bytes)
 
@@ -86,7 +87,8 @@ def parse_cap(value: float | str) -> MemoryCap:
     if not 0 < amount <= LARGEST:
         raise UnsupportedError(
             "bad-number",
-            f"memory cap {text!r} is neither a positive number of activation units (1.0 is the peak of 1F1B's first rank) nor "
+            f"memory cap {shortened(text)} is neither a positive number of activation units (1.0 is the peak "
+            "of 1F1B's first rank) nor "
             f"a number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B{_binary(text)}",
         )
     return MemoryCap(amount, False)
@@ -97,7 +99,7 @@ def parse_bytes(flag: str, value: str) -> float:
     number = _bytes(value.strip())
     if number is None:
         raise UnsupportedError(
-            "bad-number", f"{flag} {value!r}: give a number of bytes, as in 60GiB or 800MiB{_binary(value)}"
+            "bad-number", f"{flag} {shortened(value)}: give a number of bytes, as in 60GiB or 800MiB{_binary(value)}"
         )
     return number
 

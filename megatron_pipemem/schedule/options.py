@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Final, Literal, get_args
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement
 
 STOCK: Final = "stock"
@@ -61,9 +62,9 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not key or not value:
-            raise UnsupportedError("bad-syntax", f"{flag} {pair!r}: write KEY=VALUE, as in {flag} chunks=4")
+            raise UnsupportedError("bad-syntax", f"{flag} {shortened(pair)}: write KEY=VALUE, as in {flag} chunks=4")
         if key in options:
-            raise UnsupportedError("given-twice", f"{flag} {pair!r}: {key} is given twice; leave one out")
+            raise UnsupportedError("given-twice", f"{flag} {shortened(pair)}: {key} is given twice; leave one out")
         options[key] = _value(value)
     return options
 
@@ -85,7 +86,7 @@ def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[Earl
     if unknown := [each for each in named if each not in EARLY_WEIGHTS]:
         raise UnsupportedError(
             "bad-choice",
-            f"early_weights {unknown[0]!r} is not one of {', '.join(EARLY_WEIGHTS)}; give some of these with commas "
+            f"early_weights {shortened(unknown[0])} is not one of {', '.join(EARLY_WEIGHTS)}; give some of these with commas "
             "between, or auto or none",
         )
     return frozenset(each for each in EARLY_WEIGHTS if each in named)
@@ -103,7 +104,9 @@ def _value(text: str) -> object:
 def check_whole(subject: str, value: object, least: int = 1) -> None:
     """Raise an UnsupportedError if a value is not a whole number >= ``least``. ``subject`` begins the message."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UnsupportedError("bad-number", f"{subject} must be a whole number of at least {least}, not {value!r}")
+        raise UnsupportedError(
+            "bad-number", f"{subject} must be a whole number of at least {least}, not {shortened(value)}"
+        )
 
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
@@ -111,10 +114,10 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
     for name, value in (("seconds", seconds), ("effort", effort)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise UnsupportedError(
-                "bad-number", f"{name} of a search must be a finite number of at least 0, not {value!r}"
+                "bad-number", f"{name} of a search must be a finite number of at least 0, not {shortened(value)}"
             )
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UnsupportedError("bad-number", f"seed of a search must be a whole number, not {seed!r}")
+        raise UnsupportedError("bad-number", f"seed of a search must be a whole number, not {shortened(seed)}")
 
 
 def slice_counts(given: object) -> tuple[int, ...]:
@@ -143,7 +146,8 @@ def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) 
     """
     if kind not in (None, "v", "interleaved", "linear"):
         raise UnsupportedError(
-            "bad-choice", f"placement {kind!r} of a search is not one of v, interleaved, linear; give one of these"
+            "bad-choice",
+            f"placement {shortened(kind)} of a search is not one of v, interleaved, linear; give one of these",
         )
     if chunks is None:
         chunks = 1 if kind == "linear" else 2

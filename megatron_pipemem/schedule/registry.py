@@ -21,8 +21,9 @@ from typing import Any
 from zlib import crc32
 
 from megatron_pipemem import families as built_in
-from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
+from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError, repeated
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import AUTO, STOCK, check_whole
@@ -47,7 +48,8 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
     there = _table().get(family.name)
     if there is not None and there is not family and not replace:
         raise UnsupportedError(
-            "exists-already", f"schedule {family.name!r} is registered already; pick another name or pass replace=True"
+            "exists-already",
+            f"schedule {shortened(family.name)} is registered already; pick another name or pass replace=True",
         )
     family.check()
     _FAMILIES[family.name] = family
@@ -76,7 +78,7 @@ def family(name: str) -> Family:
     listed = get_close_matches(name.lower(), known, n=_LISTED, cutoff=0.0)
     raise UnknownScheduleError(
         "unknown-schedule",
-        f"unknown schedule {name!r}; {hint}known: {', '.join(listed)} and {len(known) - len(listed)} more, which "
+        f"unknown schedule {shortened(name)}; {hint}known: {', '.join(listed)} and {len(known) - len(listed)} more, which "
         "`pipemem schedules --all` lists",
     )
 
@@ -104,14 +106,14 @@ def register_module(target: str) -> tuple[Family, ...]:
         UnsupportedError: the module does not exist, cannot be imported, or has no family that ``register_schedule`` accepts.
     """
     before = set(_table())
-    module = import_target(f"schedule module {target}", target)
+    module = import_target(f"schedule module {repeated(target)}", target)
     registered = (each for name, each in _table().items() if name not in before)
     named = {each.name: each for each in (*registered, *families_of(module))}
     found = _OF_MODULES[module.__name__] = _OF_MODULES.get(module.__name__) or tuple(named.values())
     if not found:
         raise UnsupportedError(
             "cannot-import",
-            f"schedule module {target} has no schedule family; let it call register_schedule(Family(...))",
+            f"schedule module {repeated(target)} has no schedule family; let it call register_schedule(Family(...))",
         )
     for each in found:
         register_schedule(each)
@@ -165,7 +167,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         if argument in options:
             raise UnsupportedError(
                 "has-own-flag",
-                f"{argument} is a setting of every schedule, and no option of {name!r}; give it by its own flag or "
+                f"{argument} is a setting of every schedule, and no option of {shortened(name)}; give it by its own flag or "
                 "argument",
             )
 
@@ -242,8 +244,9 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     where = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
         "over-cap",
-        f"schedule {chosen.name!r} needs {held[worst]:.4g} activation units{where} with {schedule.num_devices} devices and "
-        f"{schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; {'; '.join(ways_out)}",
+        f"schedule {shortened(chosen.name)} needs {held[worst]:.4g} activation units{where} with {schedule.num_devices} "
+        f"devices and {schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; "
+        f"{'; '.join(ways_out)}",
     )
 
 
@@ -258,12 +261,13 @@ def _offered(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 def _load(entry: EntryPoint) -> Family:
     package = f" of package {entry.dist.name}" if entry.dist is not None else ""
-    where = f"entry point {entry.name!r}{package} in the group {ENTRY_POINT_GROUP}"
+    where = f"entry point {shortened(entry.name)}{package} in the group {ENTRY_POINT_GROUP}"
     loaded = _import(where, entry.load, "repair or uninstall that package")
     if not isinstance(loaded, Family) or loaded.name != entry.name:
         raise UnsupportedError(
             "family-declaration",
-            f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}; repair or uninstall that package",
+            f"{where} must lead to a Family named {shortened(entry.name)}, not to {shortened(loaded)}; repair or uninstall "
+            "that package",
         )
     return loaded
 
@@ -293,7 +297,7 @@ def _import[T](subject: str, load: Callable[[], T], remedy: str) -> T:
         raise UnsupportedError(error.code, f"{subject} cannot be loaded: {error}") from error
     except Exception as error:  # foreign code may raise anything
         raise UnsupportedError(
-            "cannot-import", f"{subject} cannot be loaded: {type(error).__name__}: {error}; {remedy}"
+            "cannot-import", f"{subject} cannot be loaded: {type(error).__name__}: {repeated(str(error))}; {remedy}"
         ) from error
 
 

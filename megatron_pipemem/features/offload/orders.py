@@ -12,7 +12,7 @@ from megatron_pipemem.features.offload.planner import PassTimes, Planner
 from megatron_pipemem.features.offload.transfers import CHANNEL_FULL, NOT_NEEDED, RECOMPUTED, Key
 from megatron_pipemem.schedule.action import COMPUTE, MEMORY, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.display import brief
+from megatron_pipemem.schedule.display import brief, shortened
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import OFF, OFFLOAD
 from megatron_pipemem.schedule.schedule import Schedule
@@ -160,7 +160,7 @@ def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozens
     if isinstance(select, str):
         if select not in OFFLOAD:
             raise UnsupportedError(
-                "bad-choice", f"cannot offload {select!r}; give {', '.join(OFFLOAD)}, or a number of chunks"
+                "bad-choice", f"cannot offload {shortened(select)}; give {', '.join(OFFLOAD)}, or a number of chunks"
             )
         number = {OFF: 0, "half": -1}.get(select)
     elif isinstance(select, int):

@@ -38,7 +38,8 @@ def slice_tokens(
     if slices < 1 or cut not in SLICE_CUTS or not 0 <= attention <= 1:
         raise UnsupportedError(
             "bad-number",
-            f"{wanted} by {cut!r} with an attention share of {attention:g}; give at least 1 slice, {' or '.join(SLICE_CUTS)}, "
+            f"{wanted} by {shortened(cut)} with an attention share of {attention:g}; give at least 1 slice, "
+            f"{' or '.join(SLICE_CUTS)}, "
             "and a share from 0 to 1",
         )
     if rest or units < slices or (cut == TOKENS and units % slices):

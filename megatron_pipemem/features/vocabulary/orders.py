@@ -37,6 +37,7 @@ from megatron_pipemem.schedule.action import (
 )
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Order, Schedule
@@ -280,22 +281,24 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     passes, offload or recompute. Its orders may consist of forwards only.
     """
     if barriers not in BARRIERS:
-        raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
+        raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {shortened(barriers)}")
     if schedule.vocabulary_barriers:
         raise UnsupportedError(
             "conflicting-features",
-            f"schedule {schedule.name!r} already has vocabulary passes; give the schedule without them",
+            f"schedule {shortened(schedule.name)} already has vocabulary passes; give the schedule without them",
         )
     if schedule.updates is not None:
         raise UnsupportedError(
             "conflicting-features",
-            f"schedule {schedule.name!r} changes weights within the step, which vocabulary passes do not allow; take a "
+            f"schedule {shortened(schedule.name)} changes weights within the step, which vocabulary passes do "
+            "not allow; take a "
             "synchronous schedule, or leave the vocabulary whole",
         )
     if schedule.offloads or schedule.recomputed:
         raise UnsupportedError(
             "conflicting-features",
-            f"schedule {schedule.name!r} offloads or recomputes activations, which vocabulary passes do not allow; take a "
+            f"schedule {shortened(schedule.name)} offloads or recomputes activations, which vocabulary passes "
+            "do not allow; take a "
             "schedule that does neither",
         )
     check_placement(schedule.placement)

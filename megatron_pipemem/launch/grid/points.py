@@ -31,6 +31,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.schedule.display import shortened
 
 _MOST_POINTS = 10_000
 
@@ -181,7 +182,9 @@ def _filter(
             if isinstance(run, Run):
                 return _value(run, name)
             reason = reason or run
-        raise ConfigError("bad-filter", f"no point can have {value!r}: {reason}", key=f"{key}.{name}", file=file)
+        raise ConfigError(
+            "bad-filter", f"no point can have {shortened(value)}: {reason}", key=f"{key}.{name}", file=file
+        )
 
     def read(pattern: Mapping[str, Any], key: str) -> dict[str, list[Any]]:
         wanted = flat(pattern)

@@ -26,6 +26,7 @@ from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_writable, read_json, write_whole
 from megatron_pipemem.launch.grid.points import GridPoint, Settings, label
 from megatron_pipemem.report.run import opened_report
+from megatron_pipemem.schedule.display import shortened
 
 Status = Literal["done", "failed", "infeasible"]
 
@@ -328,4 +329,4 @@ def try_lock(file: IO[str]) -> bool:
 
 
 def _shown(changes: Settings, key: str) -> str:
-    return f"is {changes[key]!r}" if key in changes else "is the run's own"
+    return f"is {shortened(changes[key])}" if key in changes else "is the run's own"
