@@ -319,4 +319,6 @@ def readable(subject: str, refusal: type[PipememError] = ConfigError) -> Iterato
         raise
     except UNREADABLE as error:
         why = f"{type(error).__name__}: {repeated(str(error))}" if str(error) else type(error).__name__
-        raise refusal("cannot-read", f"{subject} cannot be read ({why}); correct it, or shorten it") from error
+        raise refusal(
+            "cannot-read", f"{repeated(subject)} cannot be read ({why}); correct it, or shorten it"
+        ) from error

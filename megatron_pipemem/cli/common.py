@@ -12,9 +12,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from megatron_pipemem.console import Console
 from megatron_pipemem.errors import CostsError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _NAMES = 20
 
 def console() -> Console:
     """Return the console for a command's result. If the output is a file or a pipe, it is 130 columns wide."""
-    out = Console(highlight=False)
+    out = Console()
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = _WIDTH_OF_FILES
     return out
@@ -73,7 +73,7 @@ def report_note(message: str) -> None:
 
 
 def report_lines(lines: Sequence[str], style: str = "") -> None:
-    out = Console(stderr=True, highlight=False)
+    out = Console(stderr=True)
     for line in lines:
         out.print(Text(line, style=style), soft_wrap=True)
 
@@ -114,7 +114,7 @@ def showing(text: str) -> Iterator[Listener]:
 class _Line:
     def __init__(self, text: str) -> None:
         self._text, self._started = text, time.monotonic()
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True)
         self.done = threading.Event()
 
     def tell(self, text: str) -> None:

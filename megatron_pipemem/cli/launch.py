@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from megatron_pipemem.cli.common import (
     INTERRUPTED,
@@ -34,6 +33,7 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.console import Console
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.launch import slurm
@@ -145,11 +145,11 @@ def launch(
         facts = {"nodes": count, "ranks_per_node": ranks_per_node(run, count), "output": run.output}
         print_json({"command": list(started.words), "environment": dict(started.environment), **facts})
     elif print_only:
-        typer.echo(started.text())
+        print_lines(started.text())
     else:
         if not node_rank:  # node 0 writes the report when the training is done
             check_writable(run.report)
-            typer.echo(started.text())
+            print_lines(started.text())
         sys.stdout.flush()
         os.execvpe(started.words[0], started.words, {**os.environ, **started.environment})
 
@@ -171,7 +171,7 @@ def _submit(job: Command, print_only: bool, as_json: bool) -> None:
     if as_json and print_only:
         print_json({"command": list(job.words), "script": str(slurm.batch_file(BATCH_FILE))})
     elif print_only:
-        typer.echo(slurm.printed([job], BATCH_FILE))
+        print_lines(slurm.printed([job], BATCH_FILE))
     else:
         number = slurm.submit(job)
         if as_json:
@@ -356,7 +356,7 @@ def grid(
         else:
             _print_commands(points, store, as_json)
         return
-    progress = Console(stderr=True, highlight=False)
+    progress = Console(stderr=True)
     with store.claimed():
         _write_down(store, grid_file, points, resume, progress)
         typed = [word for word in context.obj if word != "--resume"]
@@ -408,7 +408,7 @@ def grid_result(
     """Collect the result of a grid point whose training has ended. grid.sbatch calls this."""
     store, index = store_of_point(place)
     result = store.finish(index, exit_code)
-    typer.echo(f"{label(result.settings)}: {result.status}{f', {result.reason}' if result.reason else ''}")
+    print_lines(f"{label(result.settings)}: {result.status}{f', {result.reason}' if result.reason else ''}")
 
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
@@ -511,7 +511,7 @@ def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) ->
         print_json(rows)
         return
     for row in rows:
-        typer.echo(row["command"] if row["reason"] is None else f"# {row['command']}  # {row['reason']}")
+        print_lines(row["command"] if row["reason"] is None else f"# {row['command']}  # {row['reason']}")
 
 
 def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
@@ -524,8 +524,8 @@ def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, op
         print_json({"jobs": rows, "left_out": left_out, "script": str(batch_file(slurm.GRID_BATCH_FILE))})
         return
     for name, reason in left_out.items():
-        typer.echo(f"# left out: {name}: {reason}")
-    typer.echo(printed(jobs.values(), slurm.GRID_BATCH_FILE))
+        print_lines(f"# left out: {name}: {reason}")
+    print_lines(printed(jobs.values(), slurm.GRID_BATCH_FILE))
 
 
 def _yaml(value: object) -> str:

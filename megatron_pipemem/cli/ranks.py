@@ -26,8 +26,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from rich.console import Console
-
+from megatron_pipemem.console import Console
 from megatron_pipemem.errors import PipememError, with_code
 from megatron_pipemem.files import write_whole
 
@@ -76,7 +75,7 @@ def first_cause(failures: Mapping[int, Any]) -> str:
 
 
 def _end(words: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(words, style="bold red", markup=False)
+    Console(stderr=True, soft_wrap=True).print(words, style="bold red", markup=False)
     sys.exit(1)
 
 
@@ -159,7 +158,7 @@ def refused_together() -> Iterator[None]:
             _follow_down()
         words = f"error: {with_code(error)}"
         if not _tell_torchrun(_summary(error), words, early=True):  # torchrun prints it last
-            Console(stderr=True, soft_wrap=True, highlight=False).print(words, style="bold red", markup=False)
+            Console(stderr=True, soft_wrap=True).print(words, style="bold red", markup=False)
         _exit(1)
 
 
@@ -356,7 +355,7 @@ def _report(error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error)) if wanted else ""
     words = _last_words(error)
     _tell_torchrun(_summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Console(stderr=True, soft_wrap=True)
     if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         console.print(trace, markup=False, end="")
     console.print("\n".join(words), style="bold red", markup=False)

@@ -27,7 +27,7 @@ from megatron_pipemem.config.refusals import CPU, flag_values, refuse, refuse_ov
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.values import MOST_LAYERS, Limit, whole_number
 from megatron_pipemem.conflicts import requested
-from megatron_pipemem.errors import UnsupportedError, readable
+from megatron_pipemem.errors import UnsupportedError, printable, readable
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import CHECK, CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
 from megatron_pipemem.request import Request, ScheduleOptions, flags_of, prices_of
@@ -95,7 +95,7 @@ class _Lines(logging.Formatter):
         rank = os.environ.get("RANK", "0")
         place = "" if rank == "0" else f"rank {rank}: "
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return f"pipemem: {place}{level}{super().format(record)}"
+        return f"pipemem: {place}{level}{printable(super().format(record))}"
 
 
 def show_log() -> None:

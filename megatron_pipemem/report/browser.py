@@ -8,8 +8,7 @@ from html import escape
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from megatron_pipemem.console import Console
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.report.page import page
 from megatron_pipemem.report.terminal import HEADINGS, TerminalTimeline, cells, placements_table

@@ -84,7 +84,9 @@ def test_lists_are_those_of_python(text: str) -> None:
 def test_layouts_are_those_of_megatron(first: str, second: str, times: int) -> None:
     text = f"Et{first}({second})*{times}|tL"
     stages = PipelineParallelLayerLayout.parse_str_to_list(text)
-    expected = tuple(sum(layer.name == "decoder" for layer in s) + any(layer.name == "mtp" for layer in s) for s in stages)
+    expected = tuple(
+        sum(layer.name == "decoder" for layer in s) + any(layer.name == "mtp" for layer in s) for s in stages
+    )
     assert layout.read(text) == expected
 
 
