@@ -169,30 +169,27 @@ def check_exists(path: str | Path, kind: str) -> None:
         )
 
 
-def read_text(path: str | Path, kind: str, refusal: type[PipememError] = ConfigError) -> str:
-    """Return the text of a file, or raise ``refusal`` if it is missing, unreadable, not UTF-8, or above ``MOST_BYTES``.
+def read_text(
+    path: str | Path, kind: str, refusal: type[PipememError] = ConfigError, most_bytes: int = MOST_BYTES
+) -> str:
+    """Return the text of a file, or raise ``refusal`` if it is missing, unreadable, not UTF-8, or above ``most_bytes``.
 
     Messages call the file ``kind``, for example ``costs`` or ``a schedule``.
     """
     subject = _subject(kind, path)
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise refusal(
-                "too-large",
-                f"{subject}: it is larger than {MOST_BYTES >> 20} MiB; give another file",
-            )
-        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise refusal(
-            "cannot-read",
-            f"{subject}: not UTF-8 text (byte {error.start}); save it as UTF-8",
-        ) from error
+            content = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or str(error)
         code = "no-file" if isinstance(error, FileNotFoundError) else "cannot-read"
         raise refusal(code, f"{subject}: {why}; give the path of a file that can be read") from error
+    if len(content) > most_bytes:
+        raise refusal("too-large", f"{subject}: it is larger than {most_bytes >> 20} MiB; give another file")
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise refusal("cannot-read", f"{subject}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
 def read_json(path: str | Path, kind: str, refusal: type[PipememError] = ConfigError) -> Any:

@@ -125,7 +125,8 @@ def test_what_stands_in_the_way_is_one_sentence(tmp_path, name, asks):
     with pytest.raises(OutputError) as failed:
         asks(tmp_path / name)
     message = str(failed.value)
-    assert message.startswith(f"cannot write {tmp_path / name}: ") and "\n" not in message
+    start = OutputError("cannot-write", f"cannot write {tmp_path / name}:")  # with the path as messages repeat it
+    assert message.startswith(str(start)) and "\n" not in message
     assert WRONG[name].format(tmp=tmp_path) in message
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "old"
 

@@ -39,6 +39,7 @@ from megatron_pipemem.schedule.display import shortened
 MOST_LEVELS = 50
 MOST_VALUES = 100_000
 """Most values of a file. The values of an anchor count once for every reference."""
+_MOST_BYTES = 1 << 23
 
 _FLOAT = "tag:yaml.org,2002:float"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -60,7 +61,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._levels = 0
+        self._levels = self._composed = 0
         self._sizes: dict[yaml.Node, int] = {}  # number of values, of nodes that are complete
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
@@ -70,6 +71,9 @@ class _Loader(yaml.SafeLoader):
             raise _refused(f"the tag {event.tag} is unknown; leave it out", event)
         if self._levels == MOST_LEVELS:
             raise _refused(f"nested more than {MOST_LEVELS} deep", event)
+        self._composed += 1
+        if self._composed > MOST_VALUES:
+            raise _refused(f"more than {MOST_VALUES} values", event)
         self._levels += 1
         node: yaml.Node = super().compose_node(parent, index)
         self._levels -= 1
@@ -153,7 +157,7 @@ def read_raw(path: str | Path) -> dict[str, Any]:
     An empty file gives an empty mapping. Raise a ConfigError if the file cannot be read or has no mapping.
     """
     try:
-        loaded = read_yaml(read_text(path, "YAML"))
+        loaded = read_yaml(read_text(path, "YAML", most_bytes=_MOST_BYTES))
     except YamlError as error:
         raise ConfigError("not-yaml", f"is not YAML: {error}", file=path) from error
     if loaded is None:  # an empty file

@@ -29,6 +29,8 @@ from megatron_pipemem.schedule.action import MESSAGES, MOST_DIGITS, ORDERED, VOC
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement
 
+MOST_CELLS = 1_000_000
+"""The most cells of a table, empty ones included. A cell takes 400 bytes, and a schedule of as many actions a minute."""
 _FROM_ZERO = ("devices", "idle", "update_delay")
 _SEVERAL = ("devices", "idle")
 _FORMER_NAMES = {"pieces": "slices"}
@@ -78,7 +80,7 @@ def read_header(text: str) -> tuple[Header, str]:
     header = Header(**_parse(lines[first].strip(_BLANK + "\r,").removeprefix("#"), first + 1))
     lines[first] = ""
     replicas, devices, idle, *_ = header
-    if devices and (len(devices) % replicas or set(devices) != set(range(max(devices) + 1))):
+    if devices and (len(devices) % replicas or len(set(devices)) <= max(devices)):
         raise ScheduleFormatError(
             "bad-header",
             "devices must name the device of every stage, as in devices=0-1-1-0: all devices from 0 up, and equally many "
@@ -91,6 +93,10 @@ def read_header(text: str) -> tuple[Header, str]:
             "idle must name those of the devices in devices=... that have no line, each once and in rising order, as in "
             "devices=0-1-2 idle=0-2; devices must be given too",
             line=first + 1,
+        )
+    if header.slices > MOST_CELLS:
+        raise ScheduleFormatError(
+            "bad-header", f"slices={header.slices} is more than the {MOST_CELLS:,} cells of a schedule", line=first + 1
         )
     missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]
     if missing and header[-3:] != (None, None, None):
@@ -135,6 +141,10 @@ LETTERS = {
     "torch-new": "torch since 2.6: F, I, W, B (gradient messages SEND_B, RECV_B)",
     "torch-old": "torch before 2.6: F, B as input gradient, W, BW as full backward",
 }
+
+
+_MOST_BYTES_OF_CELL = 32
+_SEPARATORS = ",;\r\n"
 
 
 class Cell(NamedTuple):
@@ -250,7 +260,8 @@ class Table:
         """Return the number of microbatches ``n`` for which most stages have exactly the forwards 0 to ``n - 1``.
 
         A wrong number on a few stages is then reported as out of range, and not as a microbatch that all other stages
-        lack. If no stage has such forwards, ``n`` follows from the highest number of any action.
+        lack. If no stage has such forwards, ``n`` follows from the highest number of any action, and is at most the
+        number of actions.
         """
         forwards: dict[int, set[int]] = {}
         stages = len(self.header.devices) or max((cell.action.stage for _, cell in self.placed), default=0) + 1
@@ -263,20 +274,27 @@ class Table:
         if votes:
             units = max(votes, key=lambda count: (votes[count], count))
         else:
-            units = max((action.microbatch for order in self.orders for action in order), default=-1) + 1
+            numbers = [action.microbatch for order in self.orders for action in order]
+            units = min(max(numbers, default=-1) + 1, len(numbers))
         return -(-units // self.header.slices)
 
 
 def read_schedule_file(path: str | Path) -> str:
     """Return the text of a schedule file, or raise a ScheduleFormatError if it cannot be read."""
-    return read_text(path, "a schedule", ScheduleFormatError)
+    return read_text(path, "a schedule", ScheduleFormatError, MOST_CELLS * _MOST_BYTES_OF_CELL)
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:
     """Return the contents of a schedule file, given its text. ``dialect`` is one of ``DIALECTS``.
 
-    Raise a ScheduleFormatError for a wrong header, or for a cell that is not an action. Orders are not checked.
+    Raise a ScheduleFormatError for a wrong header, for a cell that is not an action, and for more than ``MOST_CELLS``
+    cells. Orders are not checked.
     """
+    if sum(map(text.count, _SEPARATORS)) >= MOST_CELLS:
+        raise ScheduleFormatError(
+            "too-large",
+            f"a schedule has at most {MOST_CELLS:,} cells, and this text has more; give one with fewer microbatches",
+        )
     if dialect not in DIALECTS:
         raise ScheduleFormatError("unknown-dialect", f"unknown dialect {shortened(dialect)}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)

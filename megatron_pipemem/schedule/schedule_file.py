@@ -15,6 +15,7 @@ from megatron_pipemem.schedule.csv_format import Cell, Table, in_letters, read_s
 from megatron_pipemem.schedule.dependencies import Wait
 from megatron_pipemem.schedule.lowering import add_gradient_reductions
 from megatron_pipemem.schedule.schedule import NEVER_FLUSHED, Program, Schedule
+from megatron_pipemem.schedule.size import estimated
 from megatron_pipemem.schedule.validator import check_microbatch_order, validate, validate_program
 
 
@@ -22,12 +23,18 @@ def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> S
     """Read a schedule from a file that ``Schedule.to_csv`` wrote, and prove that it is valid.
 
     ``memory_cap`` is in activation units, one number or one per device. A file that cannot be read raises a
-    ScheduleFormatError. An invalid schedule raises a ScheduleError, and an asynchronous one an UnsupportedError.
+    ScheduleFormatError. An invalid schedule raises a ScheduleError. An asynchronous one, and one that takes too long to
+    prove, raise an UnsupportedError.
     """
     schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
     if schedule.updates is not None:
         raise UnsupportedError(
             "no-steps", f"schedule {path} can be simulated and drawn but not run, because {NEVER_FLUSHED}"
+        )
+    size = estimated(schedule.num_devices, schedule.num_units, schedule.placement.num_chunks, fitted=False)
+    if size.is_large:
+        raise UnsupportedError(
+            "too-large", f"schedule {path} makes {size}; give a file with fewer devices or microbatches"
         )
     validate(schedule, memory_cap=memory_cap)
     return schedule

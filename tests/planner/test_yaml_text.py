@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lanes import examples
+from refusals import refused
 
-from megatron_pipemem.config.loading import MOST_LEVELS, YamlError, read_yaml, write_yaml
+from megatron_pipemem.config import loading
+from megatron_pipemem.config.loading import MOST_LEVELS, YamlError, read_raw, read_yaml, write_yaml
 from megatron_pipemem.config.values import converted
+from megatron_pipemem.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -132,3 +136,14 @@ def test_others_are_refused_with_what_would_fit(hint, value, says):
     with pytest.raises(ValueError) as error:
         converted(value, hint)
     assert says in str(error.value)
+
+
+def test_values_are_counted_while_they_are_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(loading, "MOST_VALUES", 1000)
+    path = tmp_path / "large.yaml"
+    path.write_text("- a\n" * 9000, encoding="utf-8")
+    with refused("not-yaml", "line 1000", kind=ConfigError):
+        read_raw(path)
+    path.write_text("# a\n" * 3_000_000, encoding="utf-8")
+    with refused("too-large", kind=ConfigError):
+        read_raw(path)

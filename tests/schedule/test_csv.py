@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,13 +14,20 @@ from lanes import examples
 from random_schedules import family_schedules, random_schedules
 from refusals import refused
 
-from megatron_pipemem.errors import PipememError, ScheduleFormatError
+from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import ORDERED, WHOLE_STAGE, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.csv_format import LETTERS, read_table, write_header, write_table
+from megatron_pipemem.schedule.csv_format import (
+    LETTERS,
+    MOST_CELLS,
+    read_schedule_file,
+    read_table,
+    write_header,
+    write_table,
+)
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
@@ -379,3 +388,44 @@ def test_what_cannot_be_read_is_refused_in_one_short_line_that_names_the_place(d
         assert (raised.value.line, raised.value.column) == (line, column)
         start = "" if line is None else f"line {line}: " if column is None else f"line {line}, column {column}: "
         assert str(raised.value).startswith(start) and len(str(raised.value)) < 400 and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("cell", ["0F0,", ",", "\n", "(0F0;0B0)OVERLAP_F_B\r", "(" + "0F0;" * 50])
+def test_a_table_of_too_many_cells_is_refused_before_its_cells_are_made(cell: str) -> None:
+    text = cell * MOST_CELLS
+    tracemalloc.start()
+    try:
+        with refused("too-large", f"{MOST_CELLS:,}", kind=ScheduleFormatError):
+            read_table(text)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_of_too_many_bytes_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "large.csv"
+    with path.open("wb") as file:
+        file.truncate(100 << 20)
+    with refused("too-large", kind=ScheduleFormatError):
+        read_schedule_file(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# devices=0-999999999\n0F0,0B0",
+        "# devices=0-1-999999999 idle=1\n0F0",
+        "# slices=999999999\n0F0,0B0",
+        "0F999999999",
+        "0F999999999,0B999999999",
+        "999999999F0",
+    ],
+)
+def test_large_numbers_make_no_large_tables(text: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises((ScheduleFormatError, ScheduleError)):
+            validate(Schedule.from_csv(text))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
