@@ -6,6 +6,7 @@ model is Llama-70B, sequence 4096, on 8 tensor-parallel ranks with sequence para
 
     python benchmarks/weight_inputs.py               # bytes, by the planner's formulas
     python benchmarks/weight_inputs.py --early       # bytes and seconds of mixtures of experts, by modules whose W runs with I
+    python benchmarks/weight_inputs.py --head        # bytes of all models under `zb-h1`, with heads that wait or not
     python benchmarks/weight_inputs.py --emulated    # seconds: the queue of W on a device and a link that sleep
 """
 
@@ -17,18 +18,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.loading import SHIPPED, load
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.activations import gathered_in_weight, layer_bytes
+from megatron_pipemem.planner.activations import gathered_in_weight, head_bytes, layer_bytes
 from megatron_pipemem.planner.counts import matrices
+from megatron_pipemem.planner.early_head import lowers_excess
 from megatron_pipemem.planner.prices import gather
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.report.terminal import FittingTable
@@ -64,6 +66,11 @@ EARLY_SHARES = (
     *(f"time, `{each}`" for each in EARLY[1:]),
 )
 COLUMNS = ("schedule", "p", "units", *EXECUTIONS)
+RANKS = (4, 8, 16)
+HEAD = ("model", "TP", "sequence", *(f"p = {p}" for p in RANKS), "time at p = 8")
+MOST = 1.03
+"""The share of 1F1B's bytes that `zb-h1` should not exceed."""
+ABOVE = ("model", "p", "fullest rank", "rank of the head", "of it F of the head", "other ranks")
 
 
 def shares(schedule: str, devices: int) -> list[float]:
@@ -110,6 +117,74 @@ def early_shares(devices: int = 8) -> list[tuple[str, ...]]:
             took = [simulate(ours, each).makespan for each in costs]
             shown = [*held, *(each / took[0] for each in took[1:])]
             lines.append((name, f"`{schedule}`", *(f"{each:.2f}" for each in shown)))
+    return lines
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bytes of `zb-h1`'s devices over those of 1F1B's fullest, and its makespan."""
+
+    devices: tuple[float, ...]
+    logits: float  # the part that the head keeps after F, for one microbatch
+    seconds: float
+
+    @property
+    def most(self) -> float:
+        return max(self.devices)
+
+
+def head_shares(name: str, devices: int) -> tuple[Held, Held]:
+    """Return the shares of `zb-h1` with a head that waits for W, and as `auto` decides (`planner/early_head.py`)."""
+    model, execution = public(name)
+    ours, first = build("zb-h1", devices), build("1f1b", devices)
+
+    def held(early_weights: str) -> Held:
+        cut = replace(execution, early_weights=early_weights)
+        costs = from_formulas(model, cut, CLUSTER).costs()
+        whole = max(peaks(first, costs))
+        shares = tuple(each / whole for each in peaks(ours, costs))
+        return Held(shares, head_bytes(model, cut).saved / whole, simulate(ours, costs).makespan)
+
+    waiting, early = (held(each) for each in ("auto", "head,experts_fc2" if model.experts else "head"))
+    return waiting, early if lowers_excess(waiting.devices, early.devices, 1.0) else waiting
+
+
+def public(name: str) -> tuple[Model, Execution]:
+    """Return a model of the package, and its execution: TP8, or with experts EP8 and TP4, less if heads do not divide."""
+    model = load(name, Model)
+    tp = 1 if model.hidden <= 2048 else 4 if model.experts else 8
+    while model.heads % tp:
+        tp //= 2
+    return model, replace(EXPERTS if model.experts else SHARDS, tp=tp, sequence_parallel=tp > 1)
+
+
+@cache
+def of_all_models() -> dict[str, dict[int, tuple[Held, Held]]]:
+    names = sorted(path.stem for path in (SHIPPED / Model.config_folder).glob("*.yaml"))
+    return {name: {p: head_shares(name, p) for p in RANKS} for name in names if name != "tiny-gpt"}
+
+
+def head_rows() -> list[tuple[str, ...]]:
+    """Return for every model the peak of `zb-h1` over that of 1F1B, with a head that waits and as `auto` decides."""
+    lines = []
+    for name, found in of_all_models().items():
+        model, execution = public(name)
+        shown = [f"{a.most:.2f}" if a is b else f"{a.most:.2f}, {b.most:.2f}" for a, b in found.values()]
+        waiting, chosen = found[8]
+        times = f"{chosen.seconds / waiting.seconds:.3f}"
+        lines.append((name, str(execution.tp), f"{model.sequence}", *shown, times))
+    return lines
+
+
+def above_rows() -> list[tuple[str, ...]]:
+    """Return, for models that stay above `MOST`, the shares at the number of ranks with the largest excess."""
+    lines = []
+    for name, found in of_all_models().items():
+        p, (_, chosen) = max(found.items(), key=lambda item: item[1][1].most)
+        if chosen.most > MOST:
+            *others, head = chosen.devices
+            shown = (chosen.most, head, chosen.logits, max(others))
+            lines.append((name, str(p), *(f"{each:.2f}" for each in shown)))
     return lines
 
 
@@ -169,6 +244,7 @@ def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulated", action="store_true", help="measure W on a device that sleeps")
+    parser.add_argument("--head", action="store_true", help="compare the head's W with and without an early head")
     parser.add_argument("--early", action="store_true", help="compare modules whose W runs with I")
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--layer-ms", type=float, default=200.0, help="length of the products of a layer")
@@ -180,6 +256,10 @@ def main() -> None:
         written = found = [measure(link, asked.layers, asked.layer_ms / 1e3, asked.repeats) for link in links]
         lines = [[f"{value:.2f}" if isinstance(value, float) else value for value in each.values()] for each in found]
         show(console, tuple(found[0]), lines)
+    elif asked.head:
+        written = shown = head_rows()
+        show(console, HEAD, shown)
+        show(console, ABOVE, above_rows())
     elif asked.early:
         written = shown = early_shares()
         show(console, EARLY_BYTES, early_bytes())

@@ -33,6 +33,7 @@ from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore.symbols import REPLACED
+from megatron_pipemem.planner.early_head import lowers_excess
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.baseline import share_of_1f1b
@@ -125,17 +126,25 @@ def table_of_costs() -> str:
 
 
 @cache
-def _memory(implementation: str) -> Costs:
+def _memory(implementation: str, early_weights: str) -> Costs:
     """Return costs with the bytes of Llama-70B, for layers of Megatron (``local``) or of Transformer Engine."""
     model, cluster = replace(load("llama3-70b", Model), sequence=SEQUENCE), load("h100-80g", Cluster)
     cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": implementation}
+    cut["early_weights"] = early_weights
     return Costs(memory=from_formulas(model, typed(cut, Execution), cluster).costs().memory)
 
 
 def _peaks(run: Timeline) -> list[float]:
-    """Return the peak in activation units, and then its share of 1F1B's bytes for each implementation of layers."""
-    shares = [share_of_1f1b(simulate(run.schedule, _memory(each))) for each in LAYERS.values()]
-    return [run.peak, *(share for share in shares if share is not None)]
+    """Return the peak in activation units, and then its share of 1F1B's bytes for each implementation of layers.
+
+    The head waits for W or is early as ``--pipemem-early-weights auto`` decides.
+    """
+    found = [run.peak]
+    for layers in LAYERS.values():
+        waiting, early = (share_of_1f1b(simulate(run.schedule, _memory(layers, each))) for each in ("none", "head"))
+        if waiting is not None and early is not None:
+            found.append(early if lowers_excess([waiting], [early], 1.0) else waiting)
+    return found
 
 
 def _rows(lines: Sequence[Sequence[str]]) -> str:

@@ -20,15 +20,16 @@ from megatron_pipemem.launch.command import Flags, all_flags
 from megatron_pipemem.launch.feasibility import refusal
 from megatron_pipemem.planner.balance import as_cut, balance
 from megatron_pipemem.planner.counts import early_modules
+from megatron_pipemem.planner.early_head import decided, with_early_head
 from megatron_pipemem.planner.plans import Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.replay import Replay, Timing, family_schedule, measured, priced, shortest
+from megatron_pipemem.planner.replay import OrderPrice, Replay, Timing, family_schedule, measured, priced, shortest
 from megatron_pipemem.planner.slices import proposed_slices, sliced_step, with_slices
 from megatron_pipemem.planner.space import Limits, Order, hides_messages, in_pairs, may_pair, orders, without_overlap
-from megatron_pipemem.planner.step import price
+from megatron_pipemem.planner.step import PlannedStep, price
 from megatron_pipemem.planner.variants import IN_PAIRS, PLAIN
 from megatron_pipemem.planner.variants import paired as with_pairs
-from megatron_pipemem.schedule.options import EARLY_WEIGHTS, STOCK
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 
@@ -268,8 +269,7 @@ def _with_early_head(way: Way) -> Run | None:
     early = early_modules(way.run.model, way.run.execution)
     if way.is_stock or not (family(way.order.name).splits_backward and has_head) or "head" in early:
         return None
-    named = ",".join(each for each in EARLY_WEIGHTS if each in early or each == "head")
-    return replace(way.run, schedule=replace(way.run.schedule, early_weights=named))
+    return with_early_head(way.run)
 
 
 def _way(
@@ -281,26 +281,30 @@ def _way(
     memory: float,
 ) -> Way:
     """Predict a run under the family of ``order``. Pairs keep the step within ``memory``, the bytes of a device."""
-    slices = run.schedule.slices or 1
-    step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
+    slices, cut, chosen = run.schedule.slices or 1, run.parallelism, family(order.name)
+
+    def step_of(run: Run) -> PlannedStep:
+        step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
+        return step.in_pairs() if run.pairs else step
+
+    def of_order(step: PlannedStep) -> OrderPrice:
+        if run.pairs:
+            costs = step.costs if "costs" in chosen.options else None
+
+            def timing(count: int) -> Timing:
+                alone = family_schedule(order.name, cut.pp, count, order.chunks, costs)
+                timeline = with_pairs(alone, step, step.room(memory))
+                return Timing(timeline, timeline.makespan)
+
+            return priced(timing, cut.pp, cut.microbatches)
+        if slices == 1:
+            return measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
+        schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
+        return Replay(schedule).timing(step.costs).price
+
+    run, step, found = decided(run, chosen.splits_backward, step_of, of_order)
     if layers is None:
         run = layout.with_cut(run, step.layers)
-    cut = run.parallelism
-    if run.pairs:
-        step = step.in_pairs()
-        costs = step.costs if "costs" in family(order.name).options else None
-
-        def timing(count: int) -> Timing:
-            alone = family_schedule(order.name, cut.pp, count, order.chunks, costs)
-            timeline = with_pairs(alone, step, step.room(memory))
-            return Timing(timeline, timeline.makespan)
-
-        found = priced(timing, cut.pp, cut.microbatches)
-    elif slices == 1:
-        found = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
-    else:
-        schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
-        found = Replay(schedule).timing(step.costs).price
     variant = IN_PAIRS.name if run.pairs else PLAIN
     return Way(run, order, step, found.seconds, step.held(found.peaks), found.hidden, variant)
 

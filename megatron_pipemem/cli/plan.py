@@ -190,7 +190,7 @@ _COLUMNS = (
 def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
     caption = (
         "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
-        "same cut; binds: the largest loss of time"
+        "same cut; binds: the largest loss of time; early head: I computes its weight gradient"
     )
     table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
     contexts = any(each.run.parallelism.cp > 1 for each in plans)
@@ -201,6 +201,7 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
         name += "" if cut.chunks is None else f" v={cut.chunks}"
         if (choice.slices or 1) > 1:
             name += f" n={choice.slices}" + " by FLOPs" * (choice.slice_cut == FLOPS)
+        name += ", early head" * ("head" in choice.early_weights)
         table.add_row(
             name if each.variant == PLAIN else f"{name} + {each.variant}",
             *map(str, (cut.tp, cut.pp, cut.dp, cut.cp if contexts else "", cut.micro_batch)),

@@ -25,6 +25,7 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.planner.early_head import decided
 from megatron_pipemem.planner.memory import request_of, schedule_of, sliced
 from megatron_pipemem.planner.planning import asynchronous_price
 from megatron_pipemem.planner.prices import MeasuredSlowdown
@@ -38,6 +39,7 @@ from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks
 
 AS_GOOD = 0.005
 """The least gain for which pieces are moved from the best start, as a fraction of a step."""
@@ -264,7 +266,17 @@ class _Scale:
     def _step(self, layers: tuple[int, ...] | None) -> PlannedStep:
         if self._barriers:
             return vocabulary_step(self._barriers, self._cut, self.placement, self._pace, layers)
-        return (price if self._cut is self.run else sliced_step)(self._cut, self.placement, layers, self._pace)
+
+        def step_of(run: Run) -> PlannedStep:
+            return (price if self._cut is self.run else sliced_step)(run, self.placement, layers, self._pace)
+
+        if not self._order.splits_backward:
+            return step_of(self._cut)
+
+        def held(step: PlannedStep) -> OrderPrice:
+            return OrderPrice(0.0, peaks(self._order, step.costs))
+
+        return decided(self._cut, True, step_of, held, self._order.slices)[1]
 
 
 def _shortest(layouts: Sequence[Layout], room: float) -> Layout:

@@ -10,6 +10,7 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.planner.early_head import has_early_head, with_early_head
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced, with_slices
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
@@ -100,6 +101,8 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
 def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     schedule, microbatches = request.file, run.parallelism.microbatches
+    if schedule is not None and not request.barriers and has_early_head(run, schedule, layers):
+        run = with_early_head(run)
     cut = run if schedule is None or schedule.slices == 1 else sliced(run, schedule.slices)
     if request.barriers:
         step = vocabulary_step(request.barriers, cut, placement, layers=layers)

@@ -32,6 +32,7 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.refusals import refuse_asynchronous
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.planner.early_head import decided, with_early_head
 from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.planner.replay import (
@@ -54,7 +55,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.display import doing, rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
@@ -263,19 +264,26 @@ class _Planner:
                 continue
             if run.pairs:
                 if self.limits.admits(variant=IN_PAIRS.name):
-                    self._bound(run, IN_PAIRS.prepare(run, placement, self._pace), found, IN_PAIRS)
+                    self._bound(run, placement, found, IN_PAIRS)
                 continue
             if self.limits.admits(variant=PLAIN):
-                step = (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
-                self._bound(run, step, found, None)
+                self._bound(run, placement, found, None)
             for variant in variants() if varies and placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 is_whole = run.model.tower is not None and variant.cuts_vocabulary
                 if self.limits.admits(variant=variant.name) and not is_whole:
-                    self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
+                    self._bound(run, placement, found, variant)
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected) if varies else ():
             self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))
 
-    def _bound(self, run: Run, step: PlannedStep, found: list[Order], variant: Variant | None) -> None:
+    def _step(self, run: Run, placement: Placement, variant: Variant | None) -> PlannedStep:
+        """Predict the step of a run on a placement with a variant."""
+        if variant is not None:
+            return variant.prepare(run, placement, self._pace)
+        return (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
+
+    def _bound(self, run: Run, placement: Placement, found: list[Order], variant: Variant | None) -> None:
+        """Queue the orders of a placement with a variant, by a lower bound of their seconds."""
+        step = self._step(run, placement, variant)
         room = step.room(self._memory)
         if min(room) <= 0:
             self.rejected[TOO_MUCH_STATIC] += len(found)
@@ -295,7 +303,8 @@ class _Planner:
                 return
         elif step.placement.replicas == 1:
             try:
-                bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices, pairs=pairs))
+                leanest = replace(step.costs, memory=self._leanest(run, step, variant).costs.memory)
+                bound = max(free, lower_bound(step.placement, m, leanest, room, slices=slices, pairs=pairs))
                 if run.schedule.overlap_steps:
                     bound = free
             except PipememError:
@@ -305,9 +314,35 @@ class _Planner:
         self._groups.append(group)
         self._put(group.bound, group)
 
-    def _run_orders(self, group: Group) -> None:
-        for order in group.orders:
+    def _leanest(self, run: Run, step: PlannedStep, variant: Variant | None) -> PlannedStep:
+        """Return the step of a run in which nothing of the head waits for W, if ``auto`` may decide so."""
+        if not _leaves_head_open(run, variant):
+            return step
+        return self._step(with_early_head(run), step.placement, variant)
+
+    def _with_decided_head(self, group: Group, order: Order) -> Group:
+        """Return the group with the head's decision for this order, if ``early_weights`` leaves it to ``auto``."""
+        cut, slices, known = group.run.parallelism, _slices(group.run), family(order.name)
+        if not (known.splits_backward and _leaves_head_open(group.run, group.variant)):
+            return group
+
+        def step_of(run: Run) -> PlannedStep:
+            return group.step if run is group.run else self._step(run, group.step.placement, group.variant)
+
+        def of_order(step: PlannedStep) -> OrderPrice:
+            if slices == 1 and "costs" not in known.options:
+                return self._measured(replace(group, step=step), order)
+            costs = None if slices > 1 else step.costs
+            few = family_schedule(order.name, cut.pp, _short(group.run), order.chunks, costs, slices)
+            return Replay(few).timing(step.costs).price
+
+        run, step, _ = decided(group.run, True, step_of, of_order)
+        return replace(group, run=run, step=step)
+
+    def _run_orders(self, whole: Group) -> None:
+        for order in whole.orders:
             try:
+                group = self._with_decided_head(whole, order)
                 if group.variant is None:
                     self._wait(self._run_order(group, order))
                 else:
@@ -448,6 +483,12 @@ class _Planner:
 
 def _standing(found: int, count: int, waiting: int, bound: float) -> str:
     return f"{found} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
+
+
+def _leaves_head_open(run: Run, variant: Variant | None) -> bool:
+    """Return whether ``auto`` may compute the head's weight gradient in I; not if the head is cut over the ranks."""
+    is_cut = variant is not None and variant.cuts_vocabulary
+    return run.schedule.early_weights == AUTO and run.parallelism.pp > 1 and not is_cut
 
 
 def _short(run: Run) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_pipemem.schedule.action import MESSAGES, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -129,6 +130,7 @@ _MESSAGES = ((Kind.RECV_F, True, 1), (Kind.SEND_F, False, -1), (Kind.RECV_I, Fal
 """Kind, whether the message is at the start of a stage, and whether its rank then holds more (1) or less (-1)."""
 
 
+@lru_cache(maxsize=64)
 def _as_1f1b(num_devices: int, num_microbatches: int) -> Schedule:
     return build_schedule("1f1b", num_devices=num_devices, num_microbatches=num_microbatches)
 

@@ -25,5 +25,6 @@ def test_the_documents_tables_are_what_the_command_prints():
     rows = [BENCHMARK["COLUMNS"], *BENCHMARK["rows"]()]
     rows += [BENCHMARK["EARLY_BYTES"], *BENCHMARK["early_bytes"]()]
     rows += [BENCHMARK["EARLY_SHARES"], *BENCHMARK["early_shares"]()]
+    rows += [BENCHMARK["HEAD"], *BENCHMARK["head_rows"](), BENCHMARK["ABOVE"], *BENCHMARK["above_rows"]()]
     for cells in rows:
         assert f"| {' | '.join(cells)} |" in shown

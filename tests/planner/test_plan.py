@@ -24,6 +24,7 @@ from megatron_pipemem.features.offload.transfers import NO_HOST_MEMORY
 from megatron_pipemem.launch.cut_flags import check_experts
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner import variants as variants_module
+from megatron_pipemem.planner.early_head import with_early_head
 from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.planning import SEARCHED, WAITS, plan
 from megatron_pipemem.planner.plans import facts, gibibytes
@@ -31,8 +32,9 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown, layer
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.replay import family_options, family_schedule
 from megatron_pipemem.planner.space import Limits, cuts, orders
-from megatron_pipemem.planner.step import DISTRIBUTED, price
+from megatron_pipemem.planner.step import DISTRIBUTED, PlannedStep, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, register_variant
+from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
@@ -52,10 +54,10 @@ def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
             for order, variant in itertools.product(several, (None, *(variants_module.variants() if varies else ()))):
                 if not limits.admits(variant=PLAIN if variant is None else variant.name):
                     continue
-                step = price(cut, placement) if variant is None else variant.prepare(cut, placement, None)
-                room = step.room(run.cluster.memory_bytes)
                 try:
                     alone = build_schedule(order.name, **size, **family_options(order.chunks))
+                    step = with_decided_head(cut, alone, variant)
+                    room = step.room(run.cluster.memory_bytes)
                     if variant is not None and variant.frees_memory and fits(simulate(alone, step.costs), room):
                         continue
                     timeline = simulate(alone if variant is None else variant.apply(alone, step, room), step.costs)
@@ -65,6 +67,18 @@ def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
                     seconds = timeline.makespan + step.reduction + step.optimizer
                     found.append((seconds, PLAIN if variant is None else variant.name))
     return sorted(found)
+
+
+def with_decided_head(run: Run, order: Schedule, variant: Variant | None) -> PlannedStep:
+    """The step in which the head waits for W, or the other one if that lowers a peak above 1F1B's."""
+    ways = (run, with_early_head(run))
+    prepared = [
+        variant.prepare(each, order.placement, None) if variant else price(each, order.placement) for each in ways
+    ]
+    waiting, early = (max(peaks(order, each.costs)) for each in prepared)
+    whole = bytes_of_1f1b(prepared[0].costs, order.placement, run.parallelism.microbatches)
+    is_cut = variant is not None and variant.cuts_vocabulary
+    return prepared[not is_cut and early < waiting and whole is not None and waiting > whole * (1 + 1e-9)]
 
 
 def fits(timeline: Timeline, room: tuple[float, ...]) -> bool:

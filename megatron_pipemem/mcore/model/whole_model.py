@@ -152,25 +152,28 @@ def _written(layers: Sequence[int]) -> str:
 # Read the shape of a model off Megatron's configuration.
 
 
-def model_of(config, sequence: int) -> Model:
-    """Return the model that a Megatron configuration describes, for counting FLOPs of layers.
+def model_of(config, sequence: int, **others: Any) -> Model:
+    """Return the model that a Megatron configuration describes, by default for counting FLOPs of layers.
 
-    A configuration has no vocabulary, so its size is 1 here. The layers of hybrid models are not in the configuration.
+    ``others`` are further fields of ``Model``. A configuration has no vocabulary, so its size is 1 without them, and the
+    layers of hybrid models are not in the configuration.
     """
     variant = getattr(config, "experimental_attention_variant", None)
     # Sizes of attention that the configuration has, and the model does not use.
-    others = {"kv_lora_rank"} if not getattr(config, "multi_latent_attention", False) else set()
-    others |= {"dsa_indexer_topk"} if variant != "dsa" else set()
+    unused = {"kv_lora_rank"} if not getattr(config, "multi_latent_attention", False) else set()
+    unused |= {"dsa_indexer_topk"} if variant != "dsa" else set()
     attention = config.linear_attention_freq if variant == "gated_delta_net" else 1
     frequency = config.moe_layer_freq
+    fields: dict[str, Any] = {
+        "layers": config.num_layers,
+        "vocabulary": 1,
+        "sequence": sequence,
+        "activation": "swiglu" if config.gated_linear_unit else "gelu",
+        "moe_every": frequency if isinstance(frequency, int) else 1,
+        "dense_layers": frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
+        "attention_every": attention if isinstance(attention, int) else 1,
+        "attention_gate": getattr(config, "attention_output_gate", False),
+    }
     return Model.of_sizes(
-        lambda attribute: None if attribute in others else getattr(config, attribute, None),
-        layers=config.num_layers,
-        vocabulary=1,
-        sequence=sequence,
-        activation="swiglu" if config.gated_linear_unit else "gelu",
-        moe_every=frequency if isinstance(frequency, int) else 1,
-        dense_layers=frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
-        attention_every=attention if isinstance(attention, int) else 1,
-        attention_gate=getattr(config, "attention_output_gate", False),
+        lambda attribute: None if attribute in unused else getattr(config, attribute, None), **fields | others
     )

@@ -33,6 +33,7 @@ from megatron_pipemem.mcore.model.linear import (
     split_embedding,
     split_linear,
 )
+from megatron_pipemem.mcore.step.early_head import has_early_head
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import (
     CHECK_GRADIENTS,
@@ -79,6 +80,7 @@ class SplitBackward(Extension):
         self._request = request
         self._counted = counted
         self._prepared: set[torch.nn.Module] = set()
+        self._decided: set[torch.nn.Module] = set()
         self._watching: list[RemovableHandle] = []
         self._marked: list[torch.nn.Parameter] = []
         self._hooked: list[torch.nn.Parameter] = []
@@ -109,6 +111,20 @@ class SplitBackward(Extension):
         for module in (each for chunk in new for each in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
         self._marked += mark_early(new, early_modules(self._request.early_weights, step.context.config))
+        self._decide_on_head(step)
+
+    def _decide_on_head(self, step: Step) -> None:
+        """Mark the weight of the LM head if ``auto`` computes its gradient in I, once for a model.
+
+        A step of one microbatch, in which nothing waits, does not decide.
+        """
+        request = self._request
+        is_open = request.may_split and request.early_weights == AUTO and step.pipeline.placement.num_devices > 1
+        if not is_open or step.forward_only or step.shape.num_microbatches == 1 or step.chunks[0] in self._decided:
+            return
+        self._decided.add(step.chunks[0])
+        if has_early_head(step, request, self._is_on_one_host):
+            self._marked += mark_early(step.chunks, ["head"])
 
     def _compare_hosts(self, groups: ProcessGroupCollection) -> None:
         """Find out whether the ranks of the tensor-parallel groups are on one host, once for each group."""
@@ -131,6 +147,7 @@ class SplitBackward(Extension):
             delattr(parameter, GRADIENT_READY)
         self._hooked.clear()
         self._prepared.clear()
+        self._decided.clear()
         for hook in self._watching:
             hook.remove()
         self._watching.clear()
