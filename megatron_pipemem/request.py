@@ -363,7 +363,7 @@ class Request(ScheduleOptions):
     single_queue: bool = _field(
         False,
         "launch the actions of a rank in the order for one hardware queue, as is done anyway on GPUs with "
-        "CUDA_DEVICE_MAX_CONNECTIONS=1, and in the first steps on every GPU",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 or --timing-log-level 2, and in the first steps on every GPU",
         page="how-it-works.md#one-hardware-queue-per-rank",
     )
     layout: str = _field(

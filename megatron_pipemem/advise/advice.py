@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB
+from megatron_pipemem.config.queues import one_queue_of
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
@@ -118,6 +119,12 @@ class Advice:
     # why Megatron cannot cut the model as the run asks; ``today`` then has a layout with which the run starts
     fails: str | None = None
     unsliced: str | None = None  # why sequences cannot be cut into slices, if slices might help
+
+    @property
+    def one_queue(self) -> str | None:
+        """Why our schedules need the order for one hardware queue; ``None`` if they do not, or if none is shown."""
+        ours = not self.today.is_stock or any(not way.is_stock for way in self.proposals.values())
+        return one_queue_of(self.today.run.flags) if ours else None
 
 
 def advise(

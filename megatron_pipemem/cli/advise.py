@@ -193,6 +193,7 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
     lines += [(kind, _compared(way, reading, advice)) for kind, way in advice.proposals.items()]
     lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
     lines += [("no slices", advice.unsliced)] if advice.unsliced is not None else []
+    lines += [("one queue", advice.one_queue)] if advice.one_queue is not None else []
     lines.append(("answer", _answer(reading, advice)))
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
     prices = "by measured prices" if measured else f"computed for {device}"
@@ -272,6 +273,7 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
         "answer": advice.verdict,
         "fails": advice.fails,
         "unsliced": advice.unsliced,
+        "one_queue": advice.one_queue,
         "excess_bytes": advice.excess,
         "ways": {kind: way and _way_facts(way, reading, advice) for kind, way in ways.items()},
         "refused": {

@@ -28,6 +28,7 @@ from megatron_pipemem.cli.options import (
 from megatron_pipemem.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load, override, parse_override, read_raw, typed
+from megatron_pipemem.config.queues import one_queue_of
 from megatron_pipemem.config.runs import OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
@@ -111,6 +112,7 @@ def plan_command(
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
         today = _as_it_stands(run, pace)
         kept, other = _with_and_without(run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace))
+    one_queue = None if all(is_stocks(each.run) for each in answer.plans) else one_queue_of(run.flags)
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:
         print_json(
@@ -118,6 +120,7 @@ def plan_command(
                 "today": today and facts(today),
                 "plans": [facts(each) for each in answer.plans],
                 "without_overlap": other and facts(other),
+                "one_queue": one_queue,
                 "rejected": dict(answer.rejected.most_common()),
                 "considered": answer.considered,
                 "seconds": answer.seconds,
@@ -125,7 +128,8 @@ def plan_command(
             }
         )
     else:
-        _print_answer(answer, today, None if other is None else _worth_of_overlap(kept, other))
+        notes = (one_queue, None if other is None else _worth_of_overlap(kept, other))
+        _print_answer(answer, today, [note for note in notes if note is not None])
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -148,12 +152,11 @@ def _whole(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
-def _print_answer(answer: Answer, today: Plan | None, overlap: str | None) -> None:
+def _print_answer(answer: Answer, today: Plan | None, notes: Sequence[str]) -> None:
     out = console()
     if answer.plans:
         out.print(_table(answer.plans, today))
-        if overlap is not None:
-            print_lines(overlap)
+        print_lines(*notes)
     reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
     common = answer.rejected.most_common()
     for reason, count in common[:_REASONS]:

@@ -102,7 +102,8 @@ def test_plans_are_compared_with_the_run_as_it_stands(pipemem, pipemem_json, wri
     assert ways["same memory, chunks"]["seconds"] in [each["seconds"] for each in found["plans"]]
     printed = pipemem(*words).stdout
     assert "today: stock 1f1b" in printed and f"{ways['same memory, chunks']['gain']:.1%}" in printed
-    assert pipemem_json(*words, "--set", "cluster.nodes=4")["today"] is None
+    other = pipemem_json(*words, "--set", "cluster.nodes=4", "--set", "megatron.timing-log-level=2")
+    assert other["today"] is None and found["one_queue"] is None and "--timing-log-level 2" in other["one_queue"]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +129,12 @@ def test_a_launch_checks_itself_and_leaves(pipemem, shown, tmp_path, monkeypatch
     checked = pipemem(*start, "--pipemem-check=16", "--vocab-size", "128256").stdout
     assert checked.splitlines()[-2:] == shown[-2:]
     uneven = ("--num-layers", "30", "--pipemem-schedule", "zb-h1", "--vocab-size", "128256", "--pipemem-check=16")
-    even, auto = (pipemem(*start, *uneven, *more).stdout for more in ((), ("--pipemem-layout", "auto")))
+    even, auto = (
+        pipemem(*start, *uneven, *more).stdout for more in ((), ("--pipemem-layout", "auto", "--timing-log-level", "2"))
+    )
     assert _seconds_today(auto) < 0.95 * _seconds_today(even)
+    lines = [[line for line in text.splitlines() if line.startswith("one queue")] for text in (even, auto)]
+    assert [len(each) for each in lines] == [0, 1] and "--timing-log-level 2" in lines[1][0]
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "0")
     assert pipemem(*start, "--pipemem-check", "--vocab-size", "128256").stdout == checked

@@ -29,9 +29,10 @@ from megatron_pipemem import disable
 from megatron_pipemem.features.offload.runtime.channels import ThreadChannel
 from megatron_pipemem.features.overlap_steps.megatron import optimizer as overlapped_optimizer
 from megatron_pipemem.mcore.launch import enable_from_command_line
-from megatron_pipemem.mcore.step import extension
+from megatron_pipemem.mcore.step import extension, forward_backward
 from megatron_pipemem.mcore.step.extension import LaunchOrders
 from megatron_pipemem.runtime.trace import Direction, Trace
+from megatron_pipemem.runtime.transport import Transport
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "gpt_pretraining.py"
 
@@ -76,7 +77,7 @@ def run(case: dict) -> dict:
     - ``gradients``: a folder for those of the first step.
     - ``sabotage``: one of ``SABOTAGE``, for rank 1.
     - ``emulate``: arguments of ``emulate.emulated``, for runs without a pipeline.
-    - ``as_on_gpus``: hosts seem to wait for first launches.
+    - ``as_on_gpus``: hosts seem to wait for first launches, and wait where Megatron waits for a device.
     - ``report``: ``None`` leaves it out.
     - ``clean``: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait for its norm.
 
@@ -194,15 +195,30 @@ def _load_lines(kind: str, data_files: str, split: str) -> list[dict]:
 
 @contextmanager
 def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
-    """Note for every step whether it runs by the order for one hardware queue."""
+    """Note for every step whether it runs by the order for one hardware queue.
+
+    A host that waits for its device waits for all receives that it has posted.
+    """
     of = LaunchOrders.of
+    last: list[Transport] = []
+
+    def made(*arguments, **named) -> Transport:
+        last[:] = [Transport(*arguments, **named)]
+        return last[0]
+
+    def synchronize(device=None) -> None:
+        for transport in last:
+            transport.arrived(transport.take_in())
 
     def noting(orders: LaunchOrders, *step) -> bool:
         single_queues.append(of(orders, *step))
         return single_queues[-1]
 
     with (
-        mock.patch.object(extension, "waits_at_first_launch", lambda device: True),
+        mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
+        mock.patch.object(extension, "can_make_hosts_wait", lambda device: True),
+        mock.patch.object(forward_backward, "Transport", made),
+        mock.patch.object(torch.cuda, "synchronize", synchronize),
         mock.patch.object(LaunchOrders, "of", noting),
     ):
         yield

@@ -12,7 +12,7 @@ from refusals import refused
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron import training
-from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining
+from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining, StageOptimizer
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import InFlight
@@ -62,6 +62,23 @@ def test_more_steps_than_were_told_are_refused_as_that():
     assert [steps.run(), steps.run()] == [1, 0]
     with refused("steps-exhausted", "train_steps", 2, kind=UnsupportedError):
         steps.begin()
+
+
+def test_an_optimizer_step_between_passes_runs_without_timers():
+    """They would wait for the device, and by default for all ranks, which are at other passes."""
+    chunk, own = torch.nn.Linear(2, 2), SimpleNamespace(timers="the optimizer's")
+    chunk.config, seen = SimpleNamespace(timers="the model's"), []
+
+    def note() -> None:
+        seen.append((chunk.config.timers, own.timers))
+
+    part = SimpleNamespace(config=own, prepare_grads=note, step_with_ready_grads=note, zero_grad=lambda: None)
+    chained = SimpleNamespace(chained_optimizers=[part, part], step=None, **vars(part))
+    for optimizer in (part, chained):
+        stage = StageOptimizer()
+        stage.catch(lambda config, chunks, built=optimizer: built, SimpleNamespace(clip_grad=0.0), [chunk])
+        stage.step([chunk], note)
+    assert seen == [(None, None)] * 6 and (chunk.config.timers, own.timers) == ("the model's", "the optimizer's")
 
 
 def test_the_scale_of_router_losses_is_training_s_after_an_evaluation(monkeypatch):

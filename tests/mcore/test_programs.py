@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 from asked_programs import programs_of
+from megatron.core.timers import Timers
 from refusals import refused
 
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
@@ -138,10 +140,21 @@ def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_onc
 def test_what_puts_all_launches_of_a_gpu_into_one_queue(monkeypatch, name, value, single):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert LaunchOrders().queues(gpu) == (False, True) and LaunchOrders(forced=True).queues(cpu) == (True,)
+    assert LaunchOrders().queues(gpu, None) == (False, True) and LaunchOrders(forced=True).queues(cpu, None) == (True,)
     monkeypatch.setenv(name, value)
-    assert LaunchOrders().queues(gpu) == ((True,) if single else (False, True))
-    assert LaunchOrders().queues(cpu) == (False,)
+    assert LaunchOrders().queues(gpu, None) == ((True,) if single else (False, True))
+    assert LaunchOrders().queues(cpu, None) == (False,)
+
+
+def test_timers_around_every_pass_need_the_order_for_one_queue(monkeypatch, caplog):
+    """The log says once that all steps run by this order, and why. Timers of level 1 run between steps."""
+    caplog.set_level(logging.INFO)
+    cpu, gpu, orders = torch.device("cpu"), torch.device("cuda"), LaunchOrders()
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    levels = [Timers(log_level=level, log_option="max") for level in range(3)]
+    assert [orders.queues(gpu, timers) for timers in levels] == [(False, True), (False, True), (True,)]
+    assert orders.queues(gpu, levels[2]) == (True,) and orders.queues(cpu, levels[2]) == (False,)
+    assert ["--timing-log-level 2" in message for message in caplog.messages] == [True]
 
 
 def test_the_first_two_steps_of_a_kind_run_for_one_queue():

@@ -6,6 +6,7 @@ computing before it; a message moves, and a collective or a sum ends, when all t
 generators that yield the event they wait for, so that a world where nothing moves any more is seen without a clock.
 
 ``unsafe`` lets one host at a time wait for its whole device before one of its actions, while all other hosts go on.
+``left_by_waiting`` lets all hosts wait for their devices before and after actions of some kinds.
 
 ``stuck`` plays devices that have one hardware queue each, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` makes them: an action leaves
 the queue when it may start, and none behind it starts before. ``hangs`` plays devices that serve all their posts in order.
@@ -14,9 +15,10 @@ the queue when it may start, and none behind it starts before. ``hangs`` plays d
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Hashable, Iterable
+from collections.abc import Collection, Generator, Hashable, Iterable
 from itertools import zip_longest
 
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.schedule import Program
 
 
@@ -31,11 +33,12 @@ Thread = Generator[Event, None, None]
 class World:
     """All hosts and streams. ``gates[device][position]`` lets the host launch that action.
 
-    With ``in_order``, a device serves its posts in one stream, whatever they are.
+    With ``in_order``, a device serves its posts in one stream, whatever they are. Hosts wait for their whole devices before
+    and after actions of the kinds in ``waits``.
     """
 
-    def __init__(self, program: Program, in_order: bool = False) -> None:
-        self.program, self.in_order = program, in_order
+    def __init__(self, program: Program, in_order: bool = False, waits: Collection[Kind] = ()) -> None:
+        self.program, self.in_order, self.waits = program, in_order, waits
         self.lists = program.actions
         self.gates = [[Event() for _ in actions] for actions in self.lists]
         self.launched: list[list[Event]] = [[] for _ in self.lists]
@@ -87,6 +90,8 @@ class World:
     def host(self, device: int) -> Thread:
         for position, action in enumerate(self.lists[device]):
             yield self.gates[device][position]
+            if action.kind in self.waits:
+                yield from self.launched[device]
             done, here = Event(), Event()
             self.launched[device].append(done)
             found = self.meeting(device, action)
@@ -95,6 +100,8 @@ class World:
                 key, members, lane = found
                 lane = "posts" if self.in_order else lane
                 self.put((device, lane), self.meet(key, members, here, done))
+            if action.kind in self.waits:
+                yield from self.launched[device]
 
     def queue(self, device: int, strict: bool) -> Thread:
         """Start the actions of a device one after another; if strict, each when the one before it has ended."""
@@ -203,6 +210,14 @@ def unsafe(program: Program) -> set[tuple[int, int]]:
             world.run(())
         assert not world.left(), "the program does not end"
     return found
+
+
+def left_by_waiting(program: Program, kinds: Collection[Kind]) -> list[str]:
+    """The actions that never end if every host waits for its whole device before and after its actions of these kinds."""
+    world = World(program, waits=kinds)
+    world.open(range(len(program.actions)))
+    world.run(map(world.host, range(len(program.actions))))
+    return world.left()
 
 
 def stuck(program: Program, strict: bool = False) -> list[str]:

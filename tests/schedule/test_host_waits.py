@@ -80,6 +80,18 @@ def test_hosts_may_wait_anywhere_in_every_family(name: str) -> None:
             assert fault(program) is None and host_oracle.unsafe(program) == set()
 
 
+def test_hosts_that_all_wait_around_every_pass() -> None:
+    """Megatron's timers of level 2 do that. Every family ends by the order for one queue, and few by the usual one."""
+    timed, usual = (Kind.F, Kind.I, Kind.B), set()
+    for name in NAMES:
+        schedule = build_schedule(name, num_devices=4, num_microbatches=8, costs=Costs())
+        queued = lower(schedule, single_queue=True)
+        assert host_oracle.left_by_waiting(queued, timed) == host_oracle.left_by_waiting(queued, tuple(Kind)) == []
+        if not host_oracle.left_by_waiting(lower(schedule), timed):
+            usual.add(name)
+    assert usual == {"gpipe", "1f1b-eager", "looped-bfs", "zb-h2", "gems"}
+
+
 @pytest.mark.parametrize(
     ("name", "count"), [("v-half", 1), ("v-min", 4), ("1f1b-v", 2), ("hanayo", 3), ("gpipe", 3), ("looped-bfs", 3)]
 )
@@ -108,6 +120,7 @@ def test_passes_offload_recomputation_and_slices() -> None:
             for single_queue in (False, True):
                 program = lower(each, single_queue=single_queue, costs=costs)
                 assert fault(program) is None and host_oracle.unsafe(program) == set()
+            assert host_oracle.left_by_waiting(program, tuple(Kind)) == []
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
@@ -115,7 +128,9 @@ def test_windows_of_asynchronous_schedules(name: str) -> None:
     p, batch = 4, 5
     for moment in (Moment(0, 0, 1), Moment(1, 1, 1), steady(p, batch), replace(steady(p, batch), left=0)):
         for single_queue in (False, True):
-            assert host_oracle.unsafe(family_window(name, p, batch, moment, single_queue=single_queue).program) == set()
+            program = family_window(name, p, batch, moment, single_queue=single_queue).program
+            assert host_oracle.unsafe(program) == set()
+        assert host_oracle.left_by_waiting(program, tuple(Kind)) == []
 
 
 def test_sums_over_replicas_wait_for_what_others_need() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import DummyTimer, Timers
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
+from megatron_pipemem.config.queues import TIMED_PASSES, why_one_queue
+from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
 from megatron_pipemem.mcore.programs import Compiled, Programs
@@ -25,34 +29,41 @@ from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program
 
-# Some steps run by the order for one hardware queue per rank. In this order a message has one place for both ends, so it ends
-# even if every host waits for its device after every launch. On a GPU, a host waits at the first launch of a kernel: CUDA
-# loads the kernel, and that waits for all running work, posted messages included. Later launches do not wait, and the
-# default order of ``lower`` computes while messages travel.
+logger = logging.getLogger(__name__)
+
+# Some steps on a GPU run by the order for one hardware queue per rank (``config.queues``). A host waits for its device at the
+# first launch of a kernel: CUDA loads the kernel, and that waits for all running work, posted messages included. Later
+# launches do not wait. Megatron's timers of level 2 make every host wait around every pass, in every step.
 
 FIRST_STEPS = 2
 """Steps of a kind that may launch a kernel for the first time. The second adds to existing gradients."""
 
-_ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT")
-"""With the value 1, these variables put all launches of a rank, or all of its messages, into one order. Megatron sets the
-first with tensor or context parallelism before Blackwell."""
-_SANITIZER = "NV_SANITIZER_INJECTION"
-"""The beginning of the names of compute-sanitizer's variables. Under this tool, the host waits for every kernel."""
 
-
-def has_single_queue(device: torch.device) -> bool:
-    """Return whether the environment puts all launches on this device, or all messages, into one order.
-
-    Every step then needs the order for one hardware queue. The result is ``False`` if the device is not CUDA's.
-    """
-    if device.type != "cuda":
-        return False
-    return any(os.environ.get(name) == "1" for name in _ONE_QUEUE) or any(n.startswith(_SANITIZER) for n in os.environ)
-
-
-def waits_at_first_launch(device: torch.device) -> bool:
-    """Return whether the first launch of a kernel on this device can make the host wait for it, as on CUDA."""
+def can_make_hosts_wait(device: torch.device) -> bool:
+    """Return whether posted messages are work of this device, so that a host that waits for it waits for them."""
     return device.type == "cuda"
+
+
+def times_passes(timers: Timers | None) -> bool:
+    """Return whether Megatron's timers time every F, I and B. Timers above the level of the run are dummies."""
+    return timers is not None and not isinstance(timers("forward-compute", log_level=TIMED_PASSES), DummyTimer)
+
+
+@contextmanager
+def untimed(config: Any, optimizer: Any) -> Iterator[None]:
+    """Within a ``with`` block, run an optimizer step that stands between passes without Megatron's timers.
+
+    They would make the host wait for its device, and with a barrier for all other ranks. ``config`` is the model's.
+    """
+    configs = [config, *(each.config for each in getattr(optimizer, "chained_optimizers", [optimizer]))]
+    timers = [each.timers for each in configs]
+    for each in configs:
+        each.timers = None
+    try:
+        yield
+    finally:
+        for each, own in zip(configs, timers, strict=True):
+            each.timers = own
 
 
 class LaunchKind(NamedTuple):
@@ -75,12 +86,24 @@ class LaunchOrders:
     def __init__(self, forced: bool = False) -> None:
         self._forced = forced
         self._seen: Counter[LaunchKind] = Counter()
+        self._logged: str | None = None
 
-    def queues(self, device: torch.device) -> tuple[bool, ...]:
-        """Return the kinds of orders of a run, ``True`` for one hardware queue, default first."""
-        if self._forced or has_single_queue(device):
+    def queues(self, device: torch.device, timers: Timers | None) -> tuple[bool, ...]:
+        """Return the kinds of orders of a run, ``True`` for one hardware queue, default first.
+
+        ``timers`` are Megatron's. The log says why a run has no other order, unless the user has forced it.
+        """
+        if self._forced:
             return (True,)
-        return (False, True) if waits_at_first_launch(device) else (False,)
+        if not can_make_hosts_wait(device):
+            return (False,)
+        reason = why_one_queue(os.environ, times_passes(timers))
+        if reason is None:
+            return (False, True)
+        if reason != self._logged:
+            self._logged = reason
+            tell(logger, "every step runs by the order for one hardware queue: %s", reason)
+        return (True,)
 
     def of(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
         """Return whether a step of this kind runs by the order for one hardware queue.

@@ -218,7 +218,7 @@ class ForwardBackward(Feature):
 
         They are those of the last extension that returns some, else those of the run.
         """
-        self.programs.queues = self.launches.queues(device_of(step.chunks))
+        self.programs.queues = self.launches.queues(device_of(step.chunks), step.context.config.timers)
         chosen = None
         for extension in extensions:
             chosen = extension.choose(step) or chosen

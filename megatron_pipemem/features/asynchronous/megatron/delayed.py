@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
+from megatron.core.utils import get_model_config
 
 from megatron_pipemem.features.asynchronous.runtime import WeightVersions
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import hyperparameters
 from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
-from megatron_pipemem.mcore.step.extension import Overlap, Step
+from megatron_pipemem.mcore.step.extension import Overlap, Step, untimed
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.stream import gain_without_barrier
 
@@ -81,6 +82,7 @@ class DelayedOptimizer(OverlappedOptimizer):
         for parameter, gradient in waiting.gradients:
             parameter.grad = gradient
         with (
+            untimed(get_model_config(self._chunks[0]), optimizer),
             _as_they_were(waiting.hyperparameters),
             _shadowed(optimizer, prepare_grads=lambda: False, get_grad_norm=waiting.norm.item),
         ):

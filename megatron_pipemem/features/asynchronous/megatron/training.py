@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
 from megatron_pipemem.config.refusals import TIED, asynchronous, refuse
@@ -31,7 +31,7 @@ from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder, steps_left
 from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
 from megatron_pipemem.mcore.refusals import check_config
-from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes
+from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes, untimed
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE, Replacements
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
@@ -192,9 +192,10 @@ class StageOptimizer:
 
     def step(self, chunks: list[Any], reduce: Callable[[], None]) -> None:
         """Sum the gradients of ``chunks`` by ``reduce``, update the parameters with them, and zero them."""
-        reduce()
-        self._caught.prepare_grads()
-        self._caught.step_with_ready_grads()
+        with untimed(get_model_config(chunks[0]), self._caught):
+            reduce()
+            self._caught.prepare_grads()
+            self._caught.step_with_ready_grads()
         for chunk in chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()
