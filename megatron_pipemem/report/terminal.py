@@ -188,8 +188,8 @@ class TerminalTimeline:
             yield line
             if device < len(lanes) and lanes[device]:
                 yield _lane(lanes[device], scale, width, margin)
-        end = f"{timeline.makespan:.6g}"
-        yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
+        axis = _axis(f"{timeline.makespan:.6g}", f" time ({drawn.time_unit}) ", width)
+        yield Text(" " * (margin + 1) + axis, style="dim", no_wrap=True, overflow="crop")
         yield _legend(drawn, shades)
         if scale != common:
             yield Text(f"own time axis: one column here is {common / scale:.3g} columns of the others", style="dim")
@@ -253,6 +253,12 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
     return text
 
 
+def _axis(end: str, unit: str, width: int) -> str:
+    """Return the line below a timeline, from 0 to ``end``, with the unit between them if there is room."""
+    room = width - 1 - len(end)
+    return "0" + (unit.center(room) if len(unit) <= room else " " * room) + end
+
+
 def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
     """Return the line that shows a device's copies to the host (``>``) and back (``<``).
 
@@ -312,7 +318,6 @@ def _label(box: Box, width: int, squeezed: bool) -> str:
 
 def _legend(drawn: DrawnRun, shades: _Shades) -> Text:
     entries = [Text(f" {kind} {kind.spec.says} ", shades(kind, 0)) for kind in dict(drawn.legend)]
-    entries.append(Text(f"time: {drawn.time_unit}", style="dim"))
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
     if drawn.pairs:

@@ -25,8 +25,8 @@ def test_golden(run):
         "                                                peak",
         "device 0 |F0--F1--        B0------    B1------| 1",
         "device 1 |    F0--B0------F1--B1------        | 0.5",
-        "          0                                  9",
-        " F forward    B full backward   time: F of a device = 1",
+        "          0     time (F of a device = 1)     9",
+        " F forward    B full backward",
     ]
 
 
