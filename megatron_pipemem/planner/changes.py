@@ -158,7 +158,7 @@ class Case:
     @property
     def as_ran(self) -> Timeline:
         """The timeline of the measured step, with the run's bubble rate and counted bytes."""
-        measured = Measured(self.bubble_rate, self.held, self.bytes_of_1f1b)
+        measured = Measured(self.bubble_rate, self.held, self.bytes_of_1f1b, bool(self.peaks))
         timeline = replace(self.step.timeline(self.own.costs), measured=measured)
         return replace(timeline, peaks=self.peaks) if self.peaks else timeline
 
@@ -167,7 +167,8 @@ class Case:
         """``own`` with the counted peaks of the run, for pictures beside ``as_ran``."""
         if not (self.in_bytes and self.peaks):
             return self.own
-        return replace(self.own, peaks=self.peaks, measured=Measured(bytes_of_1f1b=self.bytes_of_1f1b))
+        measured = Measured(bytes_of_1f1b=self.bytes_of_1f1b, has_counted_peaks=True)
+        return replace(self.own, peaks=self.peaks, measured=measured)
 
     @property
     def cap(self) -> str:

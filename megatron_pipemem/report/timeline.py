@@ -145,9 +145,8 @@ class DrawnRun:
     @property
     def time_unit(self) -> str:
         """The unit of times: seconds, or the time of F of a device's whole share if the costs have no other."""
-        timeline = self.timeline
-        is_timed = timeline.measured.bubble_rate is not None or timeline.measured.held is not None
-        return "seconds" if is_timed or timeline.costs.forward != 1 else "F of a device = 1"
+        is_timed = self.timeline.measured.bubble_rate is not None
+        return "seconds" if is_timed or self.timeline.costs.forward != 1 else "F of a device = 1"
 
     @property
     def in_units(self) -> bool:

@@ -27,13 +27,13 @@ _Changes = Mapping[Kind, Sequence[float]]
 def share_of_1f1b(timeline: Timeline) -> float | None:
     """Return the highest peak of all devices in a run, divided by that of 1F1B. Every text and picture takes this share.
 
-    The bytes of 1F1B are those that a training run counted, if the timeline belongs to one, and else computed from the
+    The bytes of 1F1B are those that a training run counted, if it also counted the peaks, and else computed from the
     costs. The result is ``None`` if they are unknown: if the vocabulary is cut, and in the cases of ``bytes_of_1f1b``.
     """
     schedule, measured = timeline.schedule, timeline.measured
-    if measured.bytes_of_1f1b:
-        return timeline.peak / measured.bytes_of_1f1b
-    if schedule.vocabulary_barriers or measured.held is not None:
+    if measured.has_counted_peaks:
+        return timeline.peak / measured.bytes_of_1f1b if measured.bytes_of_1f1b else None
+    if schedule.vocabulary_barriers:
         return None
     whole = bytes_of_1f1b(timeline.costs, schedule.placement, schedule.num_microbatches, schedule.slices)
     return timeline.peak / whole if whole else None

@@ -46,6 +46,7 @@ class Measured(NamedTuple):
     held: tuple[tuple[int, ...], ...] | None = None
     """Per device, the bytes held after every action of its order; ``None`` if they were not counted."""
     bytes_of_1f1b: float | None = None  # the peak of 1F1B for the same model; ``None`` if it is unknown
+    has_counted_peaks: bool = False  # whether the timeline's peaks are those that the run has counted
 
 
 @dataclass(frozen=True)

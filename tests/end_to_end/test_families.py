@@ -78,8 +78,8 @@ def test_the_last_step_is_explained(train, name):
     case = case_of_report(report)
     for timeline in (case.as_ran, case.as_planned):
         assert list(timeline.peaks) == run.counted_peaks, "pictures show the bytes of the report"
-        if run.bytes_of_1f1b:
-            assert share_of_1f1b(timeline) == max(run.counted_peaks) / run.bytes_of_1f1b
+        share = max(run.counted_peaks) / run.bytes_of_1f1b if run.bytes_of_1f1b else None
+        assert share_of_1f1b(timeline) == share
     assert case.bubble_rate == min(run.of_ranks("measured_bubble_rate"))
     for each in idle_causes(case.step):
         assert sum(each.causes.values()) == each.idle > 0

@@ -251,17 +251,20 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
     # Copies are not timed.
     return Timeline(
         replace(schedule, orders=compute), plan.costs, spans, peaks or plan.timeline.peaks, count_messages(schedule),
-        measured=Measured(bubble, held or None, bytes_of_1f1b),
+        measured=Measured(bubble, held or None, bytes_of_1f1b, bool(peaks)),
     )  # fmt: skip
 
 
 def planned_step(pipeline: Sequence[Summary], plan: Choice, bytes_of_1f1b: int | None) -> Timeline:
     """Return the timeline of the plan of the last step, with the bytes that the run counted, if it counted them."""
-    memory, (_, peaks) = memory_of(pipeline), counted(pipeline)
+    memory, (held, peaks) = memory_of(pipeline), counted(pipeline)
     if not (peaks and memory):
         return plan.timeline
     costs = replace(plan.costs, memory=action_memory(memory, plan.schedule.slices))
-    return replace(plan.timeline, costs=costs, peaks=peaks, measured=Measured(bytes_of_1f1b=bytes_of_1f1b))
+    # Bytes are counted after passes only. A step of an asynchronous schedule begins with those of earlier steps.
+    ran = tuple(tuple(traced.action for traced in member.last) for member in pipeline)
+    measured = Measured(None, held if ran == plan.schedule.orders else None, bytes_of_1f1b, has_counted_peaks=True)
+    return replace(plan.timeline, costs=costs, peaks=peaks, measured=measured)
 
 
 def counted(pipeline: Sequence[Summary]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
