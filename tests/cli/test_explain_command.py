@@ -112,6 +112,8 @@ def test_a_report_of_an_earlier_version_gets_one_sentence(refuses, tmp_path, tol
         ({"layers": [1]}, ("wrong-file", "layers", "4 stages")),
         ({"memory": {"F": ["much"] * 4}}, ("wrong-file",)),
         ({"memory": {"F": [1e300] * 4}}, ("wrong-file",)),
+        ({"held": [[1] * 15] * 4, "peaks": [1] * 4}, ("wrong-file", "held", "4 devices")),
+        ({"held": [[1] * 16] * 4}, ("wrong-file", "peaks")),
         ({"refused": []}, ("wrong-file",)),
     ],
 )
@@ -129,3 +131,8 @@ def test_plan_and_run_in_one_file_for_perfetto(pipemem, pipemem_json, run, tmp_p
     assert ends == pytest.approx([570_000, 570_000])
     facts = pipemem_json("trace", run(), "--output", tmp_path / "both.html")
     assert Path(facts["output"]).is_file() and facts["measured_seconds"] == pytest.approx(facts["planned_seconds"])
+    page = (tmp_path / "both.html").read_text()
+    assert page.count('peak 4 MiB (1 of 1F1B\'s)","facts"') == 2 and "0.75 of 1F1B" not in page
+    counted = run(held=[[3 << 20] * 16] * 4, peaks=[3 << 20] * 4)
+    assert pipemem("trace", counted, "--output", tmp_path / "both.html").exit_code == 0
+    assert (tmp_path / "both.html").read_text().count('peak 3 MiB (0.75 of 1F1B\'s)","facts"') == 2
