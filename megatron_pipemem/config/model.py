@@ -15,7 +15,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from megatron_pipemem.config.values import Amount, Count, CountOrZero, Layers, LayersOrZero, Limited, refuse_if
+from megatron_pipemem.config.values import Amount, Count, CountOrZero, Layers, LayersOrZero, Limited, Part, refuse_if
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.display import shortened
 
@@ -393,6 +393,8 @@ class Execution(Limited):
     fused: bool = True  # Megatron's default: biases, activations and dropout run in fused kernels
     implementation: Literal["local", "transformer_engine"] = "local"  # the implementation of linear layers and norms
     expert_load: Amount = 1.0  # tokens of the fullest rank's experts, as a multiple of even routing
+    fused_rotations: bool | None = None  # whether kernels rotate queries and keys; default: with fused flash attention
+    rotary_percent: Part = 1.0  # share of a head's channels that rotary embeddings rotate
     tp_overlap: bool = False  # tensor-parallel messages run during the matrix products that send or need them
     # the form in which inputs that sequence parallelism gathers are kept for W
     weight_inputs: Literal["sharded", "gathered"] = "sharded"

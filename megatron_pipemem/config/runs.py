@@ -256,6 +256,8 @@ class Run:
             precision=self.precision,
             fp8=cast(Fp8, self.flags.get("fp8-recipe", "delayed") if self.flags.get("fp8-format") else "none"),
             implementation=self.implementation,
+            fused_rotations=not (self.on_cpu or self.flags.get("no-rope-fusion")),
+            rotary_percent=float(str(self.flags.get("rotary-percent", 1.0))),
             expert_load=self._expert_load(),
             tp_overlap=choice.name == STOCK and bool(self.flags.get(TP_OVERLAP)),
             weight_inputs=self._weight_inputs(),

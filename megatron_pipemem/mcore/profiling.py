@@ -134,7 +134,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
 
 def _difference(model: Model, execution: Execution, kind: str) -> Part:
     """Return the bytes that a layer of the run keeps more than Megatron's own layer, which ran, by the formulas."""
-    own = layer_bytes(model, replace(execution, implementation="local"), kind)
+    own = layer_bytes(model, replace(execution, implementation="local", fused_rotations=False), kind)
     more = layer_bytes(model, execution, kind) + own * -1
     saved, waiting = round(more.saved), round(more.after_input)
     memory = {Kind.F: saved, Kind.I: waiting - saved, Kind.W: -waiting}
@@ -379,6 +379,7 @@ def build_stage(
         "post_process": position == LAST,
         "position_embedding_type": {"learned": "learned_absolute"}.get(model.position, model.position),
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+        "rotary_percent": execution.rotary_percent,
     }
     size = (execution.tp * execution.vocabulary_rows(model), model.sequence)
     if model.pattern is None:
@@ -597,6 +598,7 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
             "persist_layer_norm": False,
             "masked_softmax_fusion": False,
             "apply_rope_fusion": False,
+            **({} if model.kv_lora_rank is None else {"rotary_percent": execution.rotary_percent}),
             "bias_dropout_fusion": execution.fused,
             "bias_activation_fusion": execution.fused and model.activation != "squared_relu" and fuses_experts,
         }

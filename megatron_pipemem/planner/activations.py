@@ -96,7 +96,8 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         yield Saved("attention's output before its gate", heads, "I")
         yield Saved("attention's gate", heads * _SUM / e, "I")
     yield from _unquantised_output(execution, heads)
-    if rotated and not (copies and execution.fused):
+    fused = copies and execution.fused if execution.fused_rotations is None else execution.fused_rotations
+    if rotated and not fused:
         yield _rotations(model, execution, model.channels)
     yield from _score_tensors(model, execution)
     if model.qk_norm:
@@ -143,9 +144,10 @@ def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
 
 
 def _rotations(model: Model, execution: Execution, channels: int, recompute: tuple[str, ...] = ()) -> Saved:
-    return Saved(
-        "tables of rotations", 4 * model.sequence / execution.cp * channels * execution.element, "I", recompute
-    )
+    """Return the tables that a layer keeps unless a kernel rotates: sines and cosines, for queries and for keys."""
+    rotated = int(channels * execution.rotary_percent)
+    nbytes = 4 * model.sequence / execution.cp * rotated * execution.element
+    return Saved("tables of rotations", nbytes, "I", recompute)
 
 
 def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
@@ -185,7 +187,8 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         if rank:
             again = in_projection if model.qk_norm else ()
             yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W", again)
-    yield _rotations(model, execution, model.qk_pos_emb_head_dim, ("mla_up_proj",))
+    if not execution.fused_rotations:
+        yield _rotations(model, execution, model.qk_pos_emb_head_dim, ("mla_up_proj",))
     yield from _score_tensors(model, execution)
     heads = n * model.heads / tp * e
     shards = _key_shards(execution)
@@ -202,7 +205,8 @@ def _sparse_tensors(model: Model, execution: Execution, indexed: bool) -> Iterab
     tensor-parallel rank.
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
-    kept = _latent_tensors(model, replace(execution, attention="flash"))
+    # No kernel rotates for this attention.
+    kept = _latent_tensors(model, replace(execution, attention="flash", fused_rotations=False))
     yield from (each for each in kept if each.name not in ("queries and keys", "values", _ATTENDED))
     heads, latent = n * model.heads / tp * e, model.kv_lora_rank or 0
     yield Saved("queries", heads * model.latent_query_channels, "I", ("mla_up_proj",))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_pipemem.config.cluster import Cluster, HostChannel
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.activations import head_bytes, layer_bytes, layer_tensors, moved_bytes
 from megatron_pipemem.planner.counts import head_flops, head_parameters, layer_flops, layer_parameters, model_flops
@@ -112,6 +113,24 @@ def test_bytes_per_element_of_the_papers(dropout, execution, per_element):
     statistics = sum(each.nbytes for each in layer_tensors(shape, execution) if each.statistic)
     assert 0 <= layer_bytes(shape, execution).saved / 4096**2 - per_element <= statistics / 4096**2
     assert moved_bytes(shape, execution) == per_element * 4096**2
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "flags", "channels"),
+    [
+        ("llama3-8b", "h100-80g", {}, 0),  # Transformer Engine's kernel rotates, also beside Megatron's own layers
+        ("llama3-8b", "h100-80g", {"transformer-impl": "local"}, 0),
+        ("llama3-8b", "h100-80g", {"no-rope-fusion": True}, 128),
+        ("llama3-8b", "h100-80g", {"no_rope_fusion": True, "rotary_percent": 0.5}, 64),
+        ("llama3-8b", "cpu", {}, 128),  # where there are no such kernels
+        ("deepseek-v3", "h100-80g", {}, 0),
+        ("deepseek-v3", "h100-80g", {"no-rope-fusion": True}, 64),
+    ],
+)
+def test_tables_of_rotations_are_kept_unless_a_kernel_rotates(model, cluster, flags, channels):
+    run = Run(load(model, Model), load(cluster, Cluster), megatron=flags)
+    tables = [each.nbytes for each in layer_tensors(run.model, run.execution) if each.name == "tables of rotations"]
+    assert sum(tables) == 4 * run.model.sequence * channels * run.execution.element
 
 
 @pytest.mark.parametrize("hidden", PRINTED_K)

@@ -267,6 +267,8 @@ MIXED = replace(GPT, kv_heads=2, position="rope", activation="geglu")
 CROSSED = {
     **{f"gpt {name}": (GPT, execution) for name, execution in EXECUTIONS.items() if "tp4" not in name},
     **{f"llama {name}": (LLAMA, EXECUTIONS[name]) for name in ("tp2-sp", "unfused")},
+    "a quarter rotated": (LLAMA, Execution(tp=2, rotary_percent=0.25)),
+    "latent, half rotated": (LATENT, Execution(tp=2, rotary_percent=0.5)),
     # Fewer key heads than tensor-parallel ranks, and one key head per rank.
     **{
         f"{position} {name}": (replace(MIXED, position=position, kv_heads=heads), EXECUTIONS[name])
@@ -304,7 +306,7 @@ CROSSED = {
 # and recompute every kind of module.
 FULL_LANE = {
     *("gpt tp2", "gpt core", "gpt full", "gpt cp2-scores", "learned tp4-scores", "gated tp2-sp cp2-scores unfused"),
-    *("odd experts with biases", "whole experts", "hybrid tp2-sp, transformer engine"),
+    *("a quarter rotated", "odd experts with biases", "whole experts", "hybrid tp2-sp, transformer engine"),
     "fine tp2-sp moe",
     "fine mla_up_proj+mlp+shared_experts",
 }

@@ -50,7 +50,7 @@ def has_early_head(step: Step, request: Request, on_one_host: Callable[[dist.Pro
         tell(logger, "%s, whose layers have no numbers", _UNKNOWN)
         return False
     try:
-        run = _run_of(step, request, on_one_host)
+        run = described(step, request, on_one_host)
         if sum(layers) != run.model.pieces:
             raise UnsupportedError(
                 "unsupported-model",
@@ -90,7 +90,7 @@ def _pieces(chunk: torch.nn.Module) -> int | None:
     return len(known.layers) + bool(predicts_ahead)
 
 
-def _run_of(step: Step, request: Request, on_one_host: Callable[[dist.ProcessGroup], bool]) -> Run:
+def described(step: Step, request: Request, on_one_host: Callable[[dist.ProcessGroup], bool]) -> Run:
     """Return the run that describes the model of a step; raise a PipememError if the planner has no such model."""
     config: Any = step.context.config
     groups = step.groups
@@ -103,6 +103,8 @@ def _run_of(step: Step, request: Request, on_one_host: Callable[[dist.ProcessGro
         weight_inputs = SHARDED if groups.tp.size() == 1 or on_one_host(groups.tp) else GATHERED
     flags = {
         "transformer-impl": config.transformer_impl,
+        "no-rope-fusion": not config.apply_rope_fusion,
+        "rotary-percent": getattr(_model_in(step), "rotary_percent", 1.0),
         "fp8-format": config.fp8,
         "fp8-recipe": config.fp8_recipe,
         "moe-expert-capacity-factor": config.moe_expert_capacity_factor,
@@ -130,9 +132,13 @@ def _run_of(step: Step, request: Request, on_one_host: Callable[[dist.ProcessGro
     )
 
 
+def _model_in(step: Step) -> Any:
+    return get_attr_wrapped_model(step.chunks[0], "pre_process", return_model_obj=True)
+
+
 def _model_of(step: Step) -> Model:
     config: Any = step.context.config
-    built: Any = get_attr_wrapped_model(step.chunks[0], "pre_process", return_model_obj=True)
+    built = _model_in(step)
     if getattr(built, "vocab_size", None) is None:
         raise UnsupportedError("unsupported-model", f"a {type(built).__name__} has no vocab_size")
     position = str(getattr(built, "position_embedding_type", "none"))
