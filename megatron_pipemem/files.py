@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,23 +52,34 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         target = Path(os.path.realpath(path))  # a symbolic link stays a link
         _base(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = _create_beside(target)
-        try:
-            if old is not None:
-                with suppress(OSError):  # some file systems have no permissions
-                    beside.chmod(stat.S_IMODE(old.st_mode))
+        with _replacing(target, old) as beside:
             yield beside
-            with beside.open("rb") as written:
-                os.fsync(written.fileno())
-            beside.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                beside.unlink()
-            raise
     except OutputError:
         raise
     except OSError as error:
         raise OutputError("cannot-write", _sentence(path, error)) from error
+
+
+@contextmanager
+def _replacing(target: Path, old: os.stat_result | None = None) -> Iterator[Path]:
+    """Yield the path of an empty file beside ``target``, and rename it to ``target`` after the block.
+
+    It gets the permissions of ``old``. Files that killed processes have left in the folder are removed.
+    """
+    _remove_leftovers(target.parent)
+    beside = _create_beside(target)
+    try:
+        if old is not None:
+            with suppress(OSError):  # some file systems have no permissions
+                beside.chmod(stat.S_IMODE(old.st_mode))
+        yield beside
+        with beside.open("rb") as written:
+            os.fsync(written.fileno())
+        beside.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def check_suffix(path: str | Path, suffixes: Sequence[str], kind: str) -> None:
@@ -119,6 +132,21 @@ def _create_beside(target: Path) -> Path:
     beside = target.with_name(f".{target.name[:40]}.{os.urandom(6).hex()}.partial")
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return beside
+
+
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.partial")
+_LEFTOVER_SECONDS = 600
+"""Age of a file of ``_create_beside`` whose process must be dead. Files are written in seconds."""
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove files that ``_create_beside`` made in a folder, and whose processes were killed before they renamed them."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _LEFTOVER.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with suppress(OSError):  # another process has removed it
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFTOVER_SECONDS:
+                        os.unlink(entry.path)
 
 
 def _base(target: Path) -> Path:
@@ -218,3 +246,38 @@ def _subject(kind: str, path: str | Path) -> str:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+MOST_CACHED_BYTES = 1 << 25
+"""The size of the largest file of a cache that is read or written, 32 MiB."""
+
+
+def read_cached(path: Path) -> Any:
+    """Return the content of a JSON file in a cache of this package. Links, devices and large files are not read.
+
+    Raise an OSError or a ValueError if it cannot be read. Other programs may have written anything there.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        content = file.read(MOST_CACHED_BYTES + 1)
+    if len(content) > MOST_CACHED_BYTES:
+        raise OSError(errno.EFBIG, "it is too large")
+    try:
+        return json.loads(content, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def write_cached(path: Path, value: Any) -> None:
+    """Write a JSON file in a cache of this package. A link with its name is replaced, and not followed.
+
+    Values that would be larger than ``MOST_CACHED_BYTES`` are not written. Raise an OSError or a ValueError if the file
+    cannot be written.
+    """
+    content = json.dumps(value, allow_nan=False).encode()
+    if len(content) <= MOST_CACHED_BYTES:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(path) as beside:
+            beside.write_bytes(content)

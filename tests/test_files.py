@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import stat
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -166,3 +168,18 @@ def test_nothing_of_ours_is_written_otherwise():
     (picture,) = written.pop("megatron_pipemem/report/figure.py")
     assert picture.strip().startswith("figure.savefig(beside, ")
     assert not written
+
+
+def test_files_of_killed_processes_are_removed_by_the_next_writer(tmp_path):
+    kill = "import os, sys; from megatron_pipemem.files import whole_file\nwith whole_file(sys.argv[1]): os.abort()"
+    assert subprocess.run([sys.executable, "-c", kill, tmp_path / "a"], check=False).returncode == -6
+    (left,) = tmp_path.iterdir()
+    others = [tmp_path / name for name in (".a.partial", "a.0123456789ab.partial", ".a.0123456789ab.partial.txt")]
+    for path in others:
+        path.write_text("of the user")
+    write_whole(tmp_path / "a", "1")
+    assert left.exists(), "another process may still write it"
+    for path in (left, *others):
+        os.utime(path, (0, 0))
+    write_whole(tmp_path / "b", "2")
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a", tmp_path / "b", *others])

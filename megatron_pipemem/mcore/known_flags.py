@@ -9,9 +9,7 @@ import argparse
 import difflib
 import hashlib
 import importlib.util
-import json
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +20,7 @@ from typing import Any
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.errors import ConfigError, UpstreamError
-from megatron_pipemem.files import read_json, write_whole
+from megatron_pipemem.files import read_cached, write_cached
 from megatron_pipemem.launch.asking import answers
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import is_installed
@@ -42,6 +40,8 @@ add_megatron_arguments(parser)
 sys.stdout.write(MARK + json.dumps(described(parser)))
 """
 _SECONDS = 120
+_PROPERTIES = {"choices", "type", "bare", "dest", "const", "nargs", "default"}
+"""The keys of a flag's properties (``described``)."""
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
@@ -130,20 +130,22 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
     if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
         return described(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     asked = hashlib.sha256(b"".join(source.read_bytes() for source in (Path(__file__), *_sources()))).hexdigest()[:16]
-    try:
+    path = None
+    with suppress(OSError, ValueError):  # there is no place for it, or it is not there yet, or damaged
         path = default_folder() / f"flags-{asked}.json"
-        return read_json(path, "Megatron's flags")
-    except ConfigError:  # not there yet, or cut short
-        pass
-    except OSError:  # no place for it
-        path = Path(os.devnull)
+        kept = read_cached(path)
+        if isinstance(kept, dict) and all(
+            isinstance(flag, dict) and flag.keys() == _PROPERTIES for flag in kept.values()
+        ):
+            return kept
     try:
         (known,) = answers(["-c", _ASK], _SECONDS, "Megatron's parser")
     except (UpstreamError, ValueError) as error:  # ValueError: not one answer
         logger.warning("Megatron's flags cannot be read, so the flags of the run are not checked: %s", error)
         return {}
-    with suppress(OSError):  # it is asked again
-        write_whole(path, json.dumps(known))
+    if path is not None:
+        with suppress(OSError):  # it is asked again
+            write_cached(path, known)
     return known
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
+from math import isclose
 from random import Random
+from typing import Any
 
+from megatron_pipemem.errors import repeated
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import tell
@@ -23,8 +27,10 @@ from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search.exact import solve
 from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, justify, timetable
 from megatron_pipemem.search.portfolio import (
@@ -105,7 +111,10 @@ class Clock:
 
 
 _POLISHED = ", polished"
-_EXACT = 1 + 1e-6
+EXACT = 1 + 1e-6
+"""The ratio of two makespans or bounds that count as equal."""
+PASSES_TO_SOLVE = 128
+"""The most passes of a problem that is solved exactly."""
 # Families with many chunks take long. The other half of the time is for better orders.
 _SHARE_OF_MANY_CHUNKS = 0.5
 # Microbatches per device when blocks are compared: enough for start and end, in which alone blocks differ.
@@ -180,11 +189,11 @@ class Exploration:
 
     @property
     def is_optimal(self) -> bool:
-        return self.makespan <= self.bound * _EXACT
+        return self.makespan <= self.bound * EXACT
 
     def can_beat(self, makespan: float) -> bool:
         """Return whether the lower bound of this placement is below a makespan in seconds."""
-        return self.bound * _EXACT < makespan
+        return self.bound * EXACT < makespan
 
     def take_first(self, clock: Clock) -> None:
         """Make a first order: microbatches at equal intervals. Keep it if it is among the best."""
@@ -255,7 +264,7 @@ class Exploration:
 
         With slices any distance counts, because the exact search and periodic orders do not support them.
         """
-        return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else _EXACT)
+        return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else EXACT)
 
     @property
     def num_passes(self) -> int:
@@ -273,6 +282,12 @@ class Exploration:
         few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
         return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
 
+    @property
+    def _can_be_solved(self) -> bool:
+        if self.period or self.slices > 1:
+            return False
+        return self.caps is None or keeps_memory_exactly(self.placement, self.costs)
+
     def solve(self, reached: float, most_states: int) -> int:
         """Search exactly for an order below ``reached`` seconds, keep it, and return the number of states that were used.
 
@@ -281,11 +296,7 @@ class Exploration:
         not if full backwards may keep the caps better (``better_full``), because it has none. A period, slices, and
         caps on memory that is not in whole numbers are not supported: no search is made, and 0 states are used.
         """
-        if (
-            self.period
-            or self.slices > 1
-            or (self.caps is not None and not keeps_memory_exactly(self.placement, self.costs))
-        ):
+        if not self._can_be_solved:
             return 0
         shorter_than = min(self._finalists[0][0], round(reached * self._problem.ticks_per_second))
         solved = solve(self._problem, shorter_than, most_states)
@@ -395,9 +406,44 @@ class Exploration:
             fused = self._problem.full_backwards
             schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
             timeline = simulate(schedule, self.costs)
+        return self._described(schedule, timeline, self.bound, name)
+
+    def _described(self, schedule: Schedule, timeline: Timeline, bound: float, name: str) -> Candidate:
         makespan = stream(schedule, self.costs, steps=1).period if self.period else timeline.makespan
-        bound = min(self.bound, makespan)  # the bound of an exact solution was rounded to ticks
-        return Candidate(schedule, makespan, timeline.peaks, bound, name)
+        # The bound of an exact solution was rounded to ticks.
+        return Candidate(schedule, makespan, timeline.peaks, min(bound, makespan), name)
+
+    def recalled(self, values: Mapping[str, Any], schedule: Schedule, most_states: int) -> Candidate:
+        """Return the candidate of an earlier search with this placement and number of slices.
+
+        ``values`` are those of ``result.to_json``, and ``schedule`` is read from them. ``most_states`` is that of
+        ``proves``. Raise a ValueError if the schedule is another kind of schedule, invalid or above the caps, or if its
+        makespan or bound is false.
+        """
+        others = schedule.updates is not None or schedule.vocabulary_barriers or schedule.pairs
+        if others or schedule.num_microbatches != self.num_microbatches or not schedule.kinds <= {*KINDS, Kind.B}:
+            raise ValueError("its schedule is not of this search")
+        validate(schedule, self.costs, self.caps)
+        bound, name = float(values["lower_bound"]), repeated(str(values["found_by"]))
+        candidate = self._described(schedule, simulate(schedule, self.costs), bound, name)
+        if not isclose(candidate.makespan, values["makespan"], rel_tol=EXACT - 1):
+            raise ValueError(f"its makespan is {candidate.makespan:.6g}, not {values['makespan']:.6g}")
+        least = min(self.bound, candidate.makespan) / EXACT
+        if not least <= bound <= candidate.makespan * EXACT or not self.proves(bound, most_states):
+            raise ValueError(f"its bound {bound:.6g} is false")
+        return candidate
+
+    def proves(self, bound: float, most_states: int) -> bool:
+        """Return whether no schedule of this placement is faster than ``bound`` seconds, by its bound or exact search.
+
+        ``most_states`` is that of ``solve``.
+        """
+        if bound <= self.bound * EXACT:
+            return True
+        if self.num_passes > PASSES_TO_SOLVE or not self._can_be_solved:
+            return False
+        solved = solve(self._problem, int(bound / EXACT * self._problem.ticks_per_second), most_states)
+        return solved is not None and solved.table is None
 
 
 _SAMPLES, _ERROR = 4, 0.2

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from megatron_pipemem.files import write_whole
+from megatron_pipemem.files import read_cached, write_cached
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import Shown, brief
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
 
@@ -123,35 +122,26 @@ class ResultCache:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
-    def get(self, question: object, costs: Costs) -> SearchResult | None:
+    def get(self, question: object, read: Callable[[Any], SearchResult]) -> SearchResult | None:
         """Return the cached result of the search with the arguments in ``question``; ``None`` if there is none.
 
-        ``costs`` become the costs of the result, because the file does not have them.
+        ``read`` makes the result from the values that ``put`` got. If it raises an error, the file is wrong: a warning
+        is logged, and the result is ``None``.
         """
+        path: Path | str = "of this user"
         try:
             path = self._path(question)
-            content = path.read_bytes()
+            return read(read_cached(path))
         except FileNotFoundError:
             return None
-        except OSError as error:
-            logger.warning("cannot read the cached search: %s; searching again", error)
-            return None
-        try:
-            kept = json.loads(content)
-            candidates = tuple(_from_json(row) for row in kept["candidates"])
-            if not candidates:
-                raise ValueError("it holds no candidates")
-            return SearchResult(candidates, float(kept["lower_bound"]), 0.0, costs)
         except Exception as error:  # other programs may have written anything there
             logger.warning("cannot use the cached search %s: %s; searching again", path, error)
             return None
 
-    def put(self, question: object, result: SearchResult) -> None:
-        """Store the result of a search with these arguments. If that fails, only log a warning."""
+    def put(self, question: object, values: object) -> None:
+        """Store the JSON values of the result of a search with these arguments. If that fails, only log a warning."""
         try:
-            path = self._path(question)
-            kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
-            write_whole(path, json.dumps(kept, allow_nan=False))
+            write_cached(self._path(question), values)
         except (OSError, ValueError) as error:
             logger.warning("cannot keep the search: %s", error)
 
@@ -179,14 +169,18 @@ def _code_version() -> str:
     return digest.hexdigest()
 
 
-def _to_json(candidate: Candidate) -> dict:
-    schedule, facts = candidate.schedule, dict(vars(candidate))
-    del facts["schedule"]
-    return {"name": schedule.name, "devices": schedule.placement.devices, "orders": schedule.to_csv(), "facts": facts}
-
-
-def _from_json(row: dict) -> Candidate:
-    schedule = Schedule.from_csv(row["orders"], name=row["name"])
-    if schedule.placement != Placement.from_devices(tuple(row["devices"])):
-        raise ValueError("placement and orders disagree")
-    return Candidate(schedule, **row["facts"] | {"peaks": tuple(row["facts"]["peaks"])})
+def to_json(result: SearchResult) -> dict[str, Any]:
+    """Return the values of a result that are stored: orders and bounds. All others follow from the orders."""
+    return {
+        "lower_bound": result.lower_bound,
+        "candidates": [
+            {
+                "placement": each.schedule.placement.name,
+                "orders": each.schedule.to_csv(),
+                "makespan": each.makespan,
+                "lower_bound": each.lower_bound,
+                "found_by": each.found_by,
+            }
+            for each in result.candidates
+        ],
+    }

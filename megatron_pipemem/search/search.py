@@ -8,22 +8,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from random import Random
+from typing import Any
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.bounds import least_held
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
+from megatron_pipemem.schedule.options import AUTO, SEARCH_SECONDS, check_effort, check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_families
-from megatron_pipemem.search.exploration import Clock, Exploration, SearchStep
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.search.exploration import EXACT, PASSES_TO_SOLVE, Clock, Exploration, SearchStep
 from megatron_pipemem.search.improve import Timetable
 from megatron_pipemem.search.problem import better_full
-from megatron_pipemem.search.result import Candidate, ResultCache, SearchResult, fastest_first
+from megatron_pipemem.search.result import Candidate, ResultCache, SearchResult, fastest_first, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,7 @@ _PASSES_TO_VARY = 100_000
 _PLACEMENTS_TO_VARY = 3
 _EFFORT_WHEN_FAR = 2
 _SHARE_OF_OTHERS = 0.2
-# The most passes of a problem that is solved exactly, and the most states of all of them at effort 1: half a second.
-_PASSES_TO_SOLVE = 128
+# The most states of all exact searches at effort 1: half a second.
 _STATES = 4000
 # Orders within this factor of the best makespan are polished, which gains one or two per cent.
 _WORTH_POLISHING = 1.02
@@ -115,13 +117,14 @@ def search_schedule(
             "unsupported-placement",
             f"placements must have one replica of the model on {num_devices} devices; give at least one such placement",
         )
-    question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
-    if cache is not None and (known := cache.get(question, costs)) is not None:
-        return known
     shapes = [(placement, count) for placement in placements for count in counts]
     if len(counts) > 1:
         shapes = [shape for shape in shapes if _misfit(costs, *shape) is None] or shapes
     considered = _explorations(shapes, num_microbatches, costs, caps, seed, period)
+    question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
+    recall = partial(_recalled, considered, costs, int(effort * _STATES))
+    if cache is not None and (known := cache.get(question, recall)) is not None:
+        return known
     explorations = _first_orders(considered, clock)
     if not explorations:
         raise UnsupportedError("cap-unreachable", _nothing_fits(shapes, num_microbatches, costs, caps))
@@ -130,8 +133,31 @@ def search_schedule(
     result = SearchResult(fastest_first(_described(explorations, clock)), bound, clock.elapsed, costs)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
     if cache is not None and (result.is_optimal or not clock.refused_any):
-        cache.put(question, result)
+        cache.put(question, to_json(result))
     return result
+
+
+def _recalled(explorations: Sequence[Exploration], costs: Costs, most_states: int, values: Any) -> SearchResult:
+    """Return the result whose ``to_json`` are ``values``.
+
+    Raise an error if it is not a result of a search by these explorations. ``most_states`` limits exact searches, which
+    prove bounds again.
+    """
+    candidates: list[Candidate] = []
+    missing = {(each.placement.name, each.placement.devices, each.slices): each for each in reversed(explorations)}
+    for row in values["candidates"]:
+        schedule = Schedule.from_csv(row["orders"], name=AUTO)
+        exploration = missing.pop((row["placement"], schedule.placement.devices, schedule.slices), None)
+        if exploration is None:
+            raise ValueError("it has a placement that is not searched, or twice the same")
+        schedule = replace(schedule, placement=exploration.placement)
+        candidates.append(exploration.recalled(row, schedule, most_states))
+    bound = float(values["lower_bound"])
+    highest = min(candidate.makespan for candidate in candidates) * EXACT
+    least = min(exploration.bound for exploration in explorations) / EXACT
+    if not least <= bound <= highest or not all(each.proves(bound, most_states) for each in explorations):
+        raise ValueError(f"its bound {bound:.6g} is false")
+    return SearchResult(fastest_first(candidates), bound, 0.0, costs)
 
 
 def _explorations(
@@ -325,7 +351,7 @@ def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: floa
     """
     states = int(effort * _STATES)
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
-        if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):
+        if exploration.num_passes > PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):
             return
         reached = min(e.makespan for e in explorations)
         if exploration.can_beat(reached):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def test_a_flag_of_ours_is_known_as_soon_as_it_is_declared(monkeypatch):
     monkeypatch.setattr(known_flags_module, "flag_parser", lambda: parser)
     told = {"choices": None, "type": "int", "bare": False, "nargs": None, "default": None}
     assert known_flags()["--pipemem-new"] == {**told, "dest": "pipemem_new", "const": None}
+
+
+def test_a_cached_list_of_another_form_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "megatron.training.arguments", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = {"--lr": known_flags()["--lr"]}
+    monkeypatch.setattr(known_flags_module, "answers", lambda *arguments: [asked])
+    read = known_flags_module._megatrons_flags.__wrapped__
+    assert read() == asked
+    (file,) = tmp_path.rglob("flags-*.json")
+    right = file.read_text()
+    for wrong in ("[]", "3", '{"--lr": 3}', '{"--lr": {"type": "int"}}', "{", "[" * 100_000):
+        file.write_text(wrong)
+        assert read() == asked and file.read_text() == right, wrong
+    monkeypatch.setattr(known_flags_module, "answers", None)
+    assert read() == asked
 
 
 def test_what_megatron_takes():

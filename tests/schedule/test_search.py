@@ -5,8 +5,11 @@ All of it with whole microbatches, and with microbatches cut into slices.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import oracle
 import pytest
@@ -19,6 +22,7 @@ from refusals import refused
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
+from megatron_pipemem.files import MOST_CACHED_BYTES
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import least_held, lower_bound
@@ -336,14 +340,106 @@ def test_finished_searches_are_found_again(tmp_path) -> None:
     assert again.candidates == fresh.candidates and again.seconds == 0 < fresh.seconds
     search(**{**question, "cap": 1.0}, cache=cache)
     assert len(list(tmp_path.glob("*.json"))) == 2
-    for damaged in (
+
+
+CACHED = {"p": 2, "m": 4, "costs": Costs(1, 1.5, 0.5), "cap": 0.75, "max_chunks": 2}
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> tuple[ResultCache, SearchResult, Path]:
+    """A cache with the result of ``CACHED``, the result, and its file."""
+    cache = ResultCache(tmp_path / "cache")
+    fresh = search(**CACHED, cache=cache)
+    (file,) = (tmp_path / "cache").iterdir()
+    return cache, fresh, file
+
+
+def wrong_files(values: dict, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """Names and texts of files that are not the result of ``CACHED``, whose file has these values."""
+
+    def other(**question: object) -> str:
+        folder = tmp_path / f"other {sorted(question)}"
+        search(**{**CACHED, **question}, cache=ResultCache(folder))
+        (file,) = folder.iterdir()
+        return file.read_text()
+
+    first, *_ = rows = values["candidates"]
+
+    def changed(number: int, **changes: object) -> str:
+        return json.dumps({**values, "candidates": [*rows[:number], {**rows[number], **changes}, *rows[number + 1 :]]})
+
+    far = next(number for number, row in enumerate(rows) if row["lower_bound"] < 0.9 * row["makespan"])
+    yield "other microbatches", other(m=5)
+    yield "above the cap", other(cap=None)
+    yield "other devices", other(p=3)
+    yield "other slices", other(slices=2)
+    yield "a short makespan", changed(0, makespan=first["makespan"] * 0.9)
+    yield "a high bound of a placement", changed(far, lower_bound=rows[far]["makespan"] * 0.95)
+    yield "a low bound of a placement", changed(0, lower_bound=0.0)
+    yield "a high bound", json.dumps({**values, "lower_bound": first["makespan"] * 2})
+    yield "a low bound", json.dumps({**values, "lower_bound": 0.5})
+    yield "an endless bound", json.dumps({**values, "lower_bound": float("nan")})
+    yield "a placement twice", json.dumps({**values, "candidates": [first, first]})
+    yield "an invalid order", changed(0, orders=first["orders"].replace("F0", "F1", 1))
+    yield "a part of an order", changed(0, orders=first["orders"].partition("\n")[0])
+    yield "another property", changed(0, orders="# update_every=4 versions_kept=2\n" + first["orders"])
+    for text in (
         "not JSON",
         "3",
+        "[" * 100_000,
         '{"candidates": [], "lower_bound": 1}',
-        '{"candidates": [{"name": "x", "orders": 3}]}',
+        '{"candidates": [{"orders": 3}]}',
     ):
-        kept.write_text(damaged)
-        assert search(**question, cache=cache).candidates == fresh.candidates
+        yield text[:40], text
+
+
+def test_files_that_are_not_a_result_are_a_miss_with_one_warning(cached, tmp_path, caplog) -> None:
+    cache, fresh, file = cached
+    right = file.read_text()
+    for name, text in wrong_files(json.loads(right), tmp_path):
+        caplog.clear()
+        file.write_text(text)
+        assert search(**CACHED, cache=cache).candidates == fresh.candidates, name
+        assert [record.levelname for record in caplog.records if record.name.endswith("result")] == ["WARNING"], name
+        assert file.read_text() == right, name
+    assert search(**CACHED, cache=cache).seconds == 0
+
+
+def test_the_cache_opens_only_regular_files_and_writes_through_no_link(cached, tmp_path, caplog) -> None:
+    cache, fresh, file = cached
+    right, aim = file.read_text(), tmp_path / "aim"
+    for make in (
+        lambda: aim.write_text(right) and file.symlink_to(aim),
+        lambda: file.symlink_to(tmp_path / "nothing"),
+        lambda: os.mkfifo(file),
+        lambda: file.symlink_to("/dev/zero"),
+        lambda: file.write_bytes(b" " * MOST_CACHED_BYTES + right.encode()),
+    ):
+        caplog.clear()
+        file.unlink()
+        make()
+        assert search(**CACHED, cache=cache).candidates == fresh.candidates
+        assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+        assert not file.is_symlink() and file.read_text() == right
+    assert aim.read_text() == right and not (tmp_path / "nothing").exists()
+
+
+@examples(60)
+@given(data=st.data())
+def test_a_damaged_file_never_changes_a_result(data: st.DataObject) -> None:
+    with TemporaryDirectory() as folder:
+        cache = ResultCache(Path(folder))
+        fresh = search(2, 2, Costs(1, 1.5, 0.5), 1.0, effort=0.02, max_chunks=2, cache=cache)
+        (file,) = Path(folder).iterdir()
+        text = file.read_text()
+        at = data.draw(st.integers(0, len(text) - 1))
+        length = data.draw(st.integers(0, 3))
+        file.write_text(text[:at] + data.draw(st.text('0123456789FIWB,.\\n"-e', max_size=3)) + text[at + length :])
+        again = search(2, 2, Costs(1, 1.5, 0.5), 1.0, effort=0.02, max_chunks=2, cache=cache)
+        # Another valid order is no lie about its makespan and bounds.
+        assert all(simulate(each.schedule, Costs(1, 1.5, 0.5)).makespan == each.makespan for each in again.candidates)
+        assert again.lower_bound == pytest.approx(fresh.lower_bound, rel=1e-5)
+        assert again.makespan >= fresh.lower_bound * (1 - 1e-5)
 
 
 def test_a_user_without_a_home_searches_without_a_cache(monkeypatch, caplog) -> None:
