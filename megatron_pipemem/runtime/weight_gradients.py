@@ -7,12 +7,16 @@ over a retained graph.
 Under sequence parallelism, some backwards gather a tensor along the sequence, and ``remember`` its shard. A deferred
 weight gradient that needs the gathered tensor calls ``shard_of``. It then keeps only the shard, which exists anyway,
 and gathers it again.
+
+A W adds to a parameter's gradient past autograd. It may do so only if autograd would do no more than that: see
+``is_plain``.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +28,8 @@ GRADIENT_READY = "_pipemem_gradient_ready"
 """Attribute of a weight: the function to call when a microbatch's gradient of the weight is complete."""
 EARLY = "_pipemem_early"
 """Attribute of a weight whose gradient pass I computes, and not W."""
+HOOKED = "_pipemem_hooked"
+"""Attribute of a parameter with hooks on the autograd node that adds to its gradient (``AccumulatorHooks``)."""
 
 _AHEAD = 2
 """Number of GEMMs between the start of a gather and its own GEMM. A projection's GEMM is shorter than the next layer's gather,
@@ -99,7 +105,7 @@ class WeightGradientQueue:
                     begun.append(pending.pop())
                     begun[-1].begin()
                 work = begun.popleft()
-                work.run()
+                _run(work)
                 uses[id(work.weight)] -= 1
                 if work.weight is not None and not uses[id(work.weight)]:
                     _report(work.weight)
@@ -116,7 +122,7 @@ class ImmediateWeightGradients(WeightGradientQueue):
     def put(self, work: DeferredWeightGradient) -> None:
         with torch.no_grad():
             work.begin()
-            work.run()
+            _run(work)
 
 
 class LateWeightGradients(WeightGradientQueue):
@@ -135,7 +141,7 @@ class LateWeightGradients(WeightGradientQueue):
         with torch.no_grad():
             for work in pending:
                 work.begin()
-                work.run()
+                _run(work)
                 if work.weight is not None:
                     self._unreported[id(work.weight)] = work.weight
 
@@ -146,6 +152,25 @@ class LateWeightGradients(WeightGradientQueue):
         for weight in self._unreported.values():
             _report(weight)
         self._unreported.clear()
+
+
+def _run(work: DeferredWeightGradient) -> None:
+    work.run()
+    for listen in _listeners:
+        listen(work.parameters)
+
+
+_listeners: list[Callable[[tuple[torch.Tensor, ...]], None]] = []
+
+
+@contextmanager
+def completing(listen: Callable[[tuple[torch.Tensor, ...]], None]) -> Iterator[None]:
+    """Call ``listen`` within a ``with`` block with the parameters of every deferred weight gradient that has run."""
+    _listeners.append(listen)
+    try:
+        yield
+    finally:
+        _listeners.remove(listen)
 
 
 def _report(weight: torch.Tensor) -> None:
@@ -188,8 +213,61 @@ def current_queue() -> WeightGradientQueue | None:
 
 
 def is_early(weight: torch.Tensor) -> bool:
-    """Return whether pass I computes the gradient of a weight, and not W."""
-    return hasattr(weight, EARLY)
+    """Return whether pass I computes the gradient of a weight, and not W: the weight is marked, or not plain."""
+    return hasattr(weight, EARLY) or not is_plain(weight)
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Return whether autograd would only add a gradient to the weight's ``grad``, so that a W may do it instead.
+
+    It would do more for a weight that is computed from other tensors, and for a parameter with hooks on its gradient.
+    """
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return weight.is_leaf and not hooks and not hasattr(weight, HOOKED)
+
+
+class AccumulatorHooks:
+    """Finds the hooks that a program has registered on the autograd nodes which add to the gradients of parameters.
+
+    A parameter does not know these hooks, unlike those of ``Tensor.register_hook``. A handle that the registration
+    returns refers to the dictionary of all hooks of the node. ``is_known`` says which hooks do not count.
+    """
+
+    def __init__(self, is_known: Callable[[Callable], bool]):
+        self._is_known = is_known
+        self._hooks: dict[torch.Tensor, tuple[Any, dict, dict]] = {}  # node, hooks after it, hooks before it
+
+    def hooked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters whose nodes have such hooks. A parameter that needs no gradient has no node."""
+        return [each for each in parameters if each.requires_grad and any(map(self._counts, self._hooks_of(each)))]
+
+    def _hooks_of(self, parameter: torch.Tensor) -> Iterator[Callable]:
+        if parameter not in self._hooks:
+            node = accumulator_of(parameter)
+            self._hooks[parameter] = (node, *map(_hooks_by, (node.register_hook, node.register_prehook)))
+        _, after, before = self._hooks[parameter]
+        yield from (*after.values(), *before.values())
+
+    def _counts(self, hook: Callable) -> bool:
+        return not self._is_known(hook)
+
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._hooks.clear()
+
+
+def accumulator_of(parameter: torch.Tensor) -> Any:
+    """Return the autograd node that adds to the gradient of a parameter. It lives as long as something refers to it."""
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter)
+    return view.grad_fn.next_functions[0][0]
+
+
+def _hooks_by(register: Callable) -> dict:
+    handle = register(lambda *_: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
 
 
 def defers() -> bool:
