@@ -143,6 +143,7 @@ CODES = {
     "cannot-weigh": "Microbatches cannot be weighed, or your function fails. The message names the microbatch.",
     "changed-while-away": "Offloaded activations returned changed, because some code wrote into their memory.",
     "data-iterator": "The data iterator ended early, is missing, or cannot be read as the schedule needs it.",
+    "missing-gradient": "A split backward lost the gradient of a weight. Use a schedule with whole backwards, and report it.",
     "late-gradient": "A gradient came after its bucket was reduced. Drop `--overlap-grad-reduce`.",
     "message-shape": "A tensor has another shape than its receiver expects. The message has the remedy.",
     "offload-device": "Activations can be offloaded from CUDA and CPU devices only.",

@@ -47,7 +47,7 @@ def test_only_ranks_of_one_host_keep_shards_until_w(monkeypatch, other):
     (keep,) = (act for symbol, act in split.replacements() if symbol == GATHER_GRADIENT)
     sizes = SimpleNamespace(num_moe_experts=None, hidden_size=4)
     groups, context = SimpleNamespace(tp=group), SimpleNamespace(config=sizes)
-    split.prepare(SimpleNamespace(groups=groups, chunks=[], context=context))
+    split.prepare(SimpleNamespace(groups=groups, chunks=[], context=context, forward_only=True))
     call = SimpleNamespace(input_split_sizes=None, use_global_buffer=False, group=group)
     with collecting(WeightGradientQueue()):
         (whole,) = keep(lambda ctx, shard: (torch.cat([shard, shard]),), call, torch.ones(2, 4))

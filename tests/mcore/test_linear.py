@@ -12,9 +12,11 @@ from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear
 from megatron_pipemem.runtime.weight_gradients import (
     GRADIENT_READY,
+    AccumulatorHooks,
     ImmediateWeightGradients,
     LateWeightGradients,
     WeightGradientQueue,
+    accumulator_of,
     collecting,
 )
 
@@ -175,3 +177,66 @@ def test_a_layer_that_asks_for_something_new_is_left_to_stock_and_told_once(capl
     assert torch.equal(output, run(STOCK)[0])
     assert weight.grad is not None and len(caplog.records) == 1
     assert "output_dtype keep their weight gradients in the input's backward" in caplog.text
+
+
+def changed(change, queue) -> torch.Tensor:
+    """The weight's gradient, where ``change`` gets the weight and returns what the layer multiplies by."""
+    weight = torch.nn.Parameter(torch.arange(20.0).view(5, 4) / 10)
+    used = change(weight)
+    x = torch.arange(24.0).view(3, 2, 4).requires_grad_()
+    with collecting(queue):
+        layer = STOCK if queue is None else partial(split_linear, STOCK)
+        layer(x, used(), None, False, False, False, tp_group=OneRank()).square().sum().backward()
+    if queue is not None:
+        assert list(queue.tensors()) == [], "nothing waits for W"
+        queue.run()
+    return weight.grad
+
+
+def with_hook(register):
+    def change(weight):
+        register(weight)
+        return lambda: weight
+
+    return change
+
+
+@pytest.mark.parametrize("queue", [WeightGradientQueue, ImmediateWeightGradients, LateWeightGradients])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: lambda: weight * 1.5,
+        lambda weight: lambda: weight[:],
+        with_hook(lambda weight: weight.register_hook(torch.sign)),
+        with_hook(
+            lambda weight: weight.register_post_accumulate_grad_hook(lambda of: setattr(of, "grad", of.grad * 2))
+        ),
+    ],
+    ids=["computed", "view", "hook", "hook after accumulation"],
+)
+def test_a_weight_that_is_not_plain_gets_its_gradient_from_autograd(change, queue):
+    assert torch.equal(changed(change, queue()), changed(change, None))
+
+
+def test_hooks_on_autograds_nodes_are_found():
+    def known(*_):
+        pass
+
+    hooked, before, free, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
+    frozen.requires_grad_(False)
+    nodes = [accumulator_of(parameter) for parameter in (hooked, before, free)]
+    nodes[2].register_hook(known)
+    hooks = AccumulatorHooks(lambda hook: hook is known)
+    assert hooks.hooked([hooked, before, free, frozen]) == []
+    nodes[0].register_hook(lambda *_: None)
+    handle = nodes[1].register_prehook(lambda gradients: None)
+    found = hooks.hooked([hooked, before, free, frozen])
+    assert [id(each) for each in found] == [id(hooked), id(before)]
+    handle.remove()
+    assert [id(each) for each in hooks.hooked([hooked, before, free])] == [id(hooked)]
+
+
+def test_unplain_weights_have_names():
+    chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    chunk[1].weight.register_hook(lambda gradient: gradient)
+    assert [*linear.named_unplain(chunk)] == ["1.weight"]

@@ -37,19 +37,28 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.utils import is_te_min_version  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.nn.utils import parametrize  # noqa: E402
 
 from megatron_pipemem.config.model import Execution, Model  # noqa: E402
 from megatron_pipemem.mcore import profiling  # noqa: E402
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, hook_like_ddp, is_ddps_hook, mark  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
     MARKS_THE_PARAMETER,
     defer,
     delayed_modules,
     notice_frozen_input,
+    stop_delaying,
 )
 from megatron_pipemem.mcore.step.extension import observe  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import EARLY, WeightGradientQueue  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
+    EARLY,
+    HOOKED,
+    AccumulatorHooks,
+    WeightGradientQueue,
+    accumulator_of,
+)
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
@@ -106,8 +115,12 @@ def build(
     overlap: bool | None = None,
     frozen: tuple[str, ...] = (),
     kind: type[Block] = Block,
+    change: Callable[[torch.nn.Module], object] = lambda block: None,
 ):
-    """The block with the same values every time, and Megatron's DDP around it unless ``overlap`` is ``None``."""
+    """The block with the same values every time, and Megatron's DDP around it unless ``overlap`` is ``None``.
+
+    ``change`` is made by a user before DDP is.
+    """
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, gradient_accumulation_fusion=fusion,
         params_dtype=torch.float32, normalization="LayerNorm",
@@ -119,6 +132,8 @@ def build(
         for name, parameter in block.named_parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
             parameter.requires_grad = name not in frozen
+    change(block)
+    stop_delaying(block)
     if overlap is None:
         return block
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=True)
@@ -181,6 +196,10 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
     for overlap in (None, True):
         yield f"frozen input, {_ddp(overlap)}", _frozen_input, (overlap,)
     yield "early weight", _early_weight, ()
+    for (name, change), overlap in product(CHANGES.items(), (None, True)):
+        yield f"{name}, {_ddp(overlap)}", _changed, (change, overlap, False)
+        if change is not _scaled:  # the parameter would be no part of the layer any more
+            yield f"{name} of a built model, {_ddp(overlap)}", _changed, (change, overlap, True)
     yield "bytes of what waits for W", _bytes, ()
     yield "the stage's input does not wait for W", _input_goes, ()
     for delayed in (False, True):
@@ -244,6 +263,53 @@ def _early_weight() -> None:
     same(found, gradients(build(True, False, True, False), None))
     one = [TELayerNormColumnParallelLinear]
     assert waiting == [one, one, [], one, [], []], waiting
+
+
+def _scaled(net: torch.nn.Module) -> None:
+    for part in (part for part in net.modules() if isinstance(part, TELayerNormColumnParallelLinear)):
+        parametrize.register_parametrization(part, "weight", Scaled(), unsafe=True)
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1.5
+
+
+def _hooked(name: str) -> Callable[[torch.nn.Module], None]:
+    def change(net: torch.nn.Module) -> None:
+        for parameter in (parameter for key, parameter in net.named_parameters() if key.endswith(name)):
+            parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+    return change
+
+
+def _hooked_node(net: torch.nn.Module) -> None:
+    for key, parameter in net.named_parameters():
+        if key.endswith("fc1.weight"):
+            net.kept = accumulator_of(parameter)
+            net.kept.register_prehook(lambda gradients: (gradients[0] * 0.5,))
+
+
+CHANGES = {
+    "computed weight": _scaled,
+    "hooked weight": _hooked("fc1.weight"),
+    "hooked bias": _hooked("fc1.bias"),
+    "hooked bias that Megatron adds": _hooked("fc2.bias"),
+    "hooked node": _hooked_node,
+}
+
+
+def _changed(change: Callable[[torch.nn.Module], None], overlap: bool | None, built: bool) -> None:
+    """Weights that are computed, and hooks, on the built model or before."""
+    before = {} if built else {"change": change}
+    stock, net = (build(True, delayed, False, overlap, **before) for delayed in (False, True))
+    if built:
+        change(stock), change(net)
+    hooks = AccumulatorHooks(is_ddps_hook)
+    attach_ddp_hooks([net])
+    mark(hooks.hooked(net.parameters()), HOOKED)
+    hook_like_ddp(net, stop_delaying(net))
+    same(gradients(net, ORDERS["IIWIWW"]), gradients(stock, None))
 
 
 def _bytes() -> None:

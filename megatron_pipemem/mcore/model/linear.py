@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, layers
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, layers
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
 
@@ -29,10 +30,12 @@ from megatron_pipemem.runtime.weight_gradients import (
     ImmediateWeightGradients,
     Shard,
     WeightGradientQueue,
+    accumulator_of,
     current_queue,
     defers,
     gather_rows,
     is_early,
+    is_plain,
     remember,
     shard_of,
 )
@@ -70,15 +73,15 @@ def _split(
 ) -> torch.Tensor | None:
     """Return the layer's output by ``_SplitLinear``; ``None`` if Megatron's function has to compute it.
 
-    It has to if the input or the weight needs no gradient, or for arguments that ``_SplitLinear`` does not know. The
-    arguments after ``queue`` are those of Megatron's function.
+    It has to if the input or the weight needs no gradient, if the weight is computed from other tensors, or for
+    arguments that ``_SplitLinear`` does not know. The arguments after ``queue`` are those of Megatron's function.
     """
     unknown = [name for name, value in newer.items() if value is not None and (name, value) != ("gtp_remat_size", 1)]
     if unknown:
         _tell_unsplit(unknown[0])
     # Without a differentiable input, autograd never reaches our node, and Megatron's function computes the weight gradient.
     differentiable = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
-    if unknown or not differentiable or grad_output_buffer is not None:
+    if unknown or not differentiable or not weight.is_leaf or grad_output_buffer is not None:
         return None
     fused = gradient_accumulation_fusion and hasattr(weight, "main_grad")
     group = get_tensor_model_parallel_group_if_none(tp_group)
@@ -95,15 +98,17 @@ def _tell_unsplit(argument: str) -> None:
     )
 
 
-def countable_linear(original: Callable, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+def countable_linear(original: Callable, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """Return the result of Megatron's linear function; its saved tensors bypass autograd's saved-tensor hooks.
 
     The ledger counts the input. With fused gradient accumulation, Megatron's backward sets a mark on the saved weight,
     and DDP reads it from the parameter. A hook would return another object for the weight, and DDP would miss the mark.
+    A computed weight has no such mark. Every microbatch has its own, which is an activation.
     """
-
+    if not weight.is_leaf:
+        return original(input, weight, *args, **kwargs)
     with saved_as_is(input):
-        return original(input, *args, **kwargs)
+        return original(input, weight, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ class _SplitLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.call = call
+        ctx.deferred = () if weight is not None else (call.weight,)
         ctx.has_bias = bias is not None
         output = torch.matmul(call.gather(input).wait(), call.weight.t())
         return output if bias is None else output + bias
@@ -264,7 +270,32 @@ def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return marked
 
 
+def hook_like_ddp(chunk: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let autograd call DDP's hooks of these parameters, which DDP has left to the backward of their modules."""
+    for parameter in parameters:
+        if parameter.requires_grad and hasattr(parameter, GRADIENT_READY):
+            node = accumulator_of(parameter)
+            node.register_hook(getattr(parameter, GRADIENT_READY))
+            chunk.grad_accs.append(node)  # where DDP keeps such nodes alive
+
+
+def is_ddps_hook(hook: Callable) -> bool:
+    """Return whether Megatron's DDP has registered this hook on an autograd node. W calls it itself."""
+    return getattr(hook, "__module__", None) == DistributedDataParallel.__module__
+
+
 # Weights whose gradients are computed in I.
+
+
+def named_unplain(chunk: torch.nn.Module) -> Iterator[str]:
+    """Yield the names of a chunk's weights whose gradients W leaves to autograd: computed ones, and those with hooks."""
+    for name, parameter in chunk.named_parameters():
+        if parameter.requires_grad and not is_plain(parameter):
+            yield name
+    modules: Iterator[tuple[str, Any]] = chunk.named_modules()
+    for name, module in modules:
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and "weight" not in module._parameters:
+            yield f"{name}.weight"
 
 
 _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12])\.weight")
@@ -283,12 +314,17 @@ def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
     return early_weights(asked, config.hidden_size, width)
 
 
-def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.nn.Parameter]:
+def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.Tensor]:
     """Mark the weights of these modules so that pass I computes their gradients; return the newly marked weights."""
     found = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
-    marked = [weight for weight in found if not is_early(weight)]
+    return mark(found, EARLY)
+
+
+def mark(weights: Iterable[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Give the weights an attribute ``name`` with the value ``True``; return those that did not have it."""
+    marked = [weight for weight in weights if not hasattr(weight, name)]
     for weight in marked:
-        setattr(weight, EARLY, True)
+        setattr(weight, name, True)
     return marked
 
 
@@ -336,7 +372,7 @@ class _SplitEmbedding(torch.autograd.Function):
         ctx, empty: torch.Tensor, tokens: torch.Tensor, queue: WeightGradientQueue, embedding: VocabParallelEmbedding
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.queue, ctx.weight = queue, embedding.weight
+        ctx.queue, ctx.weight, ctx.deferred = queue, embedding.weight, (embedding.weight,)
         return torch.nn.functional.embedding(tokens, ctx.weight)
 
     @staticmethod

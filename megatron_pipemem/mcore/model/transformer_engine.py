@@ -38,6 +38,7 @@ from megatron_pipemem.runtime.weight_gradients import (
     defers,
     gradient_of,
     is_early,
+    is_plain,
     remember,
     shard_of,
 )
@@ -70,6 +71,7 @@ def replacements(splits: bool, late: bool, recomputes: bool) -> Replacements:
     def build_ddp(original: Callable, ddp, config, ddp_config, module, *args, **kwargs) -> None:
         mark_new_biases(module, config)
         _hook_absorbed_weights(module)
+        stop_delaying(module)  # before DDP chooses where it hooks parameters
         if delayed_modules(module):
             ddp_config.delay_wgrad_compute = True
         original(ddp, config, ddp_config, module, *args, **kwargs)
@@ -97,6 +99,37 @@ def _hook_absorbed_weights(module: torch.nn.Module) -> None:
         if type(part).__name__ == "AbsorbedMLASelfAttention":
             for parameter in cast(Any, part).linear_kv_up_proj.parameters():
                 parameter.skip_backward_post_hook = False
+
+
+def stop_delaying(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Make submodules compute the gradients of weights that are not plain (``is_plain``) within their backward.
+
+    ``backward_dw()`` would give such a gradient to a temporary tensor, or skip the weight's hooks. Return the
+    parameters that DDP now has to hook like those of any other module.
+    """
+    freed = []
+    for part in module.modules():
+        store = getattr(part, "wgrad_store", None)
+        if store is not None and store.delay_wgrad_compute() and not _is_plain(part):
+            assert store.context.empty(), "no microbatch waits for W between steps"
+            store.disable_delay_wgrad_compute()
+            for parameter in part.parameters():
+                if getattr(parameter, "skip_backward_post_hook", False):
+                    parameter.skip_backward_post_hook = False  # type: ignore[attr-defined]
+                    freed.append(parameter)
+    return freed
+
+
+def _is_plain(part: Any) -> bool:
+    """Return whether the weights and biases of a module, whose gradients it delays, are plain parameters of its own."""
+    if hasattr(part, "num_gemms"):
+        kinds = ("weight", "bias") if part.use_bias else ("weight",)
+        single = getattr(part, "single_grouped_weight", False)
+        names = ["weight"] if single else [f"{kind}{number}" for kind in kinds for number in range(part.num_gemms)]
+    else:
+        names = [*part.weight_names, *(part.bias_names if part.use_bias else ())]
+    parameters = part._parameters
+    return all(name in parameters and is_plain(parameters[name]) for name in names)
 
 
 def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:

@@ -10,8 +10,9 @@ import logging
 import math
 import socket
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,11 @@ from megatron_pipemem.mcore.model.linear import (
     attach_ddp_hooks,
     countable_linear,
     early_modules,
+    hook_like_ddp,
+    is_ddps_hook,
+    mark,
     mark_early,
+    named_unplain,
     sharded_gradients,
     split_embedding,
     split_linear,
@@ -45,7 +50,13 @@ from megatron_pipemem.mcore.symbols import (
 )
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, StepFeature
-from megatron_pipemem.runtime.weight_gradients import EARLY, GRADIENT_READY
+from megatron_pipemem.runtime.gradient_check import GradientCheck
+from megatron_pipemem.runtime.weight_gradients import (
+    EARLY,
+    GRADIENT_READY,
+    HOOKED,
+    AccumulatorHooks,
+)
 from megatron_pipemem.schedule.action import COMPLETING, Action, Kind
 from megatron_pipemem.schedule.options import AUTO, GATHERED
 
@@ -67,6 +78,10 @@ def sharded_replacements(
     return [(GATHER_GRADIENT, sharded_gradients(keeps)), *transformer_engine.sharded_replacements(keeps)]
 
 
+_FUNCTIONS = ("megatron.", "megatron_pipemem.", "transformer_engine.")
+"""Beginnings of the names of modules whose autograd functions return a gradient for every parameter, or leave it to W."""
+
+
 class SplitBackward(Extension):
     """Splits the backwards of linear layers for schedules that may split, and replaces them for offload.
 
@@ -82,8 +97,10 @@ class SplitBackward(Extension):
         self._prepared: set[torch.nn.Module] = set()
         self._decided: set[torch.nn.Module] = set()
         self._watching: list[RemovableHandle] = []
-        self._marked: list[torch.nn.Parameter] = []
-        self._hooked: list[torch.nn.Parameter] = []
+        self._marked: list[tuple[torch.Tensor, str]] = []  # with the name of the mark
+        self._hooks = AccumulatorHooks(is_ddps_hook)
+        self._checked: set[torch.nn.Module] = set()
+        self._check: GradientCheck | None = None  # of the first training step of a model
         self._on_one_host: dict[tuple[int, ...], bool] = {}  # by the ranks of a group
         self.has_run_delayed = False
 
@@ -103,15 +120,21 @@ class SplitBackward(Extension):
     def prepare(self, step: Step) -> None:
         if self._request.may_split and self._request.weight_inputs == AUTO:
             self._compare_hosts(step.groups)
-        self._hooked += attach_ddp_hooks(step.chunks)
+        self._note(attach_ddp_hooks(step.chunks), GRADIENT_READY)
         new = [chunk for chunk in step.chunks if chunk not in self._prepared]  # not in every step anew
         self._prepared.update(new)
         for chunk in new:
             transformer_engine.mark_new_biases(chunk, step.context.config)
+        self._leave_to_autograd(step.chunks, bool(new))
         for module in (each for chunk in new for each in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
-        self._marked += mark_early(new, early_modules(self._request.early_weights, step.context.config))
+        self._note(mark_early(new, early_modules(self._request.early_weights, step.context.config)), EARLY)
         self._decide_on_head(step)
+        if self._request.may_split and not step.forward_only:
+            unchecked = [chunk for chunk in step.chunks if chunk not in self._checked]
+            self._checked.update(unchecked)
+            trained = (pair for chunk in unchecked for pair in chunk.named_parameters() if pair[1].requires_grad)
+            self._check = GradientCheck(dict(trained), _FUNCTIONS) if unchecked else None
 
     def _decide_on_head(self, step: Step) -> None:
         """Mark the weight of the LM head if ``auto`` computes its gradient in I, once for a model.
@@ -119,12 +142,54 @@ class SplitBackward(Extension):
         A step of one microbatch, in which nothing waits, does not decide.
         """
         request = self._request
-        is_open = request.may_split and request.early_weights == AUTO and step.pipeline.placement.num_devices > 1
-        if not is_open or step.forward_only or step.shape.num_microbatches == 1 or step.chunks[0] in self._decided:
+        if step.forward_only or not request.may_split or request.early_weights != AUTO:
+            return
+        if (
+            step.pipeline.placement.num_devices == 1
+            or step.shape.num_microbatches == 1
+            or step.chunks[0] in self._decided
+        ):
             return
         self._decided.add(step.chunks[0])
         if has_early_head(step, request, self._is_on_one_host):
-            self._marked += mark_early(step.chunks, ["head"])
+            self._note(mark_early(step.chunks, ["head"]), EARLY)
+
+    def _note(self, marked: Iterable[torch.Tensor], name: str) -> None:
+        self._marked += [(weight, name) for weight in marked]
+
+    def _leave_to_autograd(self, chunks: Sequence[torch.nn.Module], logs: bool) -> None:
+        """Leave the gradients of weights that are not plain to autograd, and log their names.
+
+        A program may register hooks at any time, so every step looks for new ones. To list the names takes milliseconds:
+        ``logs`` asks for them, and new hooks do.
+        """
+        hooked = mark(self._hooks.hooked(each for chunk in chunks for each in chunk.parameters()), HOOKED)
+        self._note(hooked, HOOKED)
+        if not (self._request.may_split or self._request.pairs):
+            return
+        for chunk in chunks:
+            hook_like_ddp(chunk, transformer_engine.stop_delaying(chunk))
+        names = [name for chunk in chunks for name in named_unplain(chunk)] if logs or hooked else []
+        if names:
+            logger.warning(
+                "pass I computes the gradients of these weights, and W does not, because they are computed from other "
+                "tensors or have hooks: %s",
+                shorten(", ".join(names), 500),
+            )
+
+    def around(self, step: Step) -> AbstractContextManager:
+        return nullcontext() if self._check is None else self._check.watching()
+
+    def settle(self, step: Step) -> None:
+        """Raise an UnsupportedError, before weights change, if a parameter lost its gradient in the first step."""
+        lost = [] if self._check is None else self._check.lost()
+        if lost:
+            raise UnsupportedError(
+                "missing-gradient",
+                f"in the first step, no pass computed the gradient of {shorten(', '.join(lost), 500)}; take a schedule that "
+                "does not split backwards, for example 1f1b, and report this with the class of the layer",
+            )
+        self._check = None
 
     def _compare_hosts(self, groups: ProcessGroupCollection) -> None:
         """Find out whether the ranks of the tensor-parallel groups are on one host, once for each group."""
@@ -143,17 +208,16 @@ class SplitBackward(Extension):
         return ()
 
     def close(self, orderly: bool) -> None:
-        for parameter in self._hooked:
-            delattr(parameter, GRADIENT_READY)
-        self._hooked.clear()
+        for weight, name in self._marked:
+            delattr(weight, name)
+        self._marked.clear()
+        self._hooks.clear()
         self._prepared.clear()
         self._decided.clear()
+        self._checked.clear()
         for hook in self._watching:
             hook.remove()
         self._watching.clear()
-        for weight in self._marked:
-            delattr(weight, EARLY)
-        self._marked.clear()
         if self.has_run_delayed:
             tell(logger, transformer_engine.STAYS_DELAYED, level=logging.WARNING)
 
