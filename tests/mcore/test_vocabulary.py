@@ -15,6 +15,7 @@ from asked_programs import programs_of
 from megatron.core.timers import Timers
 from megatron.core.utils import StragglerDetector
 from refusals import refused
+from torch.nn.utils import prune
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
@@ -26,6 +27,7 @@ from megatron_pipemem.mcore.launch import take_flags
 from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.step import batches
 from megatron_pipemem.mcore.step.batches import calls_of, zeros_as_output
+from megatron_pipemem.runtime.weight_gradients import accumulator_of
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.prices import PartPrices
 from megatron_pipemem.schedule.registry import build_schedule
@@ -322,3 +324,35 @@ def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path)
     assert all(
         each.vocabulary_barriers == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items()
     )
+
+
+def test_marks_and_frozen_weights_reach_the_shards():
+    embedding = torch.nn.Embedding(6, 4)
+    embedding.weight.requires_grad_(False)
+    embedding.weight.of_the_vocabulary, embedding.weight.shared = "rows", True
+    assert build._matrix(embedding, "embedding") == (6, 4, False, {"of_the_vocabulary": "rows"})
+
+
+def hooked_node(embedding):
+    embedding.node = accumulator_of(embedding.weight)
+    embedding.node.register_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda embedding: embedding.register_forward_hook(lambda *_: None),
+        lambda embedding: embedding.register_full_backward_hook(lambda *_: None),
+        lambda embedding: setattr(embedding, "forward", lambda tokens: tokens),
+        lambda embedding: prune.l1_unstructured(embedding, "weight", 0.5),
+        lambda embedding: embedding.weight.register_hook(torch.sign),
+        lambda embedding: embedding.weight.register_post_accumulate_grad_hook(lambda of: None),
+        hooked_node,
+        lambda embedding: setattr(embedding.weight, "rows_of", torch.ones(2)),
+    ],
+)
+def test_what_shards_would_lose_is_refused(change):
+    embedding = torch.nn.Embedding(6, 4)
+    change(embedding)
+    with refused("vocabulary-model", "--pipemem-vocab-parallel off", kind=UnsupportedError):
+        build._matrix(embedding, "embedding")

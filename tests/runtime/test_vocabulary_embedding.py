@@ -89,3 +89,13 @@ def test_what_does_not_fit_is_refused():
         VocabularyPartition(0, 2)
     with refused("bad-number", 2, kind=VocabularyError):
         partition.rows(2)
+
+
+def test_hooks_on_a_shard_are_called():
+    """By autograd, for each microbatch, and before or after DDP's."""
+    (embedding,) = embeddings_of(VocabularyPartition(4, 1), torch.ones(4, 3))
+    parameter = embedding.shard.parameter
+    parameter.register_hook(torch.sign)
+    for scale in (0.5, 2.0):
+        embedding.add_weight_gradient(torch.tensor([[1, 3]]), torch.full((1, 2, 3), scale))
+    assert torch.equal(parameter.grad, torch.tensor([[0.0], [2.0], [0.0], [2.0]]).expand(4, 3))

@@ -32,10 +32,12 @@ from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, Vocab
 from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.compat import is_plain_head
+from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.planner.counts import layer_weight
+from megatron_pipemem.runtime.weight_gradients import AccumulatorHooks, is_plain
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import AUTO, OFF
@@ -225,12 +227,26 @@ class DepartingHead(torch.nn.Module):
 _PIECE_BYTES = 64 * 2**20
 
 
-class _Whole(NamedTuple):
-    """The shape of the uncut embedding and whether it is tied, which only the first stage knows and all ranks need."""
+class _Matrix(NamedTuple):
+    """The properties of an uncut embedding or head, which only its owner knows and all ranks need."""
 
     vocab_size: int
     hidden_size: int
-    tied: bool
+    trains: bool
+    marks: Mapping[str, object]  # attributes of the parameter, by which optimizers and programs treat it specially
+
+
+class _Ends(NamedTuple):
+    """The matrices that a rank has at the ends of the model, or the code and sentence why one cannot be cut."""
+
+    embedding: _Matrix | None = None
+    head: _Matrix | None = None
+    is_tied: bool = False
+    refusal: tuple[str, str] | None = None
+
+
+_OF_COPIES = ("shared", "shared_embedding", "tensor_model_parallel", "partition_dim", "partition_stride")
+"""Attributes of Megatron that say which ranks hold the same rows of a parameter. Shards have their own, or none."""
 
 
 def cut_model(
@@ -278,22 +294,23 @@ def cut_vocabulary(
         )
     models: list[Any] = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
-    _check_ends(models[0], first, last)
     first_device, last_device = placement.devices[0], placement.devices[-1]
-    told = None
-    if first is not None:
-        embeddings = first.embedding.word_embeddings
-        told = _Whole(embeddings.num_embeddings, embeddings.embedding_dim, first.share_embeddings_and_output_weights)
-    whole = gather(told, shards_group)[first_device * t]
+    everyones = gather(_ends_of(models[0], first, last), shards_group)
+    for refusal in (ends.refusal for ends in everyones):
+        if refusal is not None:  # on all ranks, as none may wait for one that is refused
+            raise UnsupportedError(*refusal)
+    is_tied, whole = everyones[first_device * t].is_tied, everyones[first_device * t].embedding
+    assert whole is not None, "the first device has the embedding"
     partition = VocabularyPartition(whole.vocab_size, shards_group.size())
     if whole.vocab_size < partition.shards:
         raise _uncuttable(f"a vocabulary of {whole.vocab_size} cannot be cut over {partition.shards} ranks;")
     config = models[0].config
 
-    def shard_of(weight: torch.Tensor | None, owner: int) -> WeightShard:
+    def shard_of(weight: torch.Tensor | None, owner: int, matrix: _Matrix | None) -> WeightShard:
         """Return this rank's rows of a matrix that only device ``owner`` has. ``weight`` is that matrix, or ``None``
         elsewhere.
         """
+        assert matrix is not None, "the owner has told"
         on_cpu = config.use_cpu_initialization
         shard = torch.empty(
             len(partition.rows(index)),
@@ -302,15 +319,19 @@ def cut_vocabulary(
             device="cpu" if on_cpu else torch.cuda.current_device(),
         )
         _deal(weight, shard, partition, shards_group, range(owner * t, (owner + 1) * t))
-        parameter: Any = torch.nn.Parameter(shard)  # which gets Megatron's marks
+        parameter: Any = torch.nn.Parameter(shard, requires_grad=matrix.trains)
+        vars(parameter).update(matrix.marks)
         tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         parameter.is_embedding_or_output_parameter = True
         if config.use_mup:
             parameter.is_embedding_parameter = True
         return WeightShard(parameter, partition, index)
 
-    embedding = shard_of(None if first is None else first.embedding.word_embeddings.weight, first_device)
-    head = None if whole.tied else shard_of(None if last is None else last.output_layer.weight, last_device)
+    weight = None if first is None else first.embedding.word_embeddings.weight
+    embedding, head = shard_of(weight, first_device, whole), None
+    if not is_tied:
+        weight = None if last is None else last.output_layer.weight
+        head = shard_of(weight, last_device, everyones[last_device * t].head)
     if first is not None:
         first.embedding.word_embeddings = ArrivingEmbedding(first.embedding.word_embeddings)
     if last is not None:
@@ -357,12 +378,53 @@ def _end(models: list[Any], placement: Placement, device: int, stage: int) -> An
     return models[stages.index(stage)] if stage in stages else None
 
 
-def _check_ends(model: Any, first: Any, last: Any) -> None:
-    """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut.
+def _ends_of(model: Any, first: Any, last: Any) -> _Ends:
+    """Return the matrices of this rank, or why one cannot be cut.
 
     ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the first and last stage, or ``None``
     if another rank has them.
     """
+    try:
+        _check_ends(model, first, last)
+        embedding = None if first is None else _matrix(first.embedding.word_embeddings, "embedding")
+        head = None if last is None else _matrix(last.output_layer, "head")
+        if getattr(last, "mtp_process", False):
+            _matrix(last.embedding.word_embeddings, "copy of the embedding")
+    except UnsupportedError as error:
+        return _Ends(refusal=(error.code, str(error)))
+    return _Ends(embedding, head, model.share_embeddings_and_output_weights)
+
+
+def _matrix(module: Any, name: str) -> _Matrix:
+    """Return the properties of a module's matrix. Raise an UnsupportedError if shards would lose some of them."""
+    hooks = [kind for kind in _HOOKS_OF_MODULES if getattr(module, kind)]
+    if hooks or "forward" in vars(module):
+        raise _uncuttable(
+            f"the {name} has hooks or a forward of its own, which its shards would not call; remove them, or"
+        )
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise _uncuttable(f"the weight of the {name} is computed from other tensors, and its shards would not be;")
+    if not is_plain(weight) or AccumulatorHooks(is_ddps_hook).hooked([weight]):
+        raise _uncuttable(
+            f"the weight of the {name} has hooks on its gradient, of which a shard has only a part; remove them, or"
+        )
+    marks = {key: value for key, value in vars(weight).items() if key not in _OF_COPIES}
+    for key, value in marks.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise _uncuttable(
+                f"the weight of the {name} has the attribute {key}, a {type(value).__name__}, which its shards cannot get; "
+                "take a number or text, or"
+            )
+    vocab_size = getattr(module, "num_embeddings", None) or module.output_size
+    return _Matrix(vocab_size, weight.size(1), weight.requires_grad, marks)
+
+
+_HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _check_ends(model: Any, first: Any, last: Any) -> None:
+    """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut."""
     check_config(model.config, VOCABULARY)
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(
@@ -370,14 +432,23 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
             "multi-token prediction looks up tokens of other context-parallel ranks, which a cut embedding does not get; "
             "pass --context-parallel-size 1, or --pipemem-vocab-parallel off",
         )
-    if not isinstance(model, LanguageModule):  # on all ranks, as none may wait for one that is refused
+    if not isinstance(model, LanguageModule):
         raise _uncuttable(f"a {type(model).__name__} is more than a language model;")
     if first is not None and type(getattr(first, "embedding", None)) is not LanguageModelEmbedding:
         raise _uncuttable(
             f"{type(first).__name__} has no LanguageModelEmbedding whose rows could be cut over the pipeline;"
         )
+    if first is not None and type(first.embedding.word_embeddings) is not tensor_parallel.VocabParallelEmbedding:
+        kind = type(first.embedding.word_embeddings).__name__
+        raise _uncuttable(f"word embeddings of the class {kind} cannot be cut over the pipeline;")
     if last is None:
         return
+    loss = last.compute_language_model_loss
+    if getattr(loss, "__func__", None) is not LanguageModule.compute_language_model_loss:
+        raise _uncuttable(
+            f"{type(last).__name__} has a loss of its own (compute_language_model_loss), and shards compute only the "
+            "cross entropy; change the losses in the loss function of the forward step, or"
+        )
     head = getattr(last, "output_layer", None)
     if not is_plain_head(head):
         raise _uncuttable(

@@ -331,15 +331,20 @@ class Normalised:
 
         ``_logit_gradient`` has replaced the logits of all pieces by their gradient.
         """
-        x, gradient = self._batch.x, self._batch.shard.gradient
-        if gradient is None:
+        x = self._batch.x
+        if not self._trains:
             return
-        if gradient.dtype == x.dtype or gradient.device.type == "cuda":
-            add_product(gradient, self._logits, x)
-            return
-        # fp32 copies hold one piece at a time, like all fp32 tensors of that size.
-        for piece in self.pieces:
-            add_product(gradient, self._logits[piece], x[piece])
+        with self._batch.shard.adding_gradient() as gradient:
+            if gradient.dtype == x.dtype or gradient.device.type == "cuda":
+                add_product(gradient, self._logits, x)
+                return
+            # fp32 copies hold one piece at a time, like all fp32 tensors of that size.
+            for piece in self.pieces:
+                add_product(gradient, self._logits[piece], x[piece])
+
+    @property
+    def _trains(self) -> bool:
+        return self._batch.shard.parameter.requires_grad
 
 
 def _taken_already() -> VocabularyError:
@@ -389,7 +394,7 @@ class OneBarrier(Normalised):
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
-        if self._batch.shard.gradient is not None:
+        if self._trains:
             for piece in self.pieces:
                 self._logit_gradient(piece, g)
         self._add_weight_gradient()

@@ -8,12 +8,14 @@ stage. Backward: that rank sends the gradient of the sum with ``collectives.broa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from megatron_pipemem.errors import VocabularyError
-from megatron_pipemem.runtime.weight_gradients import gradient_of
+from megatron_pipemem.runtime.weight_gradients import gradient_of, is_plain
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,20 @@ class WeightShard:
         """The parameter, detached from autograd."""
         return self.parameter.detach()
 
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """The tensor in which the parameter's gradient accumulates, or ``None`` for a frozen parameter."""
-        return gradient_of(self.parameter) if self.parameter.requires_grad else None
+    @contextmanager
+    def adding_gradient(self) -> Iterator[torch.Tensor]:
+        """Yield a tensor, ``[rows, h]``, to which the ``with`` block adds a gradient of the parameter.
+
+        It is the tensor in which the parameter's gradient accumulates. For a parameter with hooks it is a new one, which
+        autograd adds afterwards. Do not call this for a frozen parameter.
+        """
+        if is_plain(self.parameter):
+            yield gradient_of(self.parameter)
+            return
+        gradient = torch.zeros_like(self.parameter)
+        yield gradient
+        with torch.enable_grad():
+            self.parameter.view_as(self.parameter).backward(gradient)
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's row within this shard, and a mask of the tokens that this shard has.
@@ -136,12 +148,12 @@ class VocabularyEmbedding(torch.nn.Module):
                 f"gradient of shape {tuple(output_gradient.shape)} for tokens of shape {tuple(tokens.shape)}: "
                 "give a gradient with the tokens' shape and the hidden size",
             )
-        gradient = self.shard.gradient
-        if gradient is None or not self.shard.rows:
+        if not self.weight.requires_grad or not self.shard.rows:
             return
         tokens = tokens.reshape(-1)
         local, owned = self.shard.locate(tokens)
         # Tokens of other shards add zeros. They are spread over all rows, or all would contend for one.
         rows = torch.where(owned, local, tokens.remainder(len(self.shard.rows)))
-        values = output_gradient.reshape(-1, gradient.size(1)).to(gradient.dtype, copy=True)
-        gradient.index_add_(0, rows, values.masked_fill_(~owned.unsqueeze(-1), 0))
+        with self.shard.adding_gradient() as gradient:
+            values = output_gradient.reshape(-1, gradient.size(1)).to(gradient.dtype, copy=True)
+            gradient.index_add_(0, rows, values.masked_fill_(~owned.unsqueeze(-1), 0))
