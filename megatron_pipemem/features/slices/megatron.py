@@ -34,6 +34,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
+from megatron_pipemem.runtime.weight_gradients import is_plain
 from megatron_pipemem.schedule.options import LAYERWISE
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -201,6 +202,20 @@ def _check_attention(attention: Attention) -> None:
             f"layer {attention.layer_number} attends with a mask of type {attention.attn_mask_type.name}: in sequence slices a "
             "token sees earlier ones only, so attention must be causal; take a schedule without slices",
         )
+
+
+def _check_gradient_hooks(chunk: torch.nn.Module) -> None:
+    """Raise an UnsupportedError for a hook on a parameter's gradient, which would run for every slice.
+
+    Only for a linear hook, the sum over slices would be the result for the microbatch.
+    """
+    for name, parameter in chunk.named_parameters():
+        if not is_plain(parameter):
+            raise UnsupportedError(
+                "slices-model",
+                f"{name} has a hook on its gradient, which would get the gradient of a slice and not of a microbatch; remove "
+                "the hook, or take a schedule without sequence slices",
+            )
 
 
 def boundaries(tokens: Sequence[int]) -> list[tuple[int, int]]:
@@ -381,6 +396,7 @@ class SequenceSlices(Extension):
         else:
             step.message = replace(step.message, shape=None, shapes=shapes * len(step.tokens))
         for chunk in step.chunks:
+            _check_gradient_hooks(chunk)
             if chunk not in self._models:
                 self._models[chunk] = SlicedModel(chunk)
 
