@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from changed_models import CHANGES
 from emulate import emulated
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
@@ -74,6 +75,7 @@ def run(case: dict) -> dict:
     - ``initialise``: whether parameters get values that depend on their names alone, as they do without it. Runs with other
       placements start from the same model then.
     - ``by_provider``: a function of the script builds the model, as older scripts have it, and not Megatron.
+    - ``changed``: a name of ``changed_models.CHANGES``; the user's program changes the model so.
     - ``gradients``: a folder for those of the first step.
     - ``sabotage``: one of ``SABOTAGE``, for rank 1.
     - ``emulate``: arguments of ``emulate.emulated``, for runs without a pipeline.
@@ -91,6 +93,7 @@ def run(case: dict) -> dict:
     validation: list[dict[str, float]] = []
     sabotage = SABOTAGE[case.get("sabotage") if dist.get_rank() == 1 else None]
     emulation = emulated(*case["emulate"]) if case.get("emulate") else nullcontext()
+    change = CHANGES[case.get("changed")]
     chunks: list[torch.nn.Module] = []
     weights: list[str] = []
     single_queues: list[bool] = []
@@ -99,13 +102,13 @@ def run(case: dict) -> dict:
     try:
         with (
             _noted_evaluation(validation),
-            _common_start(chunks, case.get("initialise", True), rows),
+            _common_start(chunks, case.get("initialise", True), rows, change.built),
             _noted_gradients(case["gradients"]) if case.get("gradients") else nullcontext(),
             sabotage(case),
             _stand_in("torch.utils.tensorboard", SimpleNamespace(SummaryWriter=_Writer)),
             mock.patch.object(overlapped_optimizer, "CLEAN_STEPS", case["clean"]) if "clean" in case else nullcontext(),
             emulation,
-            _model_by_provider() if case.get("by_provider") else nullcontext(),
+            _model_by_provider(change.made) if case.get("by_provider") or change.made else nullcontext(),
             _launching_as_on_gpus(single_queues) if case.get("as_on_gpus") else nullcontext(),
             _noted_documents(packed),
             _stand_in(
@@ -159,7 +162,7 @@ def _replays() -> int:
 
 
 @contextmanager
-def _model_by_provider() -> Iterator[None]:
+def _model_by_provider(change: Callable[[torch.nn.Module], None] | None) -> Iterator[None]:
     pretrain = entry.pretrain
 
     def with_provider(config, *args, **named) -> None:
@@ -167,7 +170,10 @@ def _model_by_provider() -> Iterator[None]:
         config.model = None
 
         def provider(pre_process, post_process, vp_stage=None, config=None, pg_collection=None) -> torch.nn.Module:
-            return builder.build_model(pg_collection, pre_process, post_process, vp_stage)
+            model = builder.build_model(pg_collection, pre_process, post_process, vp_stage)
+            if change is not None:
+                change(model)
+            return model
 
         pretrain(config, *args, model_provider=provider, **named)
 
@@ -317,7 +323,12 @@ def _noted_evaluation(noted: list[dict[str, float]]) -> Iterator[None]:
 
 
 @contextmanager
-def _common_start(built: list[torch.nn.Module], initialise: bool, rows: list[int]) -> Iterator[None]:
+def _common_start(
+    built: list[torch.nn.Module],
+    initialise: bool,
+    rows: list[int],
+    change: Callable[[torch.nn.Module], None] | None,
+) -> Iterator[None]:
     """Note the chunks that are built, and the rows of embedding and head.
 
     With ``initialise`` all parameters get values that depend on their names only. Megatron's own depend on the pipeline rank,
@@ -331,6 +342,8 @@ def _common_start(built: list[torch.nn.Module], initialise: bool, rows: list[int
             rows.extend(p.size(0) for p in chunk.parameters() if getattr(p, "is_embedding_or_output_parameter", False))
             if initialise:
                 _initialise(chunk.sharded_state_dict())
+            if change is not None:
+                change(chunk)
         return get_megatron_optimizer(config, chunks, *args, **kwargs)
 
     with mock.patch.object(training, "get_megatron_optimizer", after_initialising):
@@ -354,7 +367,8 @@ def _noted_gradients(folder: str) -> Iterator[None]:
                     stacked = shard.prepend_axis_num  # checkpoints stack equal layers
                     name = (shard.key, *shard.global_offset[:stacked])
                     place = shard.global_shape[stacked:], _place(shard)[stacked:]
-                    found.append((name, *place, shard.data.main_grad.clone()))
+                    if shard.data.requires_grad:
+                        found.append((name, *place, shard.data.main_grad.clone()))
             torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
             return step()
 
