@@ -218,6 +218,9 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     if request.layout == AUTO:
         arguments = _with_best_layout(request, arguments)
     flags = _values(arguments)
+    if request.outputs and cut_flags.given(flags, "skip-train"):
+        files = ", ".join(map(str, request.outputs))
+        _tell("--skip-train runs no training step, so %s will not be written", files, level=logging.WARNING)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
     p, layers = (whole_number(flags.get(name), name) for name in (_PIPELINE_SIZE, "num-layers"))

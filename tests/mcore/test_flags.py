@@ -66,6 +66,17 @@ def test_a_module_adds_the_schedule_that_is_named(tmp_path, monkeypatch):
         take_flags(["--pipemem-schedule", "deep", "--pipemem-schedule-module", "gone.py"])
 
 
+@pytest.mark.parametrize("schedule", ["v-half", "stock"])
+def test_a_report_that_no_step_will_fill_is_said_at_the_start(schedule, caplog):
+    asked = [*MEGATRON, "--pipemem-schedule", schedule, "--pipemem-report", "out.json", "--pipemem-trace", "drawn"]
+    for flags, warns in (([], False), (["--skip-train"], True)):
+        caplog.clear()
+        add_virtual_stages(*take_flags([*asked, *flags]))
+        assert [record.levelname for record in caplog.records if "out.json" in record.getMessage()] == [
+            "WARNING"
+        ] * warns
+
+
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [

@@ -11,7 +11,10 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import token_dispatcher
+from refusals import refused
 
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model import stages
 from megatron_pipemem.mcore.model.stages import nothing_left_behind, regions_of
 from megatron_pipemem.runtime.selective import Recorder
 
@@ -128,3 +131,15 @@ def test_a_flex_dispatcher_keeps_nothing_of_a_microbatch():
     assert [getattr(manager, name) for name in KEPT] == [None] * 3
     assert layer.token_dispatcher.routing_map is None
     assert manager.over_budget.item() and layer.token_dispatcher.shared is not None, "they are not of a microbatch"
+
+
+def test_data_that_end_within_a_step_are_refused(monkeypatch):
+    monkeypatch.setattr(stages.schedules, "forward_step", lambda forward_step, data, *arguments, **settings: next(data))
+    step = SimpleNamespace(num_microbatches=4, config=None, cp_group_size=1, collect_non_loss_data=False)
+    stage = SimpleNamespace(step=step, model=None, _is_first=None, _virtual_stage=None)
+    stage._forward_step = stage._computes_loss = lambda microbatch: None
+    data = iter(["batch"])
+    assert stages.ChunkStage._megatrons_forward(stage, 0, 0, None, data, []) == "batch"
+    with refused("data-iterator", 4, kind=UnsupportedError) as refusal:
+        stages.ChunkStage._megatrons_forward(stage, 1, 1, None, data, [])
+    assert isinstance(refusal.value.__cause__, StopIteration)

@@ -213,13 +213,24 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
 
 
 def test_the_cut_is_told_about_pieces(monkeypatch):
-    told = []
+    told, chunk = [], SimpleNamespace(config=SimpleNamespace(cross_entropy_loss_fusion=False))
     monkeypatch.setattr(build, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
     flags = "--pipemem-schedule 1f1b --pipemem-vocab-parallel 1".split()
     for pieces in ([], ["--pipemem-vocab-piece-tokens", "16"]):
         source = programs_for(take_flags([*flags, *pieces])[0])
-        build.cut_model(source, [], source.placement(4, 1), None)
+        build.cut_model(source, [chunk], source.placement(4, 1), None)
     assert told == [(2, None), (2, 16)]
+
+
+def test_a_fused_loss_has_no_effect_where_the_vocabulary_is_cut(monkeypatch, caplog):
+    monkeypatch.setattr(build, "cut_vocabulary", lambda *arguments: None)
+    chunk = SimpleNamespace(config=SimpleNamespace(cross_entropy_loss_fusion=True))
+    for ways, logged in (("off", False), ("2", True)):
+        caplog.clear()
+        source = programs_of("1f1b", None, "unit", {}, vocab_parallel=ways)
+        with caplog.at_level("INFO"):
+            build.cut_model(source, [chunk], source.placement(4, 1), None)
+        assert ("--cross-entropy-loss-fusion" in caplog.text) == logged
 
 
 def test_the_cap_holds_for_the_schedule_with_passes():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import program_oracle
@@ -187,3 +188,12 @@ def test_lowering_an_incomplete_schedule_is_refused():
         with refused("unmet-need", 0, position, action, kind=ScheduleError) as caught:
             lower(wrong)
         assert (caught.value.device, caught.value.position, caught.value.action) == (0, position, action)
+
+
+@pytest.mark.parametrize("single_queue", [False, True])
+@pytest.mark.parametrize("stage", [2, 10**9, -1])
+def test_a_stage_that_the_placement_lacks_is_refused(stage: int, single_queue: bool) -> None:
+    schedule = schedule_of("0F0,0B0\n1F0,1B0", (0, 1))
+    wrong = replace(schedule, orders=(schedule.orders[0], (*schedule.orders[1], Action(Kind.F, stage, 0))))
+    with refused("unknown-stage", "device 1", stage, kind=ScheduleError):
+        lower(wrong, single_queue=single_queue)

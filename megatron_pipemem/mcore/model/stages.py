@@ -237,6 +237,19 @@ class StepContext:
     order: Sequence[int] | None = None
 
 
+@contextmanager
+def needs_batches(num_microbatches: int) -> Iterator[None]:
+    """Raise an UnsupportedError if the data iterator ends within this block, which reads batches of a step."""
+    try:
+        yield
+    except StopIteration as error:
+        raise UnsupportedError(
+            "data-iterator",
+            f"the data iterator ended within a step of {num_microbatches} microbatches; give one that yields a batch per "
+            "microbatch",
+        ) from error
+
+
 @dataclass
 class ChunkStage:
     """Runs a model chunk as a stage, with stock Megatron (``runtime.executor.StageRunner``)."""
@@ -312,21 +325,22 @@ class ChunkStage:
         self, microbatch: int, arrived: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = self.step
-        return schedules.forward_step(
-            self._forward_step(microbatch),
-            data,
-            self.model,
-            step.num_microbatches,
-            input,
-            loss_data,
-            step.config,
-            step.cp_group_size,
-            collect_non_loss_data=step.collect_non_loss_data,
-            is_first_microbatch=self._is_first,
-            current_microbatch=arrived,
-            vp_stage=self._virtual_stage,
-            is_last_stage=self._computes_loss(microbatch),
-        )
+        with needs_batches(step.num_microbatches):
+            return schedules.forward_step(
+                self._forward_step(microbatch),
+                data,
+                self.model,
+                step.num_microbatches,
+                input,
+                loss_data,
+                step.config,
+                step.cp_group_size,
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=self._is_first,
+                current_microbatch=arrived,
+                vp_stage=self._virtual_stage,
+                is_last_stage=self._computes_loss(microbatch),
+            )
 
     @property
     def _is_first(self) -> bool | None:

@@ -18,7 +18,14 @@ from megatron.core.tensor_parallel import random
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agreed_numbers, tell
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.stages import IteratorWrapper, StepContext, Tape, counted_before, shadowed
+from megatron_pipemem.mcore.model.stages import (
+    IteratorWrapper,
+    StepContext,
+    Tape,
+    counted_before,
+    needs_batches,
+    shadowed,
+)
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.schedule import Schedule
@@ -88,7 +95,8 @@ def calls_of(
         for _ in range(step.num_microbatches):
             seen.clear()
             try:
-                step.forward_step_func(reread, model)
+                with needs_batches(step.num_microbatches):
+                    step.forward_step_func(reread, model)
             except Exception:
                 # After the call, the cause may be the output without values. The real forward raises all other errors.
                 if not seen:

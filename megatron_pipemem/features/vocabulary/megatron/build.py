@@ -270,6 +270,8 @@ def cut_model(
         barriers = choose_barriers(model, layout, programs.costs, programs.ways(placement, len(chunks)))
     programs.vocabulary_is(barriers, placement.num_devices)
     if barriers:
+        if get_attr_wrapped_model(chunks[0], "config").cross_entropy_loss_fusion:
+            tell(logger, "vocabulary: --cross-entropy-loss-fusion has no effect, because the shards compute the loss")
         cut_vocabulary(chunks, placement, pg_collection, barriers, programs.request.vocab_piece_tokens)
 
 
