@@ -98,11 +98,9 @@ ANOTHER_NUMBER = ("+--global-batch-size", "--step-batch-size-schedule", "0:2 384
             *("pipedream-2bw", ("--train-iters", "4"), [True, True, False, False]),
             marks=nightly("the same schedule above, and v-half here"),
         ),
-        # Timers make every host wait around every pass, where the usual order never ends.
-        ("zb-h1", ("--timing-log-level", "2", "--train-iters", "3"), [True, True, True]),
-        pytest.param(
-            *("v-half", ("--timing-log-level", "2", "--train-iters", "3"), [True, True, True]), marks=nightly("zb-h1")
-        ),
+        # Timers make every host wait around every pass, where the usual order never ends. Evaluation runs without timers.
+        ("zb-h1", (*EVALUATION, "--timing-log-level", "2"), [True] * 6),
+        pytest.param(*("v-half", (*EVALUATION, "--timing-log-level", "2"), [True] * 6), marks=nightly("zb-h1")),
         ("v-half", ANOTHER_NUMBER, [True, True, False, True, True, False]),
         # Two training steps and an evaluation, twice: evaluation launches something new, and the third step does not.
         ("v-half", EVALUATION, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from refusals import refused
 
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.mcore import loop_arguments
 from megatron_pipemem.mcore import programs as run_programs
 from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.step.extension import LaunchKind, LaunchOrders
@@ -154,7 +156,11 @@ def test_timers_around_every_pass_need_the_order_for_one_queue(monkeypatch, capl
     levels = [Timers(log_level=level, log_option="max") for level in range(3)]
     assert [orders.queues(gpu, timers) for timers in levels] == [(False, True), (False, True), (True,)]
     assert orders.queues(gpu, levels[2]) == (True,) and orders.queues(cpu, levels[2]) == (False,)
+    assert orders.queues(gpu, None) == (True,), "loops evaluate without timers"
     assert ["--timing-log-level 2" in message for message in caplog.messages] == [True]
+    for level, queues in ((1, (False, True)), (2, (True,))):
+        monkeypatch.setattr(loop_arguments, "_arguments", lambda level=level: SimpleNamespace(timing_log_level=level))
+        assert LaunchOrders().queues(gpu, None) == queues
 
 
 def test_the_first_two_steps_of_a_kind_run_for_one_queue():

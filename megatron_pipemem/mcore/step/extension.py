@@ -18,6 +18,7 @@ from megatron.core.timers import DummyTimer, Timers
 from megatron_pipemem.choose.knowledge import Choice, Shape
 from megatron_pipemem.config.queues import TIMED_PASSES, why_one_queue
 from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
 from megatron_pipemem.mcore.programs import Compiled, Programs
@@ -45,7 +46,12 @@ def can_make_hosts_wait(device: torch.device) -> bool:
 
 
 def times_passes(timers: Timers | None) -> bool:
-    """Return whether Megatron's timers time every F, I and B. Timers above the level of the run are dummies."""
+    """Return whether Megatron's timers time every F, I and B. Timers above the level of the run are dummies.
+
+    Megatron's loop evaluates without the model's ``timers``, but a forward step may have timers of its own.
+    """
+    if (argument("timing_log_level") or 0) >= TIMED_PASSES:
+        return True
     return timers is not None and not isinstance(timers("forward-compute", log_level=TIMED_PASSES), DummyTimer)
 
 
@@ -87,6 +93,7 @@ class LaunchOrders:
         self._forced = forced
         self._seen: Counter[LaunchKind] = Counter()
         self._logged: str | None = None
+        self._times_passes = False
 
     def queues(self, device: torch.device, timers: Timers | None) -> tuple[bool, ...]:
         """Return the kinds of orders of a run, ``True`` for one hardware queue, default first.
@@ -97,7 +104,9 @@ class LaunchOrders:
             return (True,)
         if not can_make_hosts_wait(device):
             return (False,)
-        reason = why_one_queue(os.environ, times_passes(timers))
+        # Once seen, it holds for the run: other loops evaluate without timers too, and all programs would be made again.
+        self._times_passes = self._times_passes or times_passes(timers)
+        reason = why_one_queue(os.environ, self._times_passes)
         if reason is None:
             return (False, True)
         if reason != self._logged:
