@@ -303,8 +303,10 @@ class _Planner:
                 return
         elif step.placement.replicas == 1:
             try:
-                leanest = replace(step.costs, memory=self._leanest(run, step, variant).costs.memory)
-                bound = max(free, lower_bound(step.placement, m, leanest, room, slices=slices, pairs=pairs))
+                bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices, pairs=pairs))
+                if bound > free and _leaves_head_open(run, variant):
+                    lean = replace(step.costs, memory=self._step(with_early_head(run), placement, variant).costs.memory)
+                    bound = max(free, lower_bound(placement, m, lean, room, slices=slices, pairs=pairs))
                 if run.schedule.overlap_steps:
                     bound = free
             except PipememError:
@@ -313,12 +315,6 @@ class _Planner:
         group = Group(run, step, tuple(found), variant, bound + step.outside, bound - free)
         self._groups.append(group)
         self._put(group.bound, group)
-
-    def _leanest(self, run: Run, step: PlannedStep, variant: Variant | None) -> PlannedStep:
-        """Return the step of a run in which nothing of the head waits for W, if ``auto`` may decide so."""
-        if not _leaves_head_open(run, variant):
-            return step
-        return self._step(with_early_head(run), step.placement, variant)
 
     def _with_decided_head(self, group: Group, order: Order) -> Group:
         """Return the group with the head's decision for this order, if ``early_weights`` leaves it to ``auto``."""

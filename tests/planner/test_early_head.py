@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pipemem.cli.plan import _table
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
@@ -107,6 +108,7 @@ def test_a_plan_names_the_head_and_keeps_experts_early(name, early):
     (found,) = plan(run, memory=1e13, limits=only(run), search_seconds=0).plans
     assert decision(run, layers=found.step.layers)
     assert found.run.schedule.early_weights == early
+    assert [cells[0] for cells, _ in _table([found], None)._rows] == ["zb-h1, early head"]
 
 
 def test_the_memory_of_a_run_is_that_of_its_early_head():
