@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from changed_models import CHANGES
-from lanes import rest_nightly
+from lanes import nightly, rest_nightly
 from quickstart import ROUNDING
 from ranks import CaseFailed
+from test_asynchronous import FLAGS, bits
 from test_variants import UNTIED
 
 KINDS = {
@@ -67,3 +68,13 @@ def test_trains_as_stock_or_is_refused(train_small, changed, kind):
         least, most, counted = (rank[f"{name}_peak_bytes"] for name in ("predicted_least", "predicted", "counted"))
         # Pruned layers keep the weight of their last microbatch, so it is no activation and not counted.
         assert (least <= counted or changed == "pruned") and counted <= most
+
+
+@nightly("test_asynchronous.py, and whole backwards above: these schedules split none")
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    "changed", ["merged adapters", "pruned", "hook that counts", "hooks after nodes", "frozen head"]
+)
+def test_trains_with_late_weights_as_the_formula_says(train_small, emulate, changed, name):
+    run = train_small(name, *FLAGS[name], changed=changed)
+    assert bits(run.losses) == bits(emulate(name, *FLAGS[name], changed=changed).losses)
