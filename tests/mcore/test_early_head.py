@@ -11,10 +11,12 @@ import torch
 
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.mcore import profiling
-from megatron_pipemem.mcore.step.early_head import described
+from megatron_pipemem.mcore.step import early_head
+from megatron_pipemem.mcore.step.early_head import described, has_early_head
 from megatron_pipemem.mcore.step.extension import Step
 from megatron_pipemem.planner.activations import embedding_bytes, head_bytes, layer_bytes
 from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.registry import build_schedule
 from tests.planner.test_profile import EXPERTS, FINE, GPT, HYBRID, LATENT, LLAMA, ODD
 
 SHARED = Execution(micro_batch=2, tp=2, sequence_parallel=True, attention="unfused", precision="fp32")
@@ -70,3 +72,16 @@ def test_the_described_model_keeps_as_many_bytes(name):
 def test_gathered_inputs_wait_where_ranks_are_on_several_hosts(together, kept):
     run = described(step_of(*MODELS["llama"]), Request("zb-h1"), lambda group: together)
     assert run.execution.weight_inputs == kept
+
+
+def test_a_model_without_sizes_has_a_head_that_waits(monkeypatch, caplog):
+    """A configuration of another program lacks what a description needs; training goes on."""
+    monkeypatch.setattr(early_head, "_pieces_of_stages", lambda step: (3, 3))
+    step: Any = step_of(*MODELS["gpt"])
+    step.program = SimpleNamespace(schedule=build_schedule("zb-h1", num_devices=2, num_microbatches=4))
+    step.chunks[0].vocab_size = 100_000
+    assert has_early_head(step, Request("zb-h1"), lambda group: True)
+    step.context.config = SimpleNamespace(recompute_granularity=None)
+    with caplog.at_level("INFO", logger=early_head.__name__):
+        assert not has_early_head(step, Request("zb-h1"), lambda group: True)
+    assert "transformer_impl" in caplog.text

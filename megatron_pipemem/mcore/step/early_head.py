@@ -57,7 +57,7 @@ def has_early_head(step: Step, request: Request, on_one_host: Callable[[dist.Pro
                 f"its stages hold {sum(layers)} layers, and its configuration has {run.model.pieces}",
             )
         is_early = early_head.has_early_head(run, step.program.schedule, layers)
-    except PipememError as error:
+    except (PipememError, AttributeError) as error:  # sizes that do not fit together, or a configuration without some
         tell(logger, "%s: %s", _UNKNOWN, error)
         return False
     if is_early:
@@ -94,13 +94,14 @@ def described(step: Step, request: Request, on_one_host: Callable[[dist.ProcessG
     """Return the run that describes the model of a step; raise a PipememError if the planner has no such model."""
     config: Any = step.context.config
     groups = step.groups
+    tp = 1 if groups.tp is None else groups.tp.size()
     recompute, modules = request.recompute, cast(tuple[Recomputable, ...], BY_ACTION)
     if config.recompute_granularity is not None:
         recompute = config.recompute_granularity
         modules = tuple(each for each in config.recompute_modules or () if each in get_args(Recomputable))
     weight_inputs = request.weight_inputs
     if weight_inputs == AUTO:
-        weight_inputs = SHARDED if groups.tp.size() == 1 or on_one_host(groups.tp) else GATHERED
+        weight_inputs = SHARDED if tp == 1 or on_one_host(groups.tp) else GATHERED
     flags = {
         "transformer-impl": config.transformer_impl,
         "no-rope-fusion": not config.apply_rope_fusion,
@@ -114,7 +115,7 @@ def described(step: Step, request: Request, on_one_host: Callable[[dist.ProcessG
         model=_model_of(step),
         cluster=Cluster(**_SPEEDS, backend="nccl" if device_of(step.chunks).type == "cuda" else "gloo"),
         parallelism=Parallelism(
-            tp=groups.tp.size(),
+            tp=tp,
             cp=groups.cp.size(),
             ep=config.expert_model_parallel_size,
             etp=config.expert_tensor_parallel_size,
