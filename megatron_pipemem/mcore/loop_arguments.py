@@ -25,6 +25,12 @@ def argument(name: str) -> Any:
     return getattr(_arguments(), name, None)
 
 
+def set_argument(name: str, value: object) -> None:
+    """Set an attribute of the training arguments, which checkpoints hold; do nothing if another loop runs."""
+    if (arguments := _arguments()) is not None:
+        setattr(arguments, name, value)
+
+
 def steps_left() -> int | None:
     """Return the number of training steps after the present one; ``None`` if it is unknown.
 

@@ -16,6 +16,7 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features import Position, features_at
 from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.checkpoints import FilesOfRanks
 from megatron_pipemem.mcore.compat import ReshardableState
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
 from megatron_pipemem.mcore.programs import Programs
@@ -72,7 +73,7 @@ class _Enabled:
 
                 measured.append(StockObserver(record, *prices))
             last = _extensions(Position.LAST, request)
-            return cls(request, [*measured, ReshardableState(), *recording, *last], record=record)
+            return cls(request, [*measured, ReshardableState(), FilesOfRanks(), *recording, *last], record=record)
         programs = programs_for(request)
         chunk_placement = ChunkPlacement(programs.placement, request.is_round_robin, name=request.schedule)
         planning, stages, last = (_extensions(each, request, programs, chunk_placement) for each in Position)
@@ -95,7 +96,8 @@ class _Enabled:
             TrainingLog(),
         ]
         forward_backward = ForwardBackward(programs, chunk_placement, extensions, LaunchOrders(request.single_queue))
-        features = [forward_backward, chunk_placement, ReshardableState(), *extensions]
+        saved = [ReshardableState(), FilesOfRanks(chunk_placement)]
+        features = [forward_backward, chunk_placement, *saved, *extensions]
         return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:

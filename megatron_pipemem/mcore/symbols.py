@@ -224,6 +224,7 @@ _EVERY = ("every schedule",)
 _PLACED = ("V, wave and bidirectional placements",)
 _BUILT = ("V, wave and bidirectional placements", "a cut vocabulary")
 _SPLIT = ("split backwards",)
+_FILES_OF_RANKS = ("checkpoints of `--ckpt-format torch`",)
 _REPORTED = ("reports and traces",)
 _OVERLAPPED = ("steps without a barrier",)
 _ASYNCHRONOUS = ("asynchronous schedules",)
@@ -438,7 +439,13 @@ GET_TRAINING_OPTIMIZER = Symbol(
     _TRAINING, "get_megatron_optimizer", _OPTIMIZER, purposes=(*_OVERLAPPED, *_ASYNCHRONOUS)
 )
 SAVE = Symbol(
-    _TRAINING, "save_checkpoint", ("iteration", "non_persistent_ckpt"), purposes=(*_OVERLAPPED, *_ASYNCHRONOUS)
+    _TRAINING,
+    "save_checkpoint",
+    ("iteration", "non_persistent_ckpt"),
+    purposes=(*_FILES_OF_RANKS, *_OVERLAPPED, *_ASYNCHRONOUS),
+)
+LOAD_FILES = Symbol(
+    "megatron.training.checkpointing", "_load_base_checkpoint", ("load_dir", "rank0"), purposes=_FILES_OF_RANKS
 )
 LOAD = Symbol(_TRAINING, "load_checkpoint", ("ddp_model", "load_arg"), purposes=_ASYNCHRONOUS)
 RESHARDABLE_STATE = Symbol(

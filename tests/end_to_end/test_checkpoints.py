@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from lanes import rest_nightly
 from quickstart import ROUNDING
+from ranks import CaseFailed
+from refusals import check_refusal
 
 # With dropout, resumed iterations must draw the numbers that they would have drawn.
 DROPOUT = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
@@ -135,3 +137,13 @@ def test_a_rank_that_cannot_measure_costs_its_numbers_alone(train_small, assert_
     failures = run.of_ranks("failure")
     assert failures[0] is None and "the clock is gone" in failures[1]
     assert run.counted_peaks[0] > 0 and run.of_ranks("measured_bubble_rate") == [None] * 2
+
+
+def test_files_of_ranks_go_to_runs_with_the_same_placement_only(train_small, tmp_path):
+    flags = (*EMBEDDINGS["untied"], "--ckpt-format", "torch", "--train-iters", "4")
+    saving = train_small("v-half", *flags, "--save", str(tmp_path), "--save-interval", "2")
+    load = ("--load", str(tmp_path), "--ckpt-step", "2", "--override-opt_param-scheduler")
+    assert train_small("zbv", *flags, *load, initialise=False).losses == saving.losses[2:]
+    with pytest.raises(CaseFailed) as error:
+        train_small("interleaved", *flags, *load, initialise=False)
+    check_refusal(str(error.value), "wrong-file", "0, 1, 1, 0", "0, 1, 0, 1")
