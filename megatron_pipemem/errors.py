@@ -150,7 +150,8 @@ CODES = {
     "offload-order": "An offload or reload was asked for out of order. It is a bug if the schedule was validated.",
     "offload-thread": "The thread that copies activations failed. Restart from the last checkpoint.",
     "other-rank-failed": "Another rank failed. Its own error is in the message.",
-    "ranks-differ": "Ranks have different schedules or data. Start all of them with the same flags and packages.",
+    "ranks-differ": "Ranks have different settings, versions, schedules or data, or the plugin is not enabled on all "
+    "of them. Start all of them with the same flags and packages.",
     "step-runs-again": "A step is repeated whose microbatches have left the pipeline. Pass `--rerun-mode disabled`.",
     "steps-exhausted": "The run takes more steps than were announced. Give `enable()` the number of all steps.",
     "taken-twice": "A gradient of the vocabulary passes was taken twice. Take it once.",

@@ -1,4 +1,8 @@
-"""Share decisions and numbers between the ranks of a job, so that all ranks run the same step."""
+"""Share decisions and numbers between ranks, so that all of them run the same step.
+
+``Groups`` are Megatron's process groups along which a value reaches all ranks of a model, or of one copy of it. Nothing
+is exchanged with other ranks of the job, because these may be in another step, or in none.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,29 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 
+Groups = Sequence[dist.ProcessGroup]
 
-def done_by_all[T](do: Callable[[], T]) -> T:
+
+def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
+    """Return the tensor-, context- and pipeline-parallel groups of this rank that have more than one rank.
+
+    If a value is broadcast along these groups, in this order, it reaches all ranks of a copy of the model.
+    """
+    return [group for group in (groups.tp, groups.cp, pipeline) if group is not None and group.size() > 1]
+
+
+def groups_of_model(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
+    """Return the groups of ``groups_of_copy`` and the data-parallel group: they reach all ranks that train a model."""
+    data = groups.dp if groups.dp is not None else groups.dp_cp
+    return [*groups_of_copy(groups, pipeline), *([data] if data is not None and data.size() > 1 else [])]
+
+
+def done_by_all[T](do: Callable[[], T], groups: Groups | None = None) -> T:
     """Run ``do`` on every rank, and return this rank's result when all ranks have succeeded.
 
-    Every rank of the job calls this at the same time. Without it, a rank that fails alone would leave the others
-    waiting in the next collective. So if ``do`` fails on a rank, that rank raises its own error, and all others an
-    UnsupportedError.
+    Every rank of the groups calls this at the same time; by default, every rank of the job. Without it, a rank that
+    fails alone would leave the others waiting in the next collective. So if ``do`` fails on a rank, that rank raises
+    its own error, and all others an UnsupportedError. It has the code of a PipememError, else ``other-rank-failed``.
     """
     done: Any = None
     failure: Exception | None = None
@@ -27,13 +47,21 @@ def done_by_all[T](do: Callable[[], T]) -> T:
         done = do()
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
-    failures = gather(None if failure is None else f"{failure}" or type(failure).__name__)
+    failures = gather(None if failure is None else _told(failure), groups)
     if failure is not None:
         raise failure
-    for rank, message in enumerate(failures):
-        if message is not None:
-            raise UnsupportedError("other-rank-failed", f"rank {rank} failed: {message}")
+    for told in failures:
+        if told is not None:
+            raise UnsupportedError(*told)
     return done
+
+
+def _told(failure: Exception) -> tuple[str, str]:
+    """Return the code and the message of this rank's failure, for other ranks."""
+    if isinstance(failure, PipememError):
+        return failure.code, f"{failure}"
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return "other-rank-failed", f"rank {rank} failed: {f'{failure}' or type(failure).__name__}"
 
 
 def is_first_rank() -> bool:
@@ -50,16 +78,20 @@ def tell(logger: logging.Logger, message: str, *arguments: object, level: int = 
         logger.log(level, message, *arguments)
 
 
-def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return on every rank the contributions of all ranks of ``group``, in the order of the ranks.
+def gather[T](contribution: T, groups: Groups | None = None) -> list[T]:
+    """Return on every rank the contributions of all ranks that the groups reach, in one order.
 
-    The default group is the whole job. Without a process group, the result has only this process's contribution.
+    For one group, the order is that of its ranks. By default, all ranks of the job contribute. Without a process group,
+    the result has only this process's contribution.
     """
     if not dist.is_initialized():
         return [contribution]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, contribution, group=group)
-    return gathered
+    seen = [contribution]
+    for group in (dist.group.WORLD,) if groups is None else groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, seen, group=group)
+        seen = [each for of_rank in gathered for each in of_rank]
+    return seen
 
 
 def agree(digest: str, group: dist.ProcessGroup) -> None:
@@ -67,7 +99,7 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
 
     ``digest`` is the hash of this rank's program. Every rank of ``group``, the pipeline, calls this at the same time.
     """
-    digests = gather(digest, group)
+    digests = gather(digest, [group])
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise UnsupportedError(
@@ -82,17 +114,7 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
 # context-parallel and pipeline groups.
 
 
-Groups = Sequence[dist.ProcessGroup]
-
 _UNKNOWN, _KNOWN, _FAILED = range(3)
-
-
-def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
-    """Return the tensor-, context- and pipeline-parallel groups of this rank that have more than one rank.
-
-    If a value is broadcast along these groups, in this order, it reaches all ranks of a copy of the model.
-    """
-    return [group for group in (groups.tp, groups.cp, pipeline) if group.size() > 1]
 
 
 def agreed_numbers(
@@ -182,14 +204,8 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups | None = None) -
 
 def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
     """Raise on every rank of the groups its own ``failure``, or an UnsupportedError with that of another rank."""
-    told = None
-    if failure is not None:
-        code = failure.code if isinstance(failure, PipememError) else "other-rank-failed"
-        told = (code, f"{failure}" or type(failure).__name__)
-    for group in groups:
-        told = next((each for each in gather(told, group) if each is not None), None)
+    told = next(each for each in gather(None if failure is None else _told(failure), groups) if each is not None)
     if failure is not None:
         raise failure
-    assert told is not None, "a rank failed"
     code, message = told
     raise UnsupportedError(code, f"the {what} are unknown: {message}")

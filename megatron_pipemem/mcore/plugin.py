@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -20,6 +21,7 @@ from megatron_pipemem.mcore.checkpoints import FilesOfRanks
 from megatron_pipemem.mcore.compat import ReshardableState
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
 from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.shared_settings import SharedSettings
 from megatron_pipemem.mcore.step.batches import StepShapes
 from megatron_pipemem.mcore.step.extension import Extension, LaunchOrders
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
@@ -45,6 +47,7 @@ def programs_for(request: Request) -> Programs:
 class _Enabled:
     request: Request
     features: list[Feature]
+    settings: SharedSettings
     patches: PatchSet = field(default_factory=PatchSet)
     forward_backward: ForwardBackward | None = None
     program_chunks: ProgramChunks | None = None
@@ -54,7 +57,7 @@ class _Enabled:
     def of(cls, request: Request) -> _Enabled:
         """Create the features and extensions that a checked request needs. No function of Megatron is replaced yet.
 
-        Raise an OutputError if the report or the timelines cannot be written.
+        Raise an OutputError if the report or the timelines cannot be written, and there is no process group yet.
         """
         record, recording = None, []
         if request.trace is not None or request.report is not None:
@@ -63,8 +66,10 @@ class _Enabled:
 
             report, trace = (None if path is None else Path(path) for path in (request.report, request.trace))
             record = RunRecord(report, trace)
-            record.check_outputs()
+            if not dist.is_initialized():
+                record.check_outputs()
             recording.append(Recording(record))
+        settings = SharedSettings(request, (lambda: None) if record is None else record.check_outputs)
         if request.is_stock:
             measured: list[Feature] = []
             prices = prices_of(request.costs)
@@ -73,9 +78,13 @@ class _Enabled:
 
                 measured.append(StockObserver(record, *prices))
             last = _extensions(Position.LAST, request)
-            return cls(request, [*measured, ReshardableState(), FilesOfRanks(), *recording, *last], record=record)
+            features = [settings, *measured, ReshardableState(), FilesOfRanks(), *recording, *last]
+            return cls(request, features, settings, record=record)
         programs = programs_for(request)
-        chunk_placement = ChunkPlacement(programs.placement, request.is_round_robin, name=request.schedule)
+        settings.joins = programs.join
+        chunk_placement = ChunkPlacement(
+            programs.placement, request.is_round_robin, name=request.schedule, joins=settings.join
+        )
         planning, stages, last = (_extensions(each, request, programs, chunk_placement) for each in Position)
         # An asynchronous step runs forwards of the next step, whose message shapes are unknown.
         shapes = request.message_shapes == "step" and not request.is_asynchronous
@@ -95,10 +104,11 @@ class _Enabled:
             Markers(),
             TrainingLog(),
         ]
-        forward_backward = ForwardBackward(programs, chunk_placement, extensions, LaunchOrders(request.single_queue))
+        launches = LaunchOrders(request.single_queue)
+        forward_backward = ForwardBackward(programs, chunk_placement, extensions, launches, settings.join)
         saved = [ReshardableState(), FilesOfRanks(chunk_placement)]
-        features = [forward_backward, chunk_placement, *saved, *extensions]
-        return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
+        features = [settings, forward_backward, chunk_placement, *saved, *extensions]
+        return cls(request, features, settings, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:
         """Replace the functions of Megatron that all features need; after an UpstreamError none is replaced.
@@ -149,8 +159,10 @@ def enable(schedule: str, **settings: Any) -> None:
 
     Raises:
         UnknownScheduleError: there is no such family.
-        UnsupportedError: the plugin is enabled with other settings, or the settings do not go together.
-        OutputError: rank 0 cannot write the report or trace.
+        UnsupportedError: the plugin is enabled with other settings, or the settings do not go together, or they differ
+            between ranks (raised by ``initialize_model_parallel()`` if that comes later).
+        OutputError: rank 0 cannot write the report or trace. In a process group, all ranks raise an error for that, here or
+            in ``initialize_model_parallel()``.
         ScheduleError: the schedule of the file is invalid.
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """
@@ -178,6 +190,7 @@ def enable_with(wanted: Request) -> None:
             )
         return
     enabled = _Enabled.of(wanted)
+    enabled.settings.compare_model_parallel()
     enabled.install()
     _enabled = enabled
     tell(logger, "enabled: %s", _brief(wanted))

@@ -1,8 +1,8 @@
 """Keep the programs of a run. A program is chosen with the measurements so far, then lowered and validated once.
 
-World rank 0 searches for schedules, and the other ranks take over its result. The placement is chosen when the model is
-built, and later searches keep it, because layers cannot move. If the choice depends on bytes that are not known
-beforehand (``Knowledge.lacks_bytes``), the first step counts them. That step runs one microbatch after another.
+The first rank of a model searches for schedules, and its other ranks take over the result. The placement is chosen when
+the model is built, and later searches keep it, because layers cannot move. If the choice depends on bytes that are not
+known beforehand (``Knowledge.lacks_bytes``), the first step counts them. That step runs one microbatch after another.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import decided_by_first, gather, is_first_rank, tell
+from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather, is_first_rank, tell
 from megatron_pipemem.report.run import announcement
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.costs import Costs
@@ -34,6 +35,9 @@ from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import check_placement
 
 logger = logging.getLogger(__name__)
+
+Key = tuple[Shape, dist.ProcessGroup | None]
+"""The shape of a step and the pipeline that runs it: two pipelines of a rank need not take the same steps."""
 
 _HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
 _KEPT = 16
@@ -52,7 +56,7 @@ def announce(plan: Choice) -> None:
 
 
 class Host(Protocol):
-    """The host memory to which activations are offloaded. All ranks of the job call a method at the same time."""
+    """The host memory to which activations are offloaded. All ranks of the model call a method at the same time."""
 
     def budget(self) -> int:
         """Return the bytes of host memory that one rank may use."""
@@ -127,13 +131,19 @@ class Programs:
         self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=ratio, cache=cache)
         self.renewals = 0
         """The number of times that training has been planned again."""
-        self._programs: dict[Shape, Compiled] = {}
-        self._outdated: dict[Shape, Compiled] = {}
+        self.groups: Groups | None = None
+        """The groups that reach all ranks of the model at hand; ``None``, before there is a model, for the whole job."""
+        self._programs: dict[Key, Compiled] = {}
+        self._outdated: dict[Key, Compiled] = {}
         self._update: MeasurementUpdate | None = None
         self._of_steps: dict[tuple[Schedule, bool], Program] = {}
         self._placements: dict[tuple[int, int], Placement] = {}
         self._answers: dict[tuple[Placement, int, int], Choice] = {}
         """Schedules that were found while the placement or the vocabulary was chosen."""
+
+    def join(self, groups: Groups) -> None:
+        """Let the ranks that these groups reach decide together from now on."""
+        self.groups = groups
 
     @property
     def name(self) -> str:
@@ -171,24 +181,25 @@ class Programs:
             self.clear()
             self.knowledge = replace(self.knowledge, queues=queues)
 
-    def get(self, shape: Shape, agree: Callable[[str], None]) -> Compiled:
+    def get(self, shape: Shape, agree: Callable[[str], None], pipeline: dist.ProcessGroup | None = None) -> Compiled:
         """Return the validated program of steps of this shape.
 
-        ``agree`` is called with the hash of each new program, to compare it between ranks.
+        ``agree`` is called with the hash of each new program, to compare it between the ranks of ``pipeline``.
 
         Raises:
             UnsupportedError: the schedule does not exist for this shape.
             ScheduleError: the schedule or its lowering is wrong. It is not executed.
         """
-        if shape not in self._programs:
-            before = self._outdated.get(shape)
+        key = shape, pipeline
+        if key not in self._programs:
+            before = self._outdated.get(key)
             compiled = self._build(shape) if before is None else self._build_again(shape, before)
             agree(digest_of(*filter(None, (compiled.program, compiled.in_one_queue))))
-            self._programs[shape] = compiled
-            self._outdated.pop(shape, None)
+            self._programs[key] = compiled
+            self._outdated.pop(key, None)
             if compiled.plan is not None and compiled is not before:
                 announce(compiled.plan)
-        return self._programs[shape]
+        return self._programs[key]
 
     def of_step(self, schedule: Schedule, base: Compiled, costs: Costs, single_queue: bool) -> Program:
         """Return the validated program of a schedule that was made for one step only; recent ones are kept.
@@ -216,10 +227,10 @@ class Programs:
         self.measured(update.costs, update.changes)
         self._update = update
         self.renewals += 1
-        training = {shape: each for shape, each in self._programs.items() if not shape.forward_only}
+        training = {key: each for key, each in self._programs.items() if not key[0].forward_only}
         self._outdated |= training
-        for shape in training:
-            del self._programs[shape]
+        for key in training:
+            del self._programs[key]
 
     def clear(self) -> None:
         for memory in (self._programs, self._outdated, self._of_steps):
@@ -271,7 +282,7 @@ class Programs:
         return placement
 
     def plan(self, shape: Shape, why: str, before: Choice | None = None, minimum_gain: float = 0.0) -> Choice:
-        """Choose a schedule for steps of this shape. Every rank of the job calls this at the same time.
+        """Choose a schedule for steps of this shape. Every rank of the model calls this at the same time.
 
         ``why`` is the reason for the log. ``before`` is the choice that ran so far. It stays unless the new schedule
         shortens the makespan by at least the fraction ``minimum_gain``, or ``before`` breaks the cap.
@@ -374,7 +385,7 @@ class Programs:
     def _known(self, placement: Placement | None) -> Knowledge:
         """Return the facts by which a schedule is chosen; with offload, these include facts about the host.
 
-        Every rank of the job must call this at the same time.
+        Every rank of the model must call this at the same time.
         """
         known = replace(self.knowledge, placement=placement)
         host = self.host
@@ -389,19 +400,19 @@ class Programs:
         return known
 
     def _resolved(self, request: Request, shape: Shape, known: Knowledge) -> Choice:
-        """Choose a schedule: on rank 0 for all ranks if it is searched or offload is planned, else on each rank alone.
+        """Choose a schedule: on the model's first rank if it is searched or offload is planned, else on each rank.
 
         A search ends after a time limit, so its result may differ between ranks.
         """
         if not (request.searches or request.plans_offload):
             return choose(request, shape, known)
-        found = decided_by_first(lambda: choose(request, shape, known).alone)
+        found = decided_by_first(lambda: choose(request, shape, known).alone, self.groups)
         if request.searches and not self.needs_bytes:
             found = replace(found, schedule=replace(found.schedule, name=AUTO))
         return found
 
     def _build(self, shape: Shape) -> Compiled:
-        first = self._update is None and all(each.forward_only for each in self._programs)
+        first = self._update is None and all(shape.forward_only for shape, _ in self._programs)
         why = "start" if first else f"step of {shape.num_microbatches} microbatches"
         return self._compiled(self.plan(shape, why), shape)
 
@@ -419,7 +430,7 @@ class Programs:
         except Exception as error:  # the other ranks must hear of it, whatever it is
             failure = error
         code = failure.code if isinstance(failure, PipememError) else None
-        failures = gather(None if failure is None else (f"{failure}", code))
+        failures = gather(None if failure is None else (f"{failure}", code), self.groups)
         message, code = next((told for told in failures if told is not None), (None, None))
         if message is None:
             return found

@@ -126,7 +126,7 @@ class Replanner(Extension):
     ) -> MeasurementUpdate | None:
         """Return the new measurements to plan with, the same on every rank; ``None`` to keep the plan.
 
-        Every rank of the job calls this before every training step. ``shape`` is that of the coming step, and
+        Every rank of the model calls this before every training step. ``shape`` is that of the coming step, and
         ``device`` is this rank's position in its pipeline. ``measure_links`` returns the seconds of a message on each
         link. It is called once per run, when passes have been timed.
         """
@@ -138,7 +138,7 @@ class Replanner(Extension):
             self._links = measure_links()
         watch, links = self._stopwatch, self._links or {}
         own = _Contribution(device, self._changes, watch.medians(), links, self._failure, watch.of_pairs())
-        seen = gather(own)
+        seen = gather(own, self._programs.groups)
         self._counted, self._changes, self._failure = False, None, None
         if timed:
             self._stopwatch.reset()
@@ -180,7 +180,7 @@ class Replanner(Extension):
 def merge_bytes(seen: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
     """Return the change of held bytes by each kind of action, one value per stage and slice.
 
-    The values of a stage's slices are consecutive. ``seen`` has the measurements of all ranks of the job. Ranks with
+    The values of a stage's slices are consecutive. ``seen`` has the measurements of all ranks of the model. Ranks with
     the same pipeline rank have different batches. Of these ranks, the one whose forwards save the most bytes on the
     stage counts.
     """

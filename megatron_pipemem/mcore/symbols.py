@@ -212,6 +212,9 @@ def version_told() -> str:
 # The functions: those that are replaced, and private ones that this package calls.
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
+INITIALIZE = Symbol(
+    _PARALLEL_STATE, "initialize_model_parallel", by_name=True, purposes=("comparing the settings of all ranks",)
+)
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _LAYERS = "megatron.core.tensor_parallel.layers"

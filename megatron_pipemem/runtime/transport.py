@@ -1,21 +1,23 @@
 """Send messages between pipeline ranks, with one first-in-first-out channel per directed edge.
 
 NCCL has no tags. It matches the messages of two ranks in one process group in the order in which they were posted.
-After ``init_process_group(device_id=...)`` it even serializes all messages that one rank posts to a group, to any peer.
-Therefore two edges that share a device never share a group here. The validator has proved that both ends of an edge
-post its messages in the same order, which replaces the tags.
+Groups that are bound to a device even serialize all messages of a rank, to any peer. Therefore two edges that share a
+device never share a group here. The validator has proved that both ends of an edge post its messages in the same order,
+which replaces the tags.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count, zip_longest
+from itertools import count
 from math import prod
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,44 +40,59 @@ def new_groups(
     *,
     messages: bool = False,
     backend: str | None = None,
+    callers: dist.ProcessGroup | None = None,
 ) -> list[dist.ProcessGroup]:
-    """Open process groups with the timeout of ``parent``. Every rank of the job must call this at the same time.
+    """Open process groups with the timeout of ``parent``. Every rank of ``callers`` must call this at the same time.
 
-    ``wanted`` has the global ranks of every group, and must be the same on all ranks of ``parent``. torch requires that
-    every rank takes part in the creation of every group, in the same order. So the ranks first exchange ``wanted``. A
-    rank gets the groups that it wants, in order. Groups without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL
-    groups run on streams of high priority and keep the parent's limits on thread blocks
-    (``--nccl-communicator-config-path``). ``description`` is the name that torch's logs give to each group. ``backend``
-    replaces the backend of the default group.
-
-    With ``messages``, NCCL may use ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. With ``messages`` and a
-    default group that is bound to no device, NCCL groups with the same position in ``wanted`` of all parents are one
-    group, because NCCL connects pairs of ranks at their first message. So many pipelines open no more groups than one.
+    By default, the callers are the ranks of ``parent``. Other ranks of the job take no part. ``wanted`` has the global
+    ranks of every group, and must be the same on all callers. A rank gets the groups that it wants, in order. Groups
+    without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL groups run on streams of high priority and keep the
+    parent's limits on thread blocks (``--nccl-communicator-config-path``). With ``messages``, NCCL may use
+    ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. ``description`` is the name that torch's logs give to
+    each group. ``backend`` replaces the backend of the default group.
     """
-    ours = tuple(tuple(ranks) for ranks in wanted)
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, ours)
     theirs: Any = parent._get_backend(parent._device_types[0])  # its options have the backend's own class
     timeout = None if theirs.options is None else theirs.options._timeout  # not every backend has options
+    is_nccl = backend is None and theirs.name() == dist.Backend.NCCL
+    callers = callers or parent
+    tokens: list[Any] = [None] * callers.size()
+    dist.all_gather_object(tokens, secrets.token_hex(8), group=callers)
+    own = dist.get_rank()
+    opened: list[Any] = []
+    for number, ranks in enumerate(wanted):
+        if own not in ranks:
+            opened.append(dist.GroupMember.NON_GROUP_MEMBER)
+            continue
+        with _new_groups_of_members(f"{description}/{tokens[0]}/{number}"):
+            opened.append(
+                dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    backend=backend,
+                    pg_options=nccl_options(theirs.options, messages) if is_nccl else None,
+                    use_local_synchronization=True,
+                    group_desc=description,
+                )
+            )
+    return opened
 
-    def create(ranks: Sequence[int]) -> dist.ProcessGroup:
-        is_nccl = backend is None and theirs.name() == dist.Backend.NCCL
-        options = nccl_options(theirs.options, messages) if is_nccl else None
-        return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
-    world: Any = dist.group.WORLD
-    if messages and theirs.name() == dist.Backend.NCCL and world.bound_device_id is None:
-        return [create(ranks) for ranks in _joined(everyones)][: len(ours)]
-    created = {each: [create(ranks) for ranks in each] for each in sorted({*everyones})}
-    return created[ours]
+@contextmanager
+def _new_groups_of_members(name: str) -> Iterator[None]:
+    """Make ``dist.new_group`` call its group ``name`` in this block, and need nothing from ranks outside of it.
 
-
-def _joined(everyones: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return the union of the groups at each position of the ranks' lists, as sorted global ranks.
-
-    ``everyones`` has one list of groups per rank of the job.
+    torch makes a name of the number of groups that a rank has, which differs between ranks. If the default group is
+    bound to a device, NCCL splits its communicator, for which torch needs every rank of the job.
     """
-    return [sorted({rank for each in same for rank in each}) for same in zip_longest(*everyones, fillvalue=())]
+    torchs, world = cast(Any, dist.distributed_c10d), cast(Any, dist.group.WORLD)
+    name_of, bound = torchs._process_group_name, world.bound_device_id
+    torchs._process_group_name = lambda *_, **__: name
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        torchs._process_group_name = name_of
+        world.bound_device_id = bound
 
 
 def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.ProcessGroupNCCL.Options:
@@ -141,10 +158,10 @@ def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
 
 
 def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Pipeline:
-    """Open the channels of one pipeline. Every rank of the job must call this at the same time.
+    """Open the channels of one pipeline. Every rank of ``group``, the pipeline, must call this at the same time.
 
     A backend opens a connection at its first message, and blocks until the other end does the same. So all connections
-    are opened here, in the same order on every rank. The ranks of ``group`` are the pipeline's devices, in order.
+    are opened here, in the same order on every rank. The ranks of ``group`` are the devices, in order.
     ``device`` is the torch device that holds this rank's first messages, and decides the backend.
     """
     ranks = dist.get_process_group_ranks(group)

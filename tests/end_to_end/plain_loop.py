@@ -24,12 +24,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func as imported_first
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 import megatron_pipemem
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import UnsupportedError, with_code
+from megatron_pipemem.mcore import shared_settings
 
 MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 2, 16, 64
 SAME = [(2, SEQUENCE)] * MICROBATCHES
@@ -39,7 +41,7 @@ LENGTHS = [(2, s) for _, s in VARIABLE]
 """With one ``b`` for all, three lengths determine the bytes of the other three."""
 
 
-def make_config(chunks: int, ddp: bool, tp: int = 1, variable: bool = False) -> TransformerConfig:
+def make_config(chunks: int, ddp: bool, tp: int = 1, variable: bool = False, dp: int = 1) -> TransformerConfig:
     return TransformerConfig(
         num_layers=2 * dist.get_world_size(),
         hidden_size=32,
@@ -48,7 +50,7 @@ def make_config(chunks: int, ddp: bool, tp: int = 1, variable: bool = False) -> 
         sequence_parallel=tp > 1,
         variable_seq_lengths=variable,
         moe_token_dispatcher_type="alltoall",  # variable lengths want it, with experts and without
-        pipeline_model_parallel_size=dist.get_world_size() // tp,
+        pipeline_model_parallel_size=dist.get_world_size() // tp // dp,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
@@ -186,12 +188,34 @@ def wrongly_cut(case: dict) -> str:
         parallel_state.destroy_model_parallel()
 
 
+def enabled_differently(case: dict) -> str:
+    """What every rank is told when ranks enable the plugin with other settings, or (``None``) not at all."""
+    settings, patience = case["differ"][dist.get_rank()], shared_settings.PATIENCE
+    shared_settings.PATIENCE = 0.5
+    try:
+        if settings is not None:
+            megatron_pipemem.enable(**settings)
+        if case["before"]:
+            assert not parallel_state.is_initialized()
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+        return "nothing"
+    except UnsupportedError as error:
+        return with_code(error)
+    finally:
+        shared_settings.PATIENCE = patience
+        megatron_pipemem.disable()
+        if case["last"]:
+            parallel_state.destroy_model_parallel()
+
+
 def run(case: dict) -> dict:
     """Losses of every microbatch, exact, and logits after training, on the last pipeline rank; nothing elsewhere.
 
     Args:
         case: ``schedule``, ``ddp``, ``chunks`` of every rank; optionally ``settings`` of the plugin, ``tp``, and ``variable``:
-            ``VARIABLE``, which are read at the ends of the model alone, or ``LENGTHS``, which every rank reads.
+            ``VARIABLE``, which are read at the ends of the model alone, or ``LENGTHS``, which every rank reads; ``dp``: as many
+            pipelines run one after another, each of them while the others wait in a barrier of all ranks; ``apart``: their
+            process groups say nothing of each other.
     """
     if "example" in case:
         sys.path.insert(0, case["example"])
@@ -200,15 +224,17 @@ def run(case: dict) -> dict:
         finally:
             megatron_pipemem.disable()
             parallel_state.destroy_model_parallel()
+    if "differ" in case:
+        return {"told": enabled_differently(case)}
     if "counted" in case:
         return {"told": wrongly_cut(case)}
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
-    tp, variable = case.get("tp", 1), case.get("variable")
+    tp, dp, variable = case.get("tp", 1), case.get("dp", 1), case.get("variable")
     sizes = {None: SAME, "VARIABLE": VARIABLE, "LENGTHS": LENGTHS}[variable]
     told = failing_step() if case.get("fails_before") else None
     if schedule != "stock":
         megatron_pipemem.enable(schedule, **case.get("settings", {}))
-    devices = dist.get_world_size() // tp
+    devices = dist.get_world_size() // tp // dp
     get_forward_backward_func = imported_first
     if case["import_after"]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -218,7 +244,7 @@ def run(case: dict) -> dict:
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = make_config(chunks, ddp, tp, variable is not None)
+    config = make_config(chunks, ddp, tp, variable is not None, dp)
     build = partial(build_chunk, config, case.get("hybrid", False))
     if schedule == "stock":
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -226,6 +252,10 @@ def run(case: dict) -> dict:
         models = [build(**ends, vp_stage=None, pg_collection=groups)]
     else:
         models = megatron_pipemem.build_model_chunks(build)
+    known = {}
+    if case.get("apart"):
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "mp"])
+        known = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, config)}
     reads = [variable != "VARIABLE" or model.pre_process or model.post_process for model in models]
     if ddp:
         models = [
@@ -244,9 +274,15 @@ def run(case: dict) -> dict:
             num_microbatches=len(sizes),
             seq_length=SEQUENCE,
             micro_batch_size=2,
+            **known,
             **how,
         )
 
+    turn = parallel_state.get_data_parallel_rank()
+    for _ in range(turn):
+        dist.barrier()
+    if dp > 1 and turn == 0:
+        forward_backward(STEPS, inspection_step, sizes[:3], forward_only=True, collect_non_loss_data=True)
     for step in range(STEPS):
         for model in models:
             if ddp:
@@ -261,6 +297,8 @@ def run(case: dict) -> dict:
                     parameter -= 0.1 * (parameter.main_grad if ddp else parameter.grad)
     how = {"forward_only": True, "collect_non_loss_data": True}
     logits = forward_backward(STEPS, inspection_step, sizes[:2], **how)
+    for _ in range(dp - 1 - turn):
+        dist.barrier()
     megatron_pipemem.write_report()
     megatron_pipemem.disable()
     parallel_state.destroy_model_parallel()

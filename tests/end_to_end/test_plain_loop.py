@@ -10,6 +10,7 @@ import pytest
 from lanes import nightly, rest_nightly
 from quickstart import ROUNDING
 from ranks import ConductedRanks
+from refusals import code_in
 
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "hanayo": 2, "1f1b-v": 2, "auto": 2}
 STOCK = {"schedule": "stock", "chunks": 1, "import_after": False}
@@ -163,6 +164,47 @@ def test_a_model_that_is_cut_wrongly_is_refused_on_every_rank(ranks, schedule, c
     case = {"schedule": schedule, "chunks": chunks, "counted": counted}
     told = [result["told"] for result in ranks.run(case, size=2)]
     assert words in told[0] and set(told) == {told[0]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"schedule": "zb-h1", "chunks": 1},
+        {"schedule": "v-half", "chunks": 2, "settings": {"vocab_parallel": "1"}},
+        {"schedule": "auto", "chunks": 2, "apart": True},
+    ],
+    ids=lambda case: case["schedule"],
+)
+def test_a_pipeline_steps_and_evaluates_while_another_waits(ranks, show, case):
+    """Two pipelines of two ranks: 0 and 2, then 1 and 3."""
+    stock = show({**STOCK, "ddp": False})["losses"]
+    results = ranks.run({"import_after": False, "ddp": False, "dp": 2, **case}, size=4)
+    for last in results[2:]:
+        if "settings" in case:
+            losses = [[float.fromhex(loss) for loss in each] for each in (last["losses"], stock)]
+            assert losses[0] == pytest.approx(losses[1], rel=ROUNDING)
+        else:
+            assert last["losses"] == stock
+
+
+OURS = {"schedule": "zb-h1"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({**OURS, "random": "layerwise"}, "rank 1 has --pipemem-random layerwise where rank 0 has stock"),
+        ({"schedule": "v-half"}, "rank 1 has --pipemem-schedule v-half where rank 0 has zb-h1"),
+        (None, "not enabled on rank 1"),
+    ],
+)
+def test_ranks_with_other_settings_are_refused_on_every_rank(ranks, theirs, words):
+    """Whether the plugin is enabled before Megatron's process groups are made, or after."""
+    for before in (True, False):
+        case = {"differ": [OURS, theirs], "before": before, "last": not before}
+        told = [result["told"] for result in ranks.run(case, size=2)]
+        assert words in told[0] and code_in(told[0]) == "ranks-differ"
+        assert told[1] == ("nothing" if theirs is None else told[0])
 
 
 def test_the_example_trains(ranks):

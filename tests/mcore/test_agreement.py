@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
-from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.mcore import agreement
@@ -58,13 +58,19 @@ def on_all_ranks(monkeypatch):
     def reduce(tensor, op, group):
         tensor.copy_(torch.stack([each.clone() for each in group.exchange(tensor.clone())]).max(0).values)
 
+    def gather(gathered, told, group):
+        gathered[:] = group.exchange(told)
+
     def broadcast(payload, src, group):
         payload[:] = group.exchange(list(payload))[group.line.members.index(src)]
 
     monkeypatch.setattr(agreement.dist, "all_reduce", reduce)
     monkeypatch.setattr(agreement.dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(agreement.dist, "get_global_rank", lambda group, rank: group.line.members[rank])
-    monkeypatch.setattr(agreement, "gather", lambda told, group: group.exchange(told))
+    monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: int(threading.current_thread().name))
+    monkeypatch.setattr(agreement.dist, "get_world_size", lambda group: group.size())
+    monkeypatch.setattr(agreement.dist, "all_gather_object", gather)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
     def run(act) -> list:
@@ -80,7 +86,7 @@ def on_all_ranks(monkeypatch):
             except Exception as error:
                 found[rank] = error
 
-        threads = [threading.Thread(target=on, args=(rank,)) for rank in range(TP * PP)]
+        threads = [threading.Thread(target=on, args=(rank,), name=f"{rank}") for rank in range(TP * PP)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -151,14 +157,35 @@ def test_a_lone_process_decides_for_itself():
     assert agreement.gather("mine") == ["mine"]
 
 
-def test_a_failure_of_one_rank_is_an_error_on_all(monkeypatch):
-    def broken():
-        raise ZeroDivisionError
+def test_contributions_of_all_ranks_arrive_in_one_order(on_all_ranks):
+    assert on_all_ranks(agreement.gather) == [[*range(TP * PP)]] * (TP * PP)
 
-    monkeypatch.setattr(agreement, "gather", lambda own: [own, None, "no memory"])
-    with refused("other-rank-failed", 2, kind=UnsupportedError):
-        agreement.done_by_all(lambda: 7)
-    with pytest.raises(ZeroDivisionError):
-        agreement.done_by_all(broken)
-    monkeypatch.setattr(agreement, "gather", lambda own: [own])
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        (ZeroDivisionError(), "other-rank-failed", "rank 3 failed: ZeroDivisionError"),
+        (CostsError("no-time", "no time"), "no-time", "no time"),
+    ],
+)
+def test_a_failure_of_one_rank_is_an_error_on_all(on_all_ranks, failure, code, words):
+    def act(rank):
+        if rank == 3:
+            raise failure
+        return rank
+
+    outcomes = on_all_ranks(lambda rank, groups: agreement.done_by_all(lambda: act(rank), groups))
+    assert outcomes.pop(3) is failure
+    assert {(type(each), each.code, str(each)) for each in outcomes} == {(UnsupportedError, code, words)}
+    assert on_all_ranks(lambda rank, groups: agreement.done_by_all(lambda: rank, groups)) == [*range(TP * PP)]
+
+
+def test_a_lone_process_needs_nobody():
     assert agreement.done_by_all(lambda: 7) == 7
+
+
+def test_groups_of_a_model_reach_its_copies():
+    tp, cp, pp, dp, dp_cp = (SimpleNamespace(size=lambda: 2) for _ in range(5))
+    groups = SimpleNamespace(tp=tp, cp=SimpleNamespace(size=lambda: 1), dp=dp, dp_cp=dp_cp)
+    assert agreement.groups_of_model(groups, pp) == [tp, pp, dp]
+    assert agreement.groups_of_model(SimpleNamespace(tp=None, cp=cp, dp=None, dp_cp=dp_cp), pp) == [cp, pp, dp_cp]

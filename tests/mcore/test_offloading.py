@@ -134,7 +134,7 @@ def test_places_share_what_their_ranks_share(ranks, shared):
 
 @pytest.mark.parametrize("channel", [{}, {"costs": "file"}])
 def test_known_switches_reach_the_plan(channel, monkeypatch, tmp_path):
-    monkeypatch.setattr(offloading, "gather", lambda own: [("host", place) for place in range(4)])
+    monkeypatch.setattr(offloading, "gather", lambda own, groups: [("host", place) for place in range(4)])
     ratio = {"ratio": 1.0}
     if channel:
         (tmp_path / "costs.json").write_text('{"forward": 1, "channel": {"ratio": 1.0}}')
@@ -151,12 +151,12 @@ def test_known_switches_reach_the_plan(channel, monkeypatch, tmp_path):
 def test_devices_that_share_a_channel_measure_it_in_turns(monkeypatch):
     """A plan that takes turns needs what a copy takes that is alone."""
     happened = []
-    monkeypatch.setattr(offloading, "gather", lambda own: [(0, LINK), own])
+    monkeypatch.setattr(offloading, "gather", lambda own, groups: [(0, LINK), own])
     monkeypatch.setattr(offloading, "_place", lambda: 1)
     monkeypatch.setattr(Offloading, "switches", lambda self: ((0, 1),))
     monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: happened.append("measured") or LINK)
-    monkeypatch.setattr(offloading, "done_by_all", lambda do: (do(), happened.append("all have"))[0])
+    monkeypatch.setattr(offloading, "done_by_all", lambda do, groups: (do(), happened.append("all have"))[0])
     monkeypatch.setattr(Offloading, "budget", lambda self: 0)
     assert Offloading(TransferOptions()).links(2) == (LINK, LINK)
     assert happened == ["all have", "all have", "measured", "all have"]
@@ -170,14 +170,14 @@ def test_a_rank_that_fails_alone_tells_the_others(stage, monkeypatch):
         raise OSError("no such group")
 
     told = []
-    monkeypatch.setattr(agreement, "gather", lambda own: told.append(own) or [own])
-    monkeypatch.setattr(offloading, "gather", lambda own: [own])
+    monkeypatch.setattr(agreement, "gather", lambda own, groups: told.append(own) or [own])
+    monkeypatch.setattr(offloading, "gather", lambda own, groups: [own])
     monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: LINK)
     monkeypatch.setattr(*((Offloading, stage) if stage == "engine" else (offloading, stage)), broken)
     with pytest.raises(OSError) as raised:
         Offloading(TransferOptions()).links(1)
-    assert told[-1] == str(raised.value) == "no such group"
+    assert told[-1] == ("other-rank-failed", f"rank 0 failed: {raised.value}")
 
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards():

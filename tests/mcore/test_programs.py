@@ -70,6 +70,14 @@ def test_the_first_step_builds_its_schedule_once_and_proves_its_program_once(mon
     assert built.count((4, 8)) == 2 and proved == [8, 8]
 
 
+def test_every_pipeline_compares_its_programs_once():
+    """A rank of two pipelines, which need not take the same steps."""
+    programs, seen = family("1f1b"), []
+    for pipeline in ("first", "second", "first"):
+        programs.get(Shape(4, 1, 8), lambda digest, pipeline=pipeline: seen.append((pipeline, digest)), pipeline)
+    assert [pipeline for pipeline, _ in seen] == ["first", "second"] and len({digest for _, digest in seen}) == 1
+
+
 def test_a_program_that_ranks_disagree_on_is_not_kept():
     programs = family("1f1b")
 

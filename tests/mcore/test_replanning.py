@@ -172,7 +172,7 @@ def test_what_another_rank_could_not_measure_is_not_planned_with(monkeypatch):
     """Every rank gathers, also the one that has nothing to tell, and all decide alike."""
     gathered = []
 
-    def gather(own):
+    def gather(own, groups):
         gathered.append(own)
         return [own, replanning._Contribution(1, None, {}, {}, failure="RuntimeError: the clock is gone")]
 

@@ -21,7 +21,19 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 
 WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0, 0.25)
-ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+class Alone:
+    """A process group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ALONE = Alone()
 
 
 class Run:
@@ -89,7 +101,7 @@ def test_equal_microbatches_run_the_program_that_they_would_run_anyway():
     step = run.step(iter([2.0] * 6))
     assert run.begin(step) == [[2.0] * 6]
     assert step.context.order is None
-    assert step.program is run.programs.get(step.shape, _agree).program
+    assert step.program is run.programs.get(step.shape, _agree, ALONE).program
 
 
 def test_programs_of_steps_are_kept_for_a_while():
@@ -97,10 +109,10 @@ def test_programs_of_steps_are_kept_for_a_while():
     first, again = run.step(iter(WEIGHTS)), run.step(iter(WEIGHTS))
     run.begin(first), run.begin(again)
     assert first.program is again.program
-    base = run.programs.get(first.shape, _agree)
+    base = run.programs.get(first.shape, _agree, ALONE)
     for m in range(1, 20):
         shape = Shape(4, 1, m)
-        other = run.programs.get(shape, _agree).program.schedule
+        other = run.programs.get(shape, _agree, ALONE).program.schedule
         run.programs.of_step(replace(other, name="another"), base, run.programs.costs, False)
     assert len(run.programs._of_steps) == 16 and first.program not in run.programs._of_steps.values()
 
@@ -185,7 +197,7 @@ def test_pipelines_that_sum_gradients_with_each_other_end_their_stages_in_one_or
     """A plan that ends them otherwise keeps its order of microbatches, in the schedule that all have."""
     run = Run("zbv")
     step = run.step(iter(WEIGHTS), iter(WEIGHTS), chunks=2)
-    base = run.programs.get(step.shape, _agree).plan
+    base = run.programs.get(step.shape, _agree, ALONE).plan
     weights = MicrobatchWeights(WEIGHTS)
     costs = replace(base.costs, microbatch=weights)
     found = run.extension._planned(base.schedule, costs, weights, has_peers=True)

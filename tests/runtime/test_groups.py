@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from forking import fork_ranks
 
 from megatron_pipemem.features.replicas import runtime as replicas
 from megatron_pipemem.features.replicas.runtime import connect_replicas
@@ -32,40 +35,41 @@ def test_groups_wait_as_long_as_their_parent(world):
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
 
 
-def test_every_rank_creates_what_all_want_in_one_order(world, monkeypatch):
-    """Ranks 0 and 1 want two groups, ranks 2 and 3 one; rank 0 sees all three being made."""
-    everyones = [((2, 3),), ((0, 1), (0,)), ((2, 3),), ((0, 1), (0,))]
-    made = []
+def open_beside_others(results: str) -> None:
+    """Two pipelines of two ranks open groups of their own, one of them twice as often; rank 0 has one more group."""
+    rank = dist.get_rank()
+    first, second, _ = dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 3])
+    pipeline, ranks = (first, [0, 1]) if rank < 2 else (second, [2, 3])
+    sums = []
+    for _ in range(2 if rank < 2 else 1):
+        group, lone = new_groups([ranks, ranks[:1]], pipeline, "TEST")
+        number = torch.tensor([10**rank])
+        dist.all_reduce(number, group=group)
+        sums.append(number.item())
+        assert (lone is dist.GroupMember.NON_GROUP_MEMBER) == (rank % 2 == 1)
+        destroy_groups([group])
+    Path(results, str(rank)).write_text(json.dumps(sums))
 
-    def gather(received, ours):
-        assert ours == ((0, 1), (0,))
-        received[:] = everyones
 
-    monkeypatch.setattr(groups.dist, "all_gather_object", gather)
-    monkeypatch.setattr(groups.dist, "new_group", lambda ranks, **_: made.append(ranks) or tuple(ranks))
-    assert new_groups([[0, 1], [0]], world, "TEST") == [(0, 1), (0,)]
-    assert made == [[0, 1], [0], [2, 3]]
+def test_groups_need_only_the_ranks_of_their_pipeline(tmp_path):
+    assert fork_ranks(4, open_beside_others, str(tmp_path)) == 0
+    sums = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert sums == [[11, 11], [11, 11], [1100], [1100]]
 
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_unbound_nccl_opens_a_group_of_messages_once_for_all_pipelines(world, monkeypatch, bound):
-    """Of two pipelines of three ranks, with four channels each."""
-    edges = [(0, 1), (0, 1), (1, 2), (1, 2)]
-    everyones = [tuple(tuple(first + end for end in edge) for edge in edges) for first in (0, 3) for _ in range(3)]
-    made = []
-    backend = SimpleNamespace(name=lambda: dist.Backend.NCCL, options=SimpleNamespace(_timeout=timedelta(seconds=7)))
-    parent = SimpleNamespace(_device_types=["cuda"], _get_backend=lambda device: backend)
-    monkeypatch.setattr(
-        groups.dist, "all_gather_object", lambda received, ours: received.__setitem__(slice(None), everyones)
-    )
-    monkeypatch.setattr(groups.dist, "new_group", lambda ranks, **_: made.append(ranks) or tuple(ranks))
-    monkeypatch.setattr(groups, "nccl_options", lambda parent, messages: None)
-    if bound:
-        monkeypatch.setattr(type(dist.group.WORLD), "bound_device_id", 0)
-    opened = new_groups(everyones[0], parent, "TEST", messages=True)
-    shared = [(0, 1, 3, 4)] * 2 + [(1, 2, 4, 5)] * 2
-    assert opened == (edges if bound else shared)
-    assert len(made) == (8 if bound else 4)
+def test_a_default_group_that_is_bound_to_a_device_is_not_split(world, monkeypatch):
+    """NCCL would need every rank of the job for that."""
+    seen = []
+
+    def note(ranks, **how):
+        seen.append((ranks, world.bound_device_id, how["use_local_synchronization"]))
+        return ranks
+
+    monkeypatch.setattr(groups.dist, "new_group", note)
+    world.bound_device_id = torch.device("cuda:0")
+    assert new_groups([[0], [1]], world, "TEST") == [[0], dist.GroupMember.NON_GROUP_MEMBER]
+    assert seen == [([0], None, True)]
+    assert world.bound_device_id == torch.device("cuda:0")
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")

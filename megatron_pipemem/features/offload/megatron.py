@@ -20,7 +20,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.features.offload.runtime.engine import OffloadActions
 from megatron_pipemem.features.offload.runtime.host import available_memory, measure_host_link
-from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.mcore.agreement import Groups, done_by_all, gather, tell
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request, TransferOptions
@@ -45,12 +45,19 @@ class Offloading(Extension):
     that is available on the node.
 
     ``budget``, ``engine``, ``switches`` and ``links`` exchange values between ranks when they are called for the first
-    time. So every rank of the job makes these first calls together, after ``device`` is set.
+    time. So every rank of the model makes these first calls together, after ``device`` is set. ``groups`` returns the
+    process groups that reach these ranks, or ``None`` for all ranks of the job.
     """
 
-    def __init__(self, options: TransferOptions, host_memory: float | None = None):
+    def __init__(
+        self,
+        options: TransferOptions,
+        host_memory: float | None = None,
+        groups: Callable[[], Groups | None] = lambda: None,
+    ):
         self._options = options
         self._host_memory = host_memory
+        self._groups = groups
         self.device = torch.device("cpu")
         self._budget: int | None = None
         self._engine: OffloadEngine | None = None
@@ -67,7 +74,8 @@ class Offloading(Extension):
             UnsupportedError: a node has less memory available than ``host_memory``.
         """
         if self._budget is None:
-            nodes = gather(done_by_all(lambda: _Node(socket.gethostname(), available_memory())))
+            own = done_by_all(lambda: _Node(socket.gethostname(), available_memory()), self._groups())
+            nodes = gather(own, self._groups())
             self._budget = _rank_budget(nodes, self._host_memory)
             tell(logger, "every rank may keep %s of activations on its host", format_bytes(self._budget))
         return self._budget
@@ -93,7 +101,8 @@ class Offloading(Extension):
         if self._switches is None:
             self._switches = ()
             if self._options.switches:
-                self._switches = _shared_channels(gather((socket.gethostname(), _place())), self._options.switches)
+                places = gather((socket.gethostname(), _place()), self._groups())
+                self._switches = _shared_channels(places, self._options.switches)
                 tell(logger, "pipeline ranks that share a channel to the host: %s", self._switches)
         return self._switches
 
@@ -105,7 +114,7 @@ class Offloading(Extension):
         """
         if self._links is None:
             self.budget()
-            engine = done_by_all(self.engine)
+            engine = done_by_all(self.engine, self._groups())
             place, groups = _place(), self.switches()
             own: HostLink | None = None
             own_turn = next((group.index(place) for group in groups if place in group), 0)
@@ -113,8 +122,8 @@ class Offloading(Extension):
             # so that the result includes their contention.
             for turn in range(max(map(len, groups), default=1)):
                 measure: Callable[[], HostLink | None] = partial(measure_host_link, engine.channel)
-                own = done_by_all(measure if turn == own_turn else lambda: None) or own
-            seen = [(at, link) for at, link in gather((place, own)) if link is not None]
+                own = done_by_all(measure if turn == own_turn else lambda: None, self._groups()) or own
+            seen = [(at, link) for at, link in gather((place, own), self._groups()) if link is not None]
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
             tell(logger, "links to the host, by pipeline rank: %s", self._links)
         return self._links
@@ -163,7 +172,7 @@ def extensions(request: Request, programs: Programs, _: object) -> list[Extensio
 
     It is also stored in ``programs.host``, where planning finds the host memory budget and the link speeds.
     """
-    programs.host = Offloading(request.offload_options, request.host_memory)
+    programs.host = Offloading(request.offload_options, request.host_memory, lambda: programs.groups)
     return [programs.host]
 
 
@@ -197,10 +206,10 @@ def _shared_channels(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the groups of pipeline ranks that share a channel, for example ``((0, 1),)``.
 
-    Two pipeline ranks are in one group if any two ranks of the job with these pipeline ranks share a switch. Groups
-    with a common member are merged, because all pipelines of the job run one plan.
+    Two pipeline ranks are in one group if any two ranks of the model with these pipeline ranks share a switch. Groups
+    with a common member are merged, because all pipelines of the model run one plan.
 
-    ``ranks`` has ``(host name, pipeline rank)`` of every rank of the job. ``switches`` has groups of ranks of a node,
+    ``ranks`` has ``(host name, pipeline rank)`` of every rank of the model. ``switches`` has groups of ranks of a node,
     counted from 0 on every node.
     """
     seen: Counter[str] = Counter()

@@ -19,8 +19,8 @@ Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
 def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
     """Create a process group for each set of devices with replicas of a stage, and return this rank's, by devices.
 
-    Every rank of the job must call this at the same time. ``group`` is this rank's pipeline. The result is empty if the
-    devices hold the model once. Each group sums a number on the torch device ``device`` once, because the first
+    Every rank of ``group``, the pipeline, must call this at the same time. The result is empty if the devices hold the
+    model once. Each group sums a number on the torch device ``device`` once, because the first
     communication of a group would wait for all of its devices (see ``transport.connect``).
     """
     if placement.replicas == 1:

@@ -90,10 +90,11 @@ class UnequalMicrobatches(Extension):
                 ranks of this copy of the model raise an error, before any action has run.
         """
         self._began = time.perf_counter()
-        base = step.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))
+        pipeline = step.pipeline.group
+        base = step.programs.get(step.shape, partial(agree, group=pipeline), pipeline)
         if self._programs.needs_bytes:  # this step counts them, one microbatch after another
             return base
-        groups, m = groups_of_copy(step.groups, step.pipeline.group), step.shape.num_microbatches
+        groups, m = groups_of_copy(step.groups, pipeline), step.shape.num_microbatches
         numbers = agreed_numbers("weights of microbatches", lambda: self._own(step), m * (2 + len(_KINDS)), groups)
         others = getattr(step.groups, "dp", None)
         has_peers = others is not None and others.size() > 1

@@ -104,6 +104,8 @@ class ChunkPlacement(Feature):
     # called as ``cut(chunks, placement, pg_collection)`` when a rank's chunks have been built
     cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None
     name: str = ""  # of the schedule, for messages
+    # called before a model is built, with its process groups and its pipeline
+    joins: Callable[[ProcessGroupCollection, dist.ProcessGroup], None] = lambda groups, pipeline: None
     # makes the replicas of a rank's stages equal, if the placement has several
     replicate: Callable[[list[torch.nn.Module], Placement, dist.ProcessGroup], None] | None = None
     _found: dict[tuple[int, int | None], Placement] = field(default_factory=dict)
@@ -186,13 +188,14 @@ class ChunkPlacement(Feature):
         """Return the functions to replace that count layers."""
         return [(each, self._layers_of_stage) for each in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)]
 
-    def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
+    def for_model(self, groups: ProcessGroupCollection, vp_size: int | None) -> Placement:
         """Return the placement for a model with ``vp_size`` virtual stages per rank, and use it from now on.
 
         Raises:
-            UnsupportedError: the schedule needs another number of virtual stages.
+            UnsupportedError: the schedule needs another number of virtual stages, or other ranks have other settings.
         """
-        placement = self.placement(num_devices, vp_size or 1)
+        self.joins(groups, groups.pp)
+        placement = self.placement(groups.pp.size(), vp_size or 1)
         check_cut(as_built(vp_size or 1), self.name, placement)
         self._num_chunks = vp_size or 1
         return placement
@@ -207,8 +210,7 @@ class ChunkPlacement(Feature):
         layers of every chunk for ``vp_size`` virtual stages per rank. Raise an UnsupportedError if the schedule needs
         another number of virtual stages, or if the configuration gives a rank layers that the placement puts elsewhere.
         """
-        device, p = pg_collection.pp.rank(), pg_collection.pp.size()
-        placement = self.for_model(p, vp_size)
+        device, placement = pg_collection.pp.rank(), self.for_model(pg_collection, vp_size)
         chunks = []
         for chunk, stage in enumerate(placement.stages[device]):
             with self.chunk(chunk), self._building(chunk):
@@ -296,7 +298,7 @@ class ChunkPlacement(Feature):
             _sum_tied_gradients(model)
 
     def _build_stages(self, original: Callable, build_model_func, pg_collection, vp_size, model_type=None):
-        placement = self.for_model(pg_collection.pp.size(), vp_size)
+        placement = self.for_model(pg_collection, vp_size)
         if placement.is_round_robin and self.cut is None:
             return original(build_model_func, pg_collection, vp_size, model_type)
         chunks = self.build_chunks(
@@ -309,9 +311,8 @@ class ChunkPlacement(Feature):
     def _get_model(self, original: Callable, model_provider_func, *args, **kwargs):
         built: list[torch.nn.Module] = []
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        groups = kwargs.get("pg_collection")
-        size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
-        placement = self.for_model(size, vp_size)
+        groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+        placement = self.for_model(groups, vp_size)
         if placement.is_round_robin and self.cut is None:
             return original(model_provider_func, *args, **kwargs)
 
@@ -328,7 +329,7 @@ class ChunkPlacement(Feature):
     def _provide_chunks(self, original: Callable, model_provider: Any, model_type: Any, pg_collection) -> list:
         """Build the chunks of a provider of Megatron-Bridge, whose own code would place the ends by the real ranks."""
         vp_size = model_provider.virtual_pipeline_model_parallel_size
-        placement = self.for_model(pg_collection.pp.size(), vp_size)
+        placement = self.for_model(pg_collection, vp_size)
         if placement.is_round_robin and self.cut is None and (vp_size or 1) == 1:
             return original(model_provider, model_type, pg_collection=pg_collection)
 
@@ -519,7 +520,7 @@ class ProgramChunks:
         asked.apply_defaults()
         values, chunk = asked.arguments, len(self._built)
         groups = values["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
-        placement = self.placement.for_model(groups.pp.size(), virtual_pipeline_size())
+        placement = self.placement.for_model(groups, virtual_pipeline_size())
         if placement.is_round_robin:
             original(*args, **kwargs)
             return

@@ -37,29 +37,14 @@ class _Chunk(NamedTuple):
     parameters: int
 
 
-def check_whole_model(
-    chunks: Sequence[torch.nn.Module],
-    placement: Placement,
-    group: dist.ProcessGroup,
-    check_own: Callable[[], None],
-) -> None:
+def check_whole_model(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
     """Raise an UnsupportedError on every rank of the pipeline if their chunks are not exactly one model per replica.
 
-    Every rank of the pipeline calls this before the first step of a model. ``check_own`` raises an UnsupportedError for
-    faults of this rank's chunks, and then all ranks raise that error. Models without numbered layers are not checked,
-    and the log says so.
+    Every rank of the pipeline calls this before the first step of a model. Models without numbered layers are not
+    checked, and the log says so.
     """
-    problem = None
-    try:
-        check_own()
-    except UnsupportedError as error:
-        problem = (error.code, str(error))
-    gathered = gather((problem, [look_into(chunk) for chunk in chunks]), group)
-    for told, _ in gathered:
-        if told is not None:
-            raise UnsupportedError(*told)
     stages: list[_Chunk | None] = [None] * placement.num_stages
-    for device, (_, held) in enumerate(gathered):
+    for device, held in enumerate(gather([look_into(chunk) for chunk in chunks], [group])):
         for stage, chunk in zip(placement.stages[device], held, strict=True):
             stages[stage] = chunk
     seen = [chunk for chunk in stages if chunk is not None]
@@ -88,7 +73,7 @@ def layout_of(
     ``chunks``.
     """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
-    everyones = gather([count(model) for model in models], pipeline)
+    everyones = gather([count(model) for model in models], [pipeline])
     layout = [0.0] * placement.num_stages
     for stages, layers in zip(placement.stages, everyones, strict=True):
         for stage, held in zip(stages, layers, strict=True):

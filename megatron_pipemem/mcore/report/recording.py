@@ -132,7 +132,7 @@ class Recording(Extension):
         unwritten, self._unwritten = self._unwritten, []
         with self._record.guarded("scalars"):
             numbers = [each for _, each in unwritten]
-            everyones = gather(numbers, parallel_state.get_pipeline_model_parallel_group())
+            everyones = gather(numbers, [parallel_state.get_pipeline_model_parallel_group()])
             for (step, _), *ranks in zip(unwritten, *everyones, strict=True):
                 if None not in ranks:
                     write_scalars(_of_pipeline(ranks), step)

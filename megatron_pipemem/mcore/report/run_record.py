@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import OutputError, with_code
 from megatron_pipemem.files import check_writable, write_whole
-from megatron_pipemem.mcore.agreement import decided_by_first, gather, is_first_rank
+from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.report import save_timeline
@@ -91,18 +91,10 @@ class RunRecord:
     _together: bool = True
 
     def check_outputs(self) -> None:
-        """Raise an error before the training if rank 0 cannot write the report or the pictures.
-
-        Raises:
-            OutputError: on every rank.
-        """
-
-        def ask() -> None:
+        """Raise an OutputError if this is rank 0 and it cannot write the report or the pictures."""
+        if is_first_rank():
             for path in outputs(self.report, self.trace):
                 check_writable(path)
-
-        if dist.is_initialized() or is_first_rank():
-            decided_by_first(ask)
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
@@ -319,7 +311,7 @@ class RunRecord:
             if self.is_whole and self.steps:
                 assert self._weights is not None, "the first step was counted"
                 own = run_report.Shared(dict(self._weights.of_stages), [step.span for step in self.steps])
-        everyones = gather(own, self.group)
+        everyones = gather(own, [self.group])
         known = [each for each in everyones if each is not None]
         return known if len(known) == len(everyones) and len({len(each.spans) for each in known}) == 1 else None
 

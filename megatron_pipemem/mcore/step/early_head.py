@@ -72,7 +72,7 @@ def has_early_head(step: Step, request: Request, on_one_host: Callable[[dist.Pro
 def _pieces_of_stages(step: Step) -> tuple[int, ...] | None:
     """Return the pieces (layers, and multi-token prediction) of every stage of one replica; ``None`` if unknown."""
     placement = step.pipeline.placement
-    everyones = gather([_pieces(chunk) for chunk in step.chunks], step.pipeline.group)
+    everyones = gather([_pieces(chunk) for chunk in step.chunks], [step.pipeline.group])
     pieces: list[int | None] = [None] * placement.num_stages
     for stages, counts in zip(placement.stages, everyones, strict=True):
         for stage, count in zip(stages, counts, strict=True):

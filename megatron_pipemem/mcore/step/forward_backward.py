@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.config.refusals import REORDERED
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import agree
+from megatron_pipemem.mcore.agreement import agree, done_by_all
 from megatron_pipemem.mcore.compat import message_channels, message_shapes
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import (
@@ -64,6 +65,8 @@ class ForwardBackward(Feature):
     chunk_placement: ChunkPlacement
     extensions: Sequence[Extension] = ()
     launches: LaunchOrders = field(default_factory=LaunchOrders)
+    # called before a step communicates, with the model's process groups and its pipeline
+    joins: Callable[[ProcessGroupCollection, dist.ProcessGroup], None] = lambda groups, pipeline: None
     _pipelines: dict[tuple[dist.ProcessGroup, Placement], Pipeline] = field(default_factory=dict)
     _known_models: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
     _in_step: bool = False
@@ -99,7 +102,8 @@ class ForwardBackward(Feature):
         config = get_model_config(chunks[0])
         groups = _process_groups(p2p_communicator, pg_collection)
         pp_group = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
-        placement = self._check(chunks, iterators, config, pp_group)
+        self.joins(groups, pp_group)
+        placement = self._checked(chunks, iterators, config, pp_group)
         lengths = seq_length, micro_batch_size, decoder_seq_length
         message = MessageFormat(
             _message_shape(*lengths, config, groups, adjust_tensor_shapes_fn),
@@ -143,8 +147,26 @@ class ForwardBackward(Feature):
         self._in_step = False
         return step.context.loss_data
 
+    def _checked(self, chunks: list[torch.nn.Module], iterators: list, config, group: dist.ProcessGroup) -> Placement:
+        """Return the placement of the stages, or raise an UnsupportedError if our schedules do not run the model.
+
+        In a model's first step, all ranks of the pipeline raise it.
+        """
+        if chunks[0] in self._known_models:
+            return self._check(chunks, iterators, config, group)
+
+        def check() -> Placement:
+            placement = self._check(chunks, iterators, config, group)
+            self.chunk_placement.check_built(chunks, placement, group.rank())
+            return placement
+
+        placement = done_by_all(check, [group])
+        check_whole_model(chunks, placement, group)
+        self._known_models.add(chunks[0])
+        return placement
+
     def _check(self, chunks: list[torch.nn.Module], iterators: list, config, group: dist.ProcessGroup) -> Placement:
-        """Return the placement of the stages, or raise an UnsupportedError if our schedules do not run the model."""
+        """Return the placement of the stages; raise an UnsupportedError for faults of this rank's model or settings."""
         check_schedule(config, self.programs.request)
         placement = self.chunk_placement.placement(group.size(), len(chunks))
         if placement.num_chunks > 1 and self.programs.name != megatrons_own(placement.num_chunks):
@@ -157,11 +179,6 @@ class ForwardBackward(Feature):
                 f"{known_chunks} model chunks need {known_chunks} data iterators, not {len(iterators)}; pass a list with one "
                 "iterator per chunk",
             )
-        if chunks[0] not in self._known_models:
-            check_whole_model(
-                chunks, placement, group, lambda: self.chunk_placement.check_built(chunks, placement, group.rank())
-            )
-            self._known_models.add(chunks[0])
         return placement
 
     def _perform(self, step: Step) -> None:
@@ -223,7 +240,7 @@ class ForwardBackward(Feature):
         for extension in extensions:
             chosen = extension.choose(step) or chosen
         if chosen is None:
-            chosen = self.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))
+            chosen = self.programs.get(step.shape, partial(agree, group=step.pipeline.group), step.pipeline.group)
         step.program, step.plan = chosen.order(step.single_queue), chosen.plan
 
     def _prepare(self, step: Step, extensions: Sequence[Extension]) -> None:

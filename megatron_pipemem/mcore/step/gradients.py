@@ -198,7 +198,7 @@ class SplitBackward(Extension):
                 continue
             ranks = tuple(dist.get_process_group_ranks(group))
             if ranks not in self._on_one_host:
-                self._on_one_host[ranks] = len(set(gather(socket.gethostname(), group))) == 1
+                self._on_one_host[ranks] = len(set(gather(socket.gethostname(), [group]))) == 1
 
     def _is_on_one_host(self, group: dist.ProcessGroup) -> bool:
         return self._on_one_host.get(tuple(dist.get_process_group_ranks(group)), False)

@@ -101,7 +101,7 @@ def _write(saved: SavedVersions, iteration: int) -> None:
 
 def _read(iteration: int) -> SavedVersions | None:
     path = _file("load", iteration)
-    if not all(gather(path.is_file())):
+    if not all(gather(path.is_file())):  # of the job, all ranks of which load a checkpoint
         tell(
             logger,
             "a rank has no older weights in the checkpoint's folder, so the first microbatches use the newest weights, as "
@@ -375,7 +375,8 @@ class AsynchronousTraining(Extension):
         saved, self._saved = self._saved, None
         if saved is None:
             return
-        if not all(gather(saved.batch == stream.batch and saved.fits(self._identity, stream.weights))):
+        fits = saved.batch == stream.batch and saved.fits(self._identity, stream.weights)
+        if not all(gather(fits, self._programs.groups)):
             tell(
                 logger,
                 "the older weights that were saved with the checkpoint are of another schedule, batch size or split of "

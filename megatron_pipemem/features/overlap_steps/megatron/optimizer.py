@@ -111,13 +111,14 @@ class Norms:
     def __init__(self, optimizer: ChainedOptimizer, pipeline: dist.ProcessGroup, on_host: bool):
         self._optimizer = optimizer
         backend = dist.Backend.GLOO if on_host else None
-        members = dist.get_process_group_ranks(optimizer.get_grad_stats_parallel_group())
-        everyone = list(range(dist.get_world_size()))
-        (self._group,) = new_groups([members], pipeline, "PIPEMEM_NORM", backend=backend)
+        callers = optimizer.get_grad_stats_parallel_group()
+        members, everyone = dist.get_process_group_ranks(callers), list(range(dist.get_world_size()))
+        (self._group,) = new_groups([members], pipeline, "PIPEMEM_NORM", backend=backend, callers=callers)
         self._world = self._group
         self._copies = len(everyone) // len(members)
         if self._copies > 1:
-            (self._world,) = new_groups([everyone], pipeline, "PIPEMEM_EVERYONE", backend=backend)
+            callers = dist.group.WORLD
+            (self._world,) = new_groups([everyone], pipeline, "PIPEMEM_EVERYONE", backend=backend, callers=callers)
 
     def start(self) -> LateNorm:
         """Start summing the norm of the ranks' present gradients, and return the norm, whose sum may still run."""

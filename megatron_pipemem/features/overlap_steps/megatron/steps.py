@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -208,13 +209,17 @@ class OverlappedSteps(Extension):
     def _decide(self, step: Step) -> bool:
         """Return whether steps of this shape overlap, and log the reason or the gain.
 
-        All ranks of the job call this at the same time, and get the same result.
+        All ranks of the model call this at the same time, and get the same result. Sums of norms go over all ranks of
+        the job, so a model on a part of them keeps its barrier.
         """
-        optimizer = self._optimizer
+        optimizer, groups = self._optimizer, step.programs.groups
         asked = step.context.config, step.chunks, optimizer.require(), optimizer.delays
-        joined = done_by_all(lambda: check_overlapped(*asked))
+        joined = done_by_all(lambda: check_overlapped(*asked), groups)
         gain = self._gain(step)
-        obstacle = next(filter(None, gather(next(iter(joined), None) or self._obstacle(step, gain))), None)
+        obstacles = gather(next(iter(joined), None) or self._obstacle(step, gain), groups)
+        if dist.is_initialized() and len(obstacles) < dist.get_world_size():
+            obstacles.append("some ranks of the job do not train this model")
+        obstacle = next(filter(None, obstacles), None)
         if obstacle is not None:
             tell(logger, "steps keep their barrier: %s", obstacle, level=logging.WARNING)
             return False

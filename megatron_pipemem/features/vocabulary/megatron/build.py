@@ -297,7 +297,7 @@ def cut_vocabulary(
     models: list[Any] = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
     first_device, last_device = placement.devices[0], placement.devices[-1]
-    everyones = gather(_ends_of(models[0], first, last), shards_group)
+    everyones = gather(_ends_of(models[0], first, last), [shards_group])
     for refusal in (ends.refusal for ends in everyones):
         if refusal is not None:  # on all ranks, as none may wait for one that is refused
             raise UnsupportedError(*refusal)

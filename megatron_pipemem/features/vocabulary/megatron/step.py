@@ -403,7 +403,7 @@ class VocabularySteps(Extension):
 def _connect(pipeline: dist.ProcessGroup, shards: dist.ProcessGroup) -> Channels:
     """Make new process groups of the pipeline's and the shards' ranks, and use each once, so that it is connected.
 
-    Every rank of the job calls this at the same time. Without tensor parallelism, one new group serves as both.
+    Every rank of both groups calls this at the same time. Without tensor parallelism, one new group serves as both.
     """
     (opened,) = new_groups([dist.get_process_group_ranks(pipeline)], pipeline, "PIPEMEM_VOCABULARY")
     gathering = opened
