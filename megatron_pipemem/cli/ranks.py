@@ -174,6 +174,8 @@ class _FailureBoard:
         self._key = f"pipemem/first-failure/{run}"
         self._local = threading.local()
         self._unsaid: str | None = None
+        self._was_open = False
+        """Whether the store has been open. If it is open no longer, the process that ran it has ended."""
 
     @classmethod
     def from_environment(cls) -> _FailureBoard | None:
@@ -201,6 +203,7 @@ class _FailureBoard:
             except (OSError, RuntimeError):
                 return None
             self._local.store = store
+            self._was_open = True
         return store
 
     def announced(self) -> bool:
@@ -224,7 +227,7 @@ class _FailureBoard:
                     store = self._store()
                     mine = f"rank {self._rank}: {summary}"
                     if store is None:
-                        self._unsaid = mine
+                        self._unsaid = None if self._was_open else mine
                         return True
                     return store.compare_set(self._key, "", mine).decode() == mine
                 time.sleep(0.1)

@@ -101,12 +101,17 @@ def test_ranks_end_together_without_torchrun(tmp_path: Path, place: str) -> None
     assert not any(f"rank {rank} failed" in errors[0] for rank in range(2)) and "Traceback" not in errors[0]
 
 
-def test_a_killed_rank_is_told_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_is_told_as_such(tmp_path: Path, killed: int) -> None:
+    """Rank 0 takes the store with it, so nobody can say who tells it, and nobody waits for the store."""
     script = tmp_path / "killed.py"
-    script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
+    text = WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #")
+    script.write_text(text.replace("if rank == 1:", f"if rank == {killed}:"))
+    began = time.monotonic()
     codes, errors = run_ranks(3, script, "collective")
-    assert codes == [1, -9, 1]
-    assert sum("ended without a message" in error for error in errors) == 1
+    assert time.monotonic() - began < ranks._KEEPER_SECONDS
+    assert codes == [-9 if rank == killed else 1 for rank in range(3)]
+    assert sum("ended without a message" in error for error in errors) == (2 if killed == 0 else 1)
 
 
 def test_a_rank_that_finishes_finishes_quietly(environment: dict[str, str], tmp_path: Path) -> None:
