@@ -11,7 +11,7 @@ from megatron_pipemem.choose.knowledge import UNIT
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Passes
 from megatron_pipemem.config.runs import REPORT, Run
-from megatron_pipemem.config.values import check_magnitudes
+from megatron_pipemem.config.values import MOST_LAYERS, check_magnitudes
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
 from megatron_pipemem.planner.changes import Case, best_changes
@@ -69,6 +69,9 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
         memory = {Kind(kind): tuple(map(float, changes)) for kind, changes in memory.items()}
     if layers is not None:
         layers = tuple(map(int, layers))
+    ahead, whole = int(recorded["mtp_layers"]), report.get("bytes_of_1f1b")
+    if not all(0 <= count <= MOST_LAYERS for count in (*(layers or ()), ahead)):
+        raise ValueError(f"layers or mtp_layers of last_step are not numbers from 0 to {MOST_LAYERS}")
     stages, slices = schedule.num_stages, schedule.slices
     if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
         cut = f" of {slices} slices" * (slices > 1)
@@ -81,11 +84,11 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
         {str(name): str(why) for name, why in recorded["refused"].items()},
         bool(recorded["ordered"]),
         max(0.0, float(iteration) - step.length / NANOSECONDS) if iteration else 0.0,
-        int(recorded["mtp_layers"]),
+        ahead,
         schedule.name == STOCK,
         search_seconds,
         measured_bubble(report),
-        report.get("bytes_of_1f1b"),
+        None if whole is None else int(whole),
         *_counted(recorded, schedule),
     )
 

@@ -34,7 +34,7 @@ def opened_report(path: Path) -> Iterator[Any]:
     except KeyError as error:
         message = f"is not the report of a run, because it lacks the key {error}; give another file, or train again"
         raise ConfigError("wrong-file", message, file=path) from error
-    except (AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
             "wrong-file", f"is not the report of a run ({error}); give another file, or train again", file=path
         ) from error

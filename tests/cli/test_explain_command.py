@@ -136,3 +136,18 @@ def test_plan_and_run_in_one_file_for_perfetto(pipemem, pipemem_json, run, tmp_p
     counted = run(held=[[3 << 20] * 16] * 4, peaks=[3 << 20] * 4)
     assert pipemem("trace", counted, "--output", tmp_path / "both.html").exit_code == 0
     assert (tmp_path / "both.html").read_text().count('peak 3 MiB (0.75 of 1F1B\'s)","facts"') == 2
+
+
+@pytest.mark.parametrize(
+    ("of_report", "of_step"),
+    [
+        ({"plans": []}, {}),
+        ({"bytes_of_1f1b": "many"}, {}),
+        ({}, {"layers": [10**9] * 4}),
+        ({}, {"layers": [-1] * 4}),
+        ({}, {"mtp_layers": 10**9}),
+    ],
+)
+def test_values_that_no_run_has_are_refused_before_they_are_used(pipemem, tmp_path, of_report, of_step):
+    (tmp_path / "report.json").write_text(json.dumps(report(**of_step) | of_report))
+    check_refusal(pipemem("explain", tmp_path, *FAST).stderr, "wrong-file")
