@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.conflicts import requested
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.features import Position, features_at
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.checkpoints import FilesOfRanks
@@ -66,10 +66,8 @@ class _Enabled:
 
             report, trace = (None if path is None else Path(path) for path in (request.report, request.trace))
             record = RunRecord(report, trace)
-            if not dist.is_initialized():
-                record.check_outputs()
             recording.append(Recording(record))
-        settings = SharedSettings(request, (lambda: None) if record is None else record.check_outputs)
+        settings = SharedSettings(request, None if record is None else _failure_of_outputs(record))
         if request.is_stock:
             measured: list[Feature] = []
             prices = prices_of(request.costs)
@@ -119,6 +117,17 @@ class _Enabled:
             symbol.resolve()
         replacements = [each for feature in self.features for each in feature.replacements()]
         self.patches.install([each for each in replacements if not each[0].of_program or is_imported(each[0].module)])
+
+
+def _failure_of_outputs(record: RunRecord) -> OutputError | None:
+    """Return why this rank cannot write the report or the timelines, for all ranks; raise it without a process group."""
+    try:
+        record.check_outputs()
+    except OutputError as error:
+        if not dist.is_initialized():
+            raise
+        return error
+    return None
 
 
 def _pricing(request: Request, programs: Programs) -> list[Extension]:

@@ -161,12 +161,12 @@ def _named(lines: Iterable[Sequence[int]]) -> dict[str, Sequence[int]]:
 class SharedSettings(Feature):
     """Compares the settings of a run on all ranks of a model.
 
-    ``check`` raises a PipememError if this rank cannot go on; then all ranks end. ``joins`` gets the process groups of
-    every model that is compared, or that takes a step.
+    ``failure`` is the reason why this rank cannot go on, which then ends all ranks. ``joins`` gets the process groups
+    of every model that is compared, or that takes a step.
     """
 
     request: Request
-    check: Callable[[], None] = lambda: None
+    failure: PipememError | None = None
     joins: Callable[[Groups], None] = lambda groups: None
     _compared: set[dist.ProcessGroup] = field(default_factory=set)
 
@@ -201,11 +201,7 @@ class SharedSettings(Feature):
             self._compared.add(pipeline)
 
     def _compare(self, lines: Sequence[Sequence[int]]) -> None:
-        failure = None
-        try:
-            self.check()
-        except PipememError as error:
-            failure = error
+        failure = self.failure
         if lines and dist.get_backend() != "fake":  # whose ranks do not exist
             rank, settings = dist.get_rank(), shared_settings(self.request)
             store: Any = dist.distributed_c10d._get_default_store()

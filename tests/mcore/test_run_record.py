@@ -264,8 +264,13 @@ def test_outputs_are_checked_before_anything_is_replaced(tmp_path, monkeypatch, 
 
 
 def test_all_ranks_hear_of_outputs_that_cannot_be_written(world, tmp_path):
-    with refused("cannot-write", kind=OutputError):
-        RunRecord(tmp_path, None).check_outputs()
+    """When they compare their settings; a file that is lost later ends no run."""
+    plugin.enable("1f1b", report=str(tmp_path))
+    try:
+        with refused("cannot-write", kind=OutputError):
+            plugin._enabled.settings.join(SimpleNamespace(tp=world, cp=world, dp=world), world)
+    finally:
+        plugin.disable()
 
 
 class Loop:
