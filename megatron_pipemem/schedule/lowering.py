@@ -51,7 +51,7 @@ from megatron_pipemem.schedule.messages import Edge, Message, Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import check_stages, explained_by_validation
+from megatron_pipemem.schedule.validator import explained_by_validation
 from megatron_pipemem.schedule.waits import last_needed
 
 
@@ -485,9 +485,11 @@ def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None
 
     ``single_queue`` is for devices that serve all their streams in one queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Only
     then ``costs`` have an effect: they decide on the positions of messages. ``validate_program`` proves the result.
-    Raise a ScheduleError for a stage that the placement lacks, for which no message would be added.
+    Raise a ScheduleError for a stage that the placement lacks.
     """
-    check_stages(schedule)
+    stages = range(schedule.num_stages)
+    if any(action.stage not in stages for order in schedule.orders for action in order):
+        raise LookupError("a stage that the placement lacks, and for which no message would be added")
     horizons = None
     if single_queue:
         with_messages = add_messages_to_single_queues(schedule, costs or Costs())

@@ -166,15 +166,6 @@ def _place_all(schedule: Schedule) -> Places:
     return places
 
 
-def check_stages(schedule: Schedule) -> None:
-    """Raise a ScheduleError if an action is on a stage that the placement lacks. Nothing else is checked."""
-    known = range(schedule.num_stages)
-    for device, order in enumerate(schedule.orders):
-        for position, action in enumerate(order):
-            if action.stage not in known and (problem := _problem_of(action, device, schedule)) is not None:
-                raise ScheduleError(*problem, at=(device, position, action))
-
-
 def _check_pairs(schedule: Schedule, places: Places) -> None:
     """Check that every pair is a forward with a backward right after it, of another stage or microbatch.
 
