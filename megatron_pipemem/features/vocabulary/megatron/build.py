@@ -236,7 +236,7 @@ class _Matrix(NamedTuple):
     marks: Mapping[str, object]  # attributes of the parameter, by which optimizers and programs treat it specially
 
 
-class _Ends(NamedTuple):
+class _OwnEnds(NamedTuple):
     """The matrices that a rank has at the ends of the model, or the code and sentence why one cannot be cut."""
 
     embedding: _Matrix | None = None
@@ -297,7 +297,7 @@ def cut_vocabulary(
     models: list[Any] = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
     first_device, last_device = placement.devices[0], placement.devices[-1]
-    everyones = gather(_ends_of(models[0], first, last), [shards_group])
+    everyones = gather(_own_ends(models[0], first, last), [shards_group])
     for refusal in (ends.refusal for ends in everyones):
         if refusal is not None:  # on all ranks, as none may wait for one that is refused
             raise UnsupportedError(*refusal)
@@ -380,7 +380,7 @@ def _end(models: list[Any], placement: Placement, device: int, stage: int) -> An
     return models[stages.index(stage)] if stage in stages else None
 
 
-def _ends_of(model: Any, first: Any, last: Any) -> _Ends:
+def _own_ends(model: Any, first: Any, last: Any) -> _OwnEnds:
     """Return the matrices of this rank, or why one cannot be cut.
 
     ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the first and last stage, or ``None``
@@ -393,8 +393,8 @@ def _ends_of(model: Any, first: Any, last: Any) -> _Ends:
         if getattr(last, "mtp_process", False):
             _matrix(last.embedding.word_embeddings, "copy of the embedding")
     except UnsupportedError as error:
-        return _Ends(refusal=(error.code, str(error)))
-    return _Ends(embedding, head, model.share_embeddings_and_output_weights)
+        return _OwnEnds(refusal=(error.code, str(error)))
+    return _OwnEnds(embedding, head, model.share_embeddings_and_output_weights)
 
 
 def _matrix(module: Any, name: str) -> _Matrix:
