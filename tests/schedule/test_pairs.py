@@ -112,12 +112,14 @@ def test_documented_gains():
     rows = re.findall(r"^\| `([\w-]+)` \|([^\n]+)\|$", page, re.MULTILINE)
     costs = with_exchanges(Costs(), 0.4)
     for name, cells in rows:
-        peak, without, _, _, _, with_40, _ = map(float, cells.split("|"))
+        alone_peak, peak, without, _, _, _, with_40, _ = cells.replace("no pairs", "nan").split("|")
         alone = build_schedule(name, num_devices=8, num_microbatches=32, costs=costs)
         found = [simulate(alone, costs), with_pairs(alone, costs)]
-        assert [round(each.makespan, 1) for each in found] == [without, with_40], name
-        assert found[1].peak == pytest.approx(peak, abs=0.006)
-    assert len(rows) == 7
+        assert [round(each.makespan, 1) for each in found] == [float(without), float(with_40)], name
+        assert found[0].peak == pytest.approx(float(alone_peak), abs=0.006)
+        if found[1].schedule.pairs:
+            assert found[1].peak == pytest.approx(float(peak), abs=0.006)
+    assert len(rows) == 8
 
 
 def test_a_pair_takes_between_the_longer_action_and_the_sum():
