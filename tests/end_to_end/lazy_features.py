@@ -12,7 +12,9 @@ import plain_loop
 from megatron_pipemem import Family, KindSpec, Need, Schedule, register_kind, register_schedule
 from megatron_pipemem.features import FeatureSpec, register_feature
 
-CASE = {"schedule": "v-half", "chunks": 2, "ddp": True, "import_after": False}
+# By default, the planner decides whether the head waits for W.
+SETTINGS = {"early_weights": "none"}
+CASE = {"schedule": "v-half", "chunks": 2, "ddp": True, "import_after": False, "settings": SETTINGS}
 
 
 class NoFeatures:

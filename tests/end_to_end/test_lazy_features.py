@@ -17,7 +17,10 @@ UNWANTED = tuple(
 
 
 def test_a_run_loads_few_modules_and_a_registered_feature_runs_its_kind(ranks_without_training):
-    """The run of v-half trains where no folder of a feature can be imported, and the one with the registered kind as well."""
+    """The run of v-half trains where no folder of a feature can be imported, and the one with the registered kind as well.
+
+    With ``early_weights`` of its own it needs no planner.
+    """
     run = partial(ranks_without_training.run, program="lazy_features", size=2)
     plain = run({"kind": "plain"})
     for each in plain:

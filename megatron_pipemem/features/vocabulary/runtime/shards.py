@@ -148,12 +148,14 @@ class VocabularyEmbedding(torch.nn.Module):
                 f"gradient of shape {tuple(output_gradient.shape)} for tokens of shape {tuple(tokens.shape)}: "
                 "give a gradient with the tokens' shape and the hidden size",
             )
-        if not self.weight.requires_grad or not self.shard.rows:
+        if not self.weight.requires_grad:
             return
-        tokens = tokens.reshape(-1)
-        local, owned = self.shard.locate(tokens)
-        # Tokens of other shards add zeros. They are spread over all rows, or all would contend for one.
-        rows = torch.where(owned, local, tokens.remainder(len(self.shard.rows)))
         with self.shard.adding_gradient() as gradient:
+            if not self.shard.rows:
+                return
+            tokens = tokens.reshape(-1)
+            local, owned = self.shard.locate(tokens)
+            # Tokens of other shards add zeros. They are spread over all rows, or all would contend for one.
+            rows = torch.where(owned, local, tokens.remainder(len(self.shard.rows)))
             values = output_gradient.reshape(-1, gradient.size(1)).to(gradient.dtype, copy=True)
             gradient.index_add_(0, rows, values.masked_fill_(~owned.unsqueeze(-1), 0))
