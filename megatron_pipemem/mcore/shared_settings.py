@@ -3,7 +3,7 @@
 Ranks with other settings build other models, and wait for messages that nobody sends. They are compared as soon as
 Megatron's process groups exist: at the end of ``initialize_model_parallel()`` or in ``enable()``, whichever comes last,
 else before the first step of a pipeline. The settings go through the store of the default process group. So a rank
-without the plugin, which would take part in no collective, is missed after ``PATIENCE``, and no device is needed.
+without the plugin, which would take part in no collective, is missed after some time, and no device is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from megatron_pipemem.mcore.symbols import INITIALIZE, Feature, Replacements, me
 from megatron_pipemem.request import MicrobatchCosts, Request, flags_of, prices_of
 
 PATIENCE = 120.0
-"""Seconds to wait for a rank that has not told its settings, before it counts as a rank without the plugin."""
+"""Seconds to wait for a rank that has not told its settings, before it counts as a rank without the plugin. All ranks of
+a job make or use Megatron's global process groups at the same time."""
+LATER_PATIENCE = 600.0
+"""The same for a pipeline with groups of its own, whose ranks may come from other work: Megatron's groups wait as long."""
 
 _POLL = timedelta(seconds=0.1)
 _PREFIX = "pipemem/settings"
@@ -186,10 +189,14 @@ class SharedSettings(Feature):
         """
         if dist.is_initialized() and parallel_state.is_initialized():
             groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp"])
-            self.join(groups, groups.pp)
+            self.join(groups, groups.pp, PATIENCE)
 
-    def join(self, groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> None:
+    def join(
+        self, groups: ProcessGroupCollection, pipeline: dist.ProcessGroup, patience: float = LATER_PATIENCE
+    ) -> None:
         """Compare the settings on the ranks of a model, unless those of its pipeline have been compared already.
+
+        A rank that has not told its settings after ``patience`` seconds counts as a rank without the plugin.
 
         Raises:
             UnsupportedError: as ``compare_model_parallel``.
@@ -197,10 +204,10 @@ class SharedSettings(Feature):
         along = groups_of_model(groups, pipeline)
         self.joins(along)
         if pipeline not in self._compared:
-            self._compare([dist.get_process_group_ranks(group) for group in along])
+            self._compare([dist.get_process_group_ranks(group) for group in along], patience)
             self._compared.add(pipeline)
 
-    def _compare(self, lines: Sequence[Sequence[int]]) -> None:
+    def _compare(self, lines: Sequence[Sequence[int]], patience: float) -> None:
         failure = self.failure
         if lines and dist.get_backend() != "fake":  # whose ranks do not exist
             rank, settings = dist.get_rank(), shared_settings(self.request)
@@ -209,15 +216,15 @@ class SharedSettings(Feature):
             store.set(f"{_PREFIX}/{digest}", pickle.dumps(settings))
             facts = Facts({digest: rank}, failures={} if failure is None else {rank: (failure.code, f"{failure}")})
             named = _named(lines)
-            for name in Meeting(store, rank, named, PATIENCE).exchange(facts):
+            for name in Meeting(store, rank, named, patience).exchange(facts):
                 _meetings[tuple(named[name])] -= 1  # for the missing rank, this meeting is still to come
             if failure is None:
-                _refuse(facts, lambda digest: pickle.loads(store.get(f"{_PREFIX}/{digest}")))
+                _refuse(facts, lambda digest: pickle.loads(store.get(f"{_PREFIX}/{digest}")), patience)
         if failure is not None:
             raise failure
 
 
-def _refuse(facts: Facts, settings_of: Callable[[str], Mapping[str, str]]) -> None:
+def _refuse(facts: Facts, settings_of: Callable[[str], Mapping[str, str]], patience: float) -> None:
     """Raise an UnsupportedError if a rank is missing, cannot go on, or has other settings than the first rank."""
     if facts.failures:
         raise UnsupportedError(*facts.failures[min(facts.failures)])
@@ -225,7 +232,7 @@ def _refuse(facts: Facts, settings_of: Callable[[str], Mapping[str, str]]) -> No
         ranks = ", ".join(map(str, sorted(facts.missing)))
         raise UnsupportedError(
             "ranks-differ",
-            f"the plugin is not enabled on rank {ranks}, or that rank is more than {PATIENCE:g} s late; start every rank with "
+            f"the plugin is not enabled on rank {ranks}, or that rank is more than {patience:g} s late; start every rank with "
             "the same --pipemem flags, or call enable() on every rank",
         )
     if len(facts.settings) > 1:

@@ -61,7 +61,7 @@ def test_all_ranks_know_why_a_rank_cannot_go_on():
     assert all(each.failures == failure for each in met.values())
     for each in met.values():
         with refused("cannot-write", kind=UnsupportedError):
-            shared_settings._refuse(each, {}.__getitem__)
+            shared_settings._refuse(each, {}.__getitem__, 1.0)
 
 
 def settings(schedule: str = "zb-h1", **others: object) -> dict[str, str]:
@@ -82,15 +82,15 @@ def settings(schedule: str = "zb-h1", **others: object) -> dict[str, str]:
 def test_the_refusal_names_rank_and_setting(flag, others):
     told = {"ours": settings(), "theirs": settings(**others)}
     with refused("ranks-differ", 2, 0, kind=UnsupportedError) as error:
-        shared_settings._refuse(Facts({"ours": 0, "theirs": 2}), told.__getitem__)
+        shared_settings._refuse(Facts({"ours": 0, "theirs": 2}), told.__getitem__, 1.0)
     message = str(error.value)
     assert flag in message and message.count("where rank 0 has") == 1
-    shared_settings._refuse(Facts({"ours": 0}), told.__getitem__)
+    shared_settings._refuse(Facts({"ours": 0}), told.__getitem__, 1.0)
 
 
 def test_a_missing_rank_is_named():
     with refused("ranks-differ", 5, kind=UnsupportedError):
-        shared_settings._refuse(Facts({"ours": 0}, missing={5}), {}.__getitem__)
+        shared_settings._refuse(Facts({"ours": 0}, missing={5}), {}.__getitem__, 1.0)
 
 
 def test_versions_are_compared(monkeypatch):
