@@ -130,6 +130,7 @@ class SplitBackward(Extension):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
         self._note(mark_early(new, early_modules(self._request.early_weights, step.context.config)), EARLY)
         self._decide_on_head(step)
+        self._check = None  # that of a step that failed is of no use
         if self._request.may_split and not step.forward_only:
             unchecked = [chunk for chunk in step.chunks if chunk not in self._checked]
             self._checked.update(unchecked)
@@ -189,7 +190,6 @@ class SplitBackward(Extension):
                 f"in the first step, no pass computed the gradient of {shorten(', '.join(lost), 500)}; take a schedule that "
                 "does not split backwards, for example 1f1b, and report this with the class of the layer",
             )
-        self._check = None
 
     def _compare_hosts(self, groups: ProcessGroupCollection) -> None:
         """Find out whether the ranks of the tensor-parallel groups are on one host, once for each group."""
