@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from inspect import getdoc
+from itertools import count
 from pathlib import Path
 
 import packages
@@ -90,6 +91,7 @@ class Trainer:
     text: Path
     defaults: dict[str, str | None] = field(default_factory=lambda: DEFAULTS)
     _runs: dict[tuple, Run] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=count)
 
     def __call__(
         self, schedule: str, *flags: str, ranks: int | None = None, gradients: bool = False, **how: object
@@ -115,10 +117,11 @@ class Trainer:
             for part in (flag, value)
             if part is not None
         ]
-        path = self.folder / f"report{len(self._runs)}.json"
-        noted = self.folder / f"gradients{len(self._runs)}"
+        number = next(self._numbers)  # a case that fails leaves files, which the next one must not find
+        path = self.folder / f"report{number}.json"
+        noted = self.folder / f"gradients{number}"
         if gradients:
-            noted.mkdir(exist_ok=True)  # a case that failed has left it
+            noted.mkdir()
             how = {**how, "gradients": str(noted)}
         # Not ``--mock-data``: every run would shuffle its millions of samples, which takes longer than to train.
         data = ["--data-path", str(self.text), "--data-cache-path", str(self.text.parent / "cache")]

@@ -91,6 +91,8 @@ def run(case: dict) -> dict:
     flags = enable_from_command_line([*case["flags"], *reported])
     sys.argv = [str(ENTRY), *flags]
     validation: list[dict[str, float]] = []
+    if case.get("sabotage"):
+        dist.barrier()  # rank 0 has checked the report's path before rank 1 takes it
     sabotage = SABOTAGE[case.get("sabotage") if dist.get_rank() == 1 else None]
     emulation = emulated(*case["emulate"]) if case.get("emulate") else nullcontext()
     change = CHANGES[case.get("changed")]
