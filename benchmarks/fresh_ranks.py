@@ -16,5 +16,5 @@ def run_ranks(target: Callable[..., None], arguments: tuple, count: int) -> None
 
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns about every missing GPU package on every rank
-    multiprocessing.set_forkserver_preload(["megatron_pipemem.cpu.warm"])
+    multiprocessing.set_forkserver_preload(["megatron_pipemem.tools.cpu.warm"])
     multiprocessing.start_processes(target, arguments, nprocs=count, start_method="forkserver")

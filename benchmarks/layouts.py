@@ -15,15 +15,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import GIB, Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Model
-from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.balance import Balance, balance
-from megatron_pipemem.planner.space import OF_REPLICAS
-from megatron_pipemem.report.terminal import FittingTable
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import GIB, Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.runs import Parallelism, Run
+from megatron_pipemem.tools.planner.balance import Balance, balance
+from megatron_pipemem.tools.planner.space import OF_REPLICAS
+from megatron_pipemem.tools.report.terminal import FittingTable
 
 DEVICES = 1024
 MICROBATCHES = 8

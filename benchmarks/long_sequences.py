@@ -8,7 +8,7 @@ schedule, chunks, recompute.
 Context parallelism is priced as a ring (arXiv 2310.01889, Megatron's p2p exchange). Every rank has 1/cp of the tokens.
 Keys and values pass ``cp - 1`` times in F, with their gradients in I, hidden behind attention if that takes longer. In
 Megatron a rank has two halves of a sequence that balance causal attention, so all ranks take equally long. Slices have
-equal tokens, and the last attends longest, or equal FLOPs (see ``planner/slices.py``). Attention counts in full for
+equal tokens, and the last attends longest, or equal FLOPs (see ``tools/planner/slices.py``). Attention counts in full for
 both, as in MFU. ``pipemem plan`` names the priced features that cannot run yet. Takes some minutes.
 
 With ``--emulated``, steps with slices and steps of whole microbatches run on devices that sleep instead of computing.
@@ -29,17 +29,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Model
-from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.plans import Plan, gibibytes
-from megatron_pipemem.planner.space import Limits
-from megatron_pipemem.planner.variants import PLAIN
-from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.runs import Parallelism, Run
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.plans import Plan, gibibytes
+from megatron_pipemem.tools.planner.space import Limits
+from megatron_pipemem.tools.planner.variants import PLAIN
+from megatron_pipemem.tools.report.terminal import FittingTable
 
 TOKENS = 2**22
 """Tokens of a step."""

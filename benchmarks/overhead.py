@@ -119,7 +119,7 @@ def _median(values: list[float]) -> float:
 
 
 def _rank(process: int, size: Size, rounds: int, steps: int, folder: str) -> None:
-    from megatron_pipemem.cpu import activate
+    from megatron_pipemem.tools.cpu import activate
 
     activate()
     import torch.distributed as dist

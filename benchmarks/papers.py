@@ -19,23 +19,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import GIB, Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Model
-from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.plans import Answer
-from megatron_pipemem.planner.prices import CHEAP
-from megatron_pipemem.planner.space import Limits
-from megatron_pipemem.planner.step import mfu, price
-from megatron_pipemem.planner.variants import PLAIN, variants
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import GIB, Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.plans import Answer
+from megatron_pipemem.tools.planner.prices import CHEAP
+from megatron_pipemem.tools.planner.space import Limits
+from megatron_pipemem.tools.planner.step import mfu, price
+from megatron_pipemem.tools.planner.variants import PLAIN, variants
 
 MACHINE = "a100-80g"
 DEVICES_PER_NODE = 8

@@ -24,20 +24,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import SHIPPED, load
-from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.activations import gathered_in_weight, head_bytes, layer_bytes
-from megatron_pipemem.planner.counts import matrices
-from megatron_pipemem.planner.early_head import lowers_excess
-from megatron_pipemem.planner.prices import gather
-from megatron_pipemem.planner.profile import from_formulas
-from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import SHIPPED, load
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.planner.activations import gathered_in_weight, head_bytes, layer_bytes
+from megatron_pipemem.tools.planner.counts import matrices
+from megatron_pipemem.tools.planner.early_head import lowers_excess
+from megatron_pipemem.tools.planner.prices import gather
+from megatron_pipemem.tools.planner.profile import from_formulas
+from megatron_pipemem.tools.report.terminal import FittingTable
 
 TP, SEQUENCE = 8, 4096
 SCHEDULES = ("1f1b", "zb-h1", "zbv", "v-half", "v-min")
@@ -134,7 +134,7 @@ class Held:
 
 
 def head_shares(name: str, devices: int) -> tuple[Held, Held]:
-    """Return the shares of `zb-h1` with a head that waits for W, and as `auto` decides (`planner/early_head.py`)."""
+    """Return the shares of `zb-h1` with a head that waits for W, and as `auto` decides (`tools/planner/early_head.py`)."""
     model, execution = public(name)
     ours, first = build("zb-h1", devices), build("1f1b", devices)
 

@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
     if _HOME[name].startswith("schedule."):
         from megatron_pipemem.schedule.display import draw_with
 
-        draw_with("megatron_pipemem.report.browser")
+        draw_with("megatron_pipemem.tools.report.browser")
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.cli.app import main
+from megatron_pipemem.tools.cli.app import main
 
 if __name__ == "__main__":
     main()

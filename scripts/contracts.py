@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_pipemem.cpu import ignore_missing_packages
+from megatron_pipemem.tools.cpu import ignore_missing_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 

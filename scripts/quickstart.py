@@ -33,15 +33,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from megatron_pipemem.cli.run import run as run_script
-from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.launch.command import CPU_FLAGS, words
-from megatron_pipemem.report import save_comparison
-from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import family_window, steady
+from megatron_pipemem.tools.cli.run import run as run_script
+from megatron_pipemem.tools.cpu.ranks import end_ranks, start_ranks
+from megatron_pipemem.tools.launch.command import CPU_FLAGS, words
+from megatron_pipemem.tools.report import save_comparison
+from megatron_pipemem.tools.report.terminal import FittingTable
 
 SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8

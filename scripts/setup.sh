@@ -72,7 +72,7 @@ echo "setup.sh: installing the pinned packages (some minutes the first time)"
 install -r requirements.txt
 echo "setup.sh: installing megatron_pipemem"
 # Compiles what runs import. pip would compile 17,000 files one after another, which takes a minute.
-env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import megatron_pipemem.cli.app, megatron_pipemem.cpu.warm' \
+env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import megatron_pipemem.tools.cli.app, megatron_pipemem.tools.cpu.warm' \
     >/dev/null 2>&1 &
 install --no-deps --editable .
 wait

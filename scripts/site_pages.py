@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron_pipemem.cli.app import CommandWithExamples  # noqa: E402
-from megatron_pipemem.cli.explore import schedule_groups  # noqa: E402
-from megatron_pipemem.explore.serving import PYODIDE_URL, explorer_page  # noqa: E402
-from megatron_pipemem.report.browser import frame  # noqa: E402 - of this tree, even if another one is installed
-from megatron_pipemem.report.page import page as page_of_runs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 from megatron_pipemem.schedule.simulator import Timeline, simulate  # noqa: E402
+from megatron_pipemem.tools.cli.app import CommandWithExamples  # noqa: E402
+from megatron_pipemem.tools.cli.explore import schedule_groups  # noqa: E402
+from megatron_pipemem.tools.explore.serving import PYODIDE_URL, explorer_page  # noqa: E402
+from megatron_pipemem.tools.report.browser import frame  # noqa: E402 - of this tree, even if another one is installed
+from megatron_pipemem.tools.report.page import page as page_of_runs  # noqa: E402
 
 DOCUMENTS = {
     "README.md": "index.md",
@@ -94,7 +94,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 def command_pages() -> dict[str, str]:
     """Return the Markdown of ``commands/index.md`` and of a page for each command, by path."""
-    from megatron_pipemem.cli.app import load_commands
+    from megatron_pipemem.tools.cli.app import load_commands
 
     commands = {name: each for name, each in load_commands().items() if not each.hidden}
     lines = ["# Commands", "", "These pages are made from the `--help` of each command.", ""]
@@ -108,8 +108,8 @@ def command_pages() -> dict[str, str]:
 
 def command_page(name: str, command: CommandWithExamples) -> str:
     """Return the Markdown of one command: its purpose, arguments, options and examples."""
-    from megatron_pipemem.cli.app import RunCommand
-    from megatron_pipemem.launch.command import flag_parser
+    from megatron_pipemem.tools.cli.app import RunCommand
+    from megatron_pipemem.tools.launch.command import flag_parser
 
     context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
     usage = " ".join(["pipemem", name, *command.collect_usage_pieces(context)])

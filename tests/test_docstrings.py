@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import megatron_pipemem
-from megatron_pipemem.cli.app import load_commands
+from megatron_pipemem.tools.cli.app import load_commands
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
 EXTENDED = {"StageRunner", "StepFeature", "Extension"}

@@ -165,7 +165,7 @@ def test_nothing_of_ours_is_written_otherwise():
         if writes.search(text := path.read_text(encoding="utf-8"))
     }
     assert written.pop("megatron_pipemem/files.py")
-    (picture,) = written.pop("megatron_pipemem/report/figure.py")
+    (picture,) = written.pop("megatron_pipemem/tools/report/figure.py")
     assert picture.strip().startswith("figure.savefig(beside, ")
     assert not written
 

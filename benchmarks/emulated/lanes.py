@@ -15,9 +15,9 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from emulated.device import Device, sleep_until
-from megatron_pipemem.cpu.cuda import Event, HostStream
 from megatron_pipemem.runtime.transport import Transport
 from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.tools.cpu.cuda import Event, HostStream
 
 
 class Lane(HostStream):

@@ -14,16 +14,16 @@ from emulated.measure import Row, measure
 from emulated.runtimes import Step
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner import prices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution, Model, Passes
+from megatron_pipemem.tools.planner import prices
 
 CHUNKS = 2
 SCHEDULES = ("zbv", "dualpipe-v")
@@ -131,7 +131,7 @@ class Case:
 
 
 def _steps(case: Case, *others: Any) -> Iterator[Step]:
-    from megatron_pipemem.cpu import activate
+    from megatron_pipemem.tools.cpu import activate
 
     activate()
     from emulated.experts import expert_steps

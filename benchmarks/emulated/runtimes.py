@@ -214,7 +214,7 @@ def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
     """Stock Megatron-Core on CPU ranks, its schedule functions called directly. Its interleaved one takes multiples of the
     devices only, and is left out for other numbers of microbatches.
     """
-    from megatron_pipemem.cpu import activate
+    from megatron_pipemem.tools.cpu import activate
 
     activate()
     from megatron.core.enums import ModelType

@@ -267,7 +267,7 @@ def await_result(result: Path, ranks: list[subprocess.Popen], seconds: float) ->
 def run_rank(plan: dict) -> int:
     """One rank: every case in turn. The first rank whose pipeline ends here leaves the result in a file."""
     if plan["rehearse"]:
-        from megatron_pipemem.cpu import activate
+        from megatron_pipemem.tools.cpu import activate
 
         activate()
     import torch

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pipemem.cpu import is_active
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.tools.cpu import is_active
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def arguments(description: str | None, experiment: str) -> argparse.Namespace:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     warnings.simplefilter("ignore")
     if options.rehearse:
-        from megatron_pipemem.cpu import activate
+        from megatron_pipemem.tools.cpu import activate
 
         activate()
         return options

@@ -198,7 +198,7 @@ class Sabotage:
 def run_rank(plan: dict) -> int:
     """One rank: steps without a wait, then one with each. The first rank leaves a file when all ranks have ended a step."""
     if plan["rehearse"]:
-        from megatron_pipemem.cpu import activate
+        from megatron_pipemem.tools.cpu import activate
 
         activate()
     import torch

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_pipemem.config.loading import known_model
-from megatron_pipemem.config.model import Model
-from megatron_pipemem.config.runs import FREEZES
-from megatron_pipemem.launch.asking import MARK
+from megatron_pipemem.tools.config.loading import known_model
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.runs import FREEZES
+from megatron_pipemem.tools.launch.asking import MARK
 
 _SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "train")
 

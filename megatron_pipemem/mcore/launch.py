@@ -21,20 +21,20 @@ from typing import Any
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
-from megatron_pipemem.config.runs import Run
-from megatron_pipemem.config.values import MOST_LAYERS, Limit, whole_number
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError, printable, readable
-from megatron_pipemem.launch import cut_flags
-from megatron_pipemem.launch.command import CHECK, CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
 from megatron_pipemem.request import Request, ScheduleOptions, flags_of, prices_of
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.size import estimated, is_fitted
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.config.values import MOST_LAYERS, Limit, whole_number
+from megatron_pipemem.tools.launch import cut_flags
+from megatron_pipemem.tools.launch.command import CHECK, CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
 
 PACKAGE = __name__.partition(".")[0]
 logger = logging.getLogger(__name__)
@@ -273,8 +273,8 @@ def _with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
     Raise a PipememError without a pipeline, or without the model's sizes.
     """
     # The planner takes long to load.
-    from megatron_pipemem.advise.reading import named
     from megatron_pipemem.mcore.known_flags import known_flags
+    from megatron_pipemem.tools.advise.reading import named
 
     known = known_flags()
     given = named(arguments, known)
@@ -297,8 +297,8 @@ def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapp
     Its number of chunks per rank is that of the flags if the schedule can have several, else the schedule's own.
     ``given`` has the values by flag, and ``known`` the properties of Megatron's flags (``known_flags``).
     """
-    from megatron_pipemem.advise.reading import Context, read_flags
-    from megatron_pipemem.config.cluster import Cluster
+    from megatron_pipemem.tools.advise.reading import Context, read_flags
+    from megatron_pipemem.tools.config.cluster import Cluster
 
     ranks = 1
     for kind in ("tensor-model", "pipeline-model", "context"):

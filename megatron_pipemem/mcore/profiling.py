@@ -38,13 +38,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
-from megatron_pipemem.cpu import is_active
-from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.command import model_flags
 from megatron_pipemem.mcore.compat import message_shapes
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.linear import mark_early
@@ -54,9 +48,6 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.step.extension import Observation, observe
 from megatron_pipemem.mcore.step.gradients import sharded_replacements
 from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE, PatchSet
-from megatron_pipemem.planner.activations import layer_bytes, message_bytes
-from megatron_pipemem.planner.counts import early_modules
-from megatron_pipemem.planner.profile import Part, Profile, from_formulas, speed
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.schedule.action import Action, Kind
@@ -64,6 +55,15 @@ from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.model import Execution, Model, Passes, Sublayer
+from megatron_pipemem.tools.cpu import is_active
+from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
+from megatron_pipemem.tools.launch.command import model_flags
+from megatron_pipemem.tools.planner.activations import layer_bytes, message_bytes
+from megatron_pipemem.tools.planner.counts import early_modules
+from megatron_pipemem.tools.planner.profile import Part, Profile, from_formulas, speed
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.

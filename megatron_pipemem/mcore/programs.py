@@ -21,7 +21,6 @@ from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, Memor
 from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather, is_first_rank, tell
-from megatron_pipemem.report.run import announcement
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -33,6 +32,7 @@ from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import check_placement
+from megatron_pipemem.tools.report.run import announcement
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,12 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_te_version, is_te_min_version, unwrap_model
 
 from megatron_pipemem.choose.model_cut import OTHER_ENDS, is_folded
-from megatron_pipemem.config.refusals import (
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.compat import counts_all_experts
+from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.tools.config.refusals import (
     CPU,
     FSDP,
     SCHEDULES,
@@ -26,12 +31,7 @@ from megatron_pipemem.config.refusals import (
     refuse_schedule,
     refuse_transformer_engine,
 )
-from megatron_pipemem.cpu import is_active
-from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.compat import counts_all_experts
-from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
-from megatron_pipemem.request import Request
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.tools.cpu import is_active
 
 logger = logging.getLogger(__name__)
 

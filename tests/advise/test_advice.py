@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 from measured_steps import as_measured
 
-from megatron_pipemem.advise.advice import AS_FAST, SAME_MEMORY, Advice, advise, as_it_stands, changed_flags
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.runs import Run
-from megatron_pipemem.launch.command import all_flags
-from megatron_pipemem.launch.cut_flags import at_start
-from megatron_pipemem.launch.feasibility import refusal
-from megatron_pipemem.planner.explanation import pace_of
-from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.tools.advise.advice import AS_FAST, SAME_MEMORY, Advice, advise, as_it_stands, changed_flags
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch.command import all_flags
+from megatron_pipemem.tools.launch.cut_flags import at_start
+from megatron_pipemem.tools.launch.feasibility import refusal
+from megatron_pipemem.tools.planner.explanation import pace_of
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.space import Limits
 from tests.watching.refusals import refused
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"

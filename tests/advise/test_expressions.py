@@ -11,12 +11,12 @@ from lanes import examples
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from refusals import refused
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.expressions import listed, unrolled
-from megatron_pipemem.config.values import MOST_LAYERS
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.expressions import listed, unrolled
+from megatron_pipemem.tools.config.values import MOST_LAYERS
 
 NUMBERS = st.integers(0, 12).map(str)
 LISTS = st.recursive(

@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.advise.advice import advise
-from megatron_pipemem.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL, call, changes
-from megatron_pipemem.advise.programs import read_program, read_settings
-from megatron_pipemem.advise.reading import Context, Reading
-from megatron_pipemem.advise.shell import training_command
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Model
 from megatron_pipemem.mcore.known_flags import known_flags
+from megatron_pipemem.tools.advise.advice import advise
+from megatron_pipemem.tools.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL, call, changes
+from megatron_pipemem.tools.advise.programs import read_program, read_settings
+from megatron_pipemem.tools.advise.reading import Context, Reading
+from megatron_pipemem.tools.advise.shell import training_command
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Model
 from tests.watching.refusals import refused
 
 CONTEXT = Context(known_flags(), load("h100-80g", Cluster))

@@ -10,20 +10,20 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.advise.programs import read_program
-from megatron_pipemem.advise.reading import Context, Reading
-from megatron_pipemem.advise.shell import UNKNOWN
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import known_model, load
-from megatron_pipemem.config.model import Model
-from megatron_pipemem.config.runs import Run
-from megatron_pipemem.launch.command import Nodes, all_flags, command, min_nodes
 from megatron_pipemem.mcore.known_flags import known_flags
+from megatron_pipemem.tools.advise.programs import read_program
+from megatron_pipemem.tools.advise.reading import Context, Reading
+from megatron_pipemem.tools.advise.shell import UNKNOWN
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import known_model, load
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch.command import Nodes, all_flags, command, min_nodes
 from tests.watching.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
-MODELS = sorted(path.stem for path in (ROOT / "megatron_pipemem" / "config" / "models").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (ROOT / "megatron_pipemem" / "tools" / "config" / "models").glob("*.yaml"))
 NO_FLAG = {"gemma2-9b"}
 """Models with an activation that the training script has no flag for."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.advise.shell import UNKNOWN, training_command
+from megatron_pipemem.tools.advise.shell import UNKNOWN, training_command
 from tests.watching.refusals import refused
 
 SCRIPTS = {

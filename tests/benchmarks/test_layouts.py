@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.planner.balance import balance
+from megatron_pipemem.tools.planner.balance import balance
 
 ROOT = Path(__file__).parents[2]
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "layouts.py"))

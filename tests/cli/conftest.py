@@ -8,7 +8,7 @@ import pytest
 from commands import pipemem
 from typer.testing import Result
 
-from megatron_pipemem.cli import common as progress
+from megatron_pipemem.tools.cli import common as progress
 
 
 @pytest.fixture(autouse=True)

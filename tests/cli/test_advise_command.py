@@ -12,8 +12,8 @@ from refusals import check_refusal
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.runs import Run
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
 
 SCRIPT = """
 MODEL_ARGS=(

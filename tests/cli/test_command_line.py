@@ -11,8 +11,8 @@ import pytest
 from refusals import check_refusal
 from typer.main import get_command
 
-from megatron_pipemem.cli.app import app, load_commands
 from megatron_pipemem.request import Request, flags_of
+from megatron_pipemem.tools.cli.app import app, load_commands
 
 
 def test_the_list_of_commands_says_the_first_sentence_of_each():
@@ -22,7 +22,7 @@ def test_the_list_of_commands_says_the_first_sentence_of_each():
     assert {name: each.help for name, each in listed.items()} == told
 
 
-OF_THE_APP = {"cli", "cli.app", "cli.common", "console", "errors"}
+OF_THE_APP = {"tools", "tools.cli", "tools.cli.app", "tools.cli.common", "console", "errors"}
 SLOW = {"matplotlib", "megatron", "numpy", "torch", "yaml"}
 
 
@@ -42,7 +42,7 @@ def test_a_command_imports_what_it_needs(tmp_path, arguments, commands, slow):
     """Start-up is mostly imports. Modules are counted, since seconds depend on what else the machine does."""
     code = (
         "import sys\n"
-        "from megatron_pipemem.cli.app import main\n"
+        "from megatron_pipemem.tools.cli.app import main\n"
         "try: main()\n"
         "finally: print(*sys.modules, file=sys.stderr)\n"
     )
@@ -54,11 +54,11 @@ def test_a_command_imports_what_it_needs(tmp_path, arguments, commands, slow):
     ours = {name.removeprefix("megatron_pipemem.") for name in loaded if name.startswith("megatron_pipemem.")}
     if not commands:
         assert ours == OF_THE_APP
-    assert {name for name in ours if name.startswith("cli")} == OF_THE_APP - {"console", "errors"} | {
-        f"cli.{each}" for each in commands
+    assert {name for name in ours if name.startswith("tools.cli.")} == {
+        f"tools.cli.{module}" for module in ("app", "common", *commands)
     }
     assert {name.split(".")[0] for name in ours} <= {
-        *("cli", "console", "errors", "files", "report", "schedule"),
+        *("tools", "console", "errors", "files", "schedule"),
         *("families", "search", "features", "request", "conflicts", "choose"),
     }
 
@@ -81,7 +81,7 @@ def test_usage_errors_exit_2_with_a_clean_stdout(pipemem, arguments):
 )
 def test_run_hands_the_scripts_flags_on_untouched(pipemem, monkeypatch, arguments, cpu, handed_on):
     calls = []
-    module = pytest.importorskip("megatron_pipemem.cli.run")
+    module = pytest.importorskip("megatron_pipemem.tools.cli.run")
     monkeypatch.setattr(module, "run", lambda *given: calls.append(given))
     assert pipemem("run", *arguments).exit_code == 0
     assert calls == [(cpu, Path("train.py"), handed_on, False)]
@@ -130,7 +130,7 @@ def test_help_of_run_lists_the_flags_without_torch_or_megatron():
         "import sys\n"
         "for name in ('torch', 'megatron', 'matplotlib', 'numpy'): sys.modules[name] = None\n"
         "sys.argv = ['pipemem', 'run', '--help']\n"
-        "from megatron_pipemem.cli.app import main\n"
+        "from megatron_pipemem.tools.cli.app import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -22,17 +22,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import SHIPPED, load
-from megatron_pipemem.config.model import Execution, Model
-from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.launch.grid.store import Result, Store
-from megatron_pipemem.planner.profile import Profile, from_formulas
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.tools.cli.app import app
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import SHIPPED, load
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch.grid.store import Result, Store
+from megatron_pipemem.tools.planner.profile import Profile, from_formulas
 
 TIMES = int(os.environ.get("PIPEMEM_FUZZ", "1"))
 SECONDS = 60  # of the processor, for what takes one at most

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from lanes import rest_nightly
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import SHIPPED, load, settings_of
-from megatron_pipemem.config.runs import Run
-from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import SHIPPED, load, settings_of
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch.feasibility import feasible
 
 MODELS = sorted(path.stem for path in (SHIPPED / "models").glob("*.yaml"))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Model, Sublayer
-from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.planner.balance import AS_GOOD, balance
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Model, Sublayer
+from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.planner.balance import AS_GOOD, balance
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 CLUSTER = load("h100-80g", Cluster)

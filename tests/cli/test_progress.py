@@ -19,17 +19,17 @@ from megatron_pipemem import Costs, search_schedule
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.pareto import choices
-from megatron_pipemem.cli import app, check, plan, profile, simulate
-from megatron_pipemem.cli import common as progress
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.runs import Run
-from megatron_pipemem.launch.command import Command
-from megatron_pipemem.launch.grid import local
-from megatron_pipemem.planner.planning import plan as make_plan
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import display as told
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.tools.cli import app, check, plan, profile, simulate
+from megatron_pipemem.tools.cli import common as progress
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch.command import Command
+from megatron_pipemem.tools.launch.grid import local
+from megatron_pipemem.tools.planner.planning import plan as make_plan
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 OFFLOADING = Request("auto", MemoryCap(0.6, False), options={"seconds": 3}, offload="auto")
@@ -133,8 +133,8 @@ def test_an_interrupt_of_a_real_process(tmp_path):
     program = f"""
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
-from megatron_pipemem.cli import simulate
-from megatron_pipemem.cli.app import app
+from megatron_pipemem.tools.cli import simulate
+from megatron_pipemem.tools.cli.app import app
 load = simulate.load_and_simulate
 simulate.load_and_simulate = lambda *each, **named: print("up", flush=True) or load(*each, **named)
 app({words})

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_pipemem.launch.grid.points import load_points
-from megatron_pipemem.launch.grid.store import Result, Store
-from megatron_pipemem.report.timeline import bytes_text
+from megatron_pipemem.tools.launch.grid.points import load_points
+from megatron_pipemem.tools.launch.grid.store import Result, Store
+from megatron_pipemem.tools.report.timeline import bytes_text
 
 GIB, MIB = 1 << 30, 1 << 20
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"

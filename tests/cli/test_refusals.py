@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.size import estimated, is_fitted
+from megatron_pipemem.tools.cli.app import load_commands
 
 ROOT = Path(__file__).parents[2]
 NAMES = {

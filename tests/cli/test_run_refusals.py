@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 CODE = """
 import json, sys
 from typer.testing import CliRunner
-from megatron_pipemem.cli.app import app
+from megatron_pipemem.tools.cli.app import app
 for flags in json.load(sys.stdin):
     done = CliRunner().invoke(app, ["run", "--cpu", "script.py", *flags], prog_name="pipemem")
     slow = sorted({"torch", "megatron.core"} & set(sys.modules))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.cli.options import complete_families, complete_schedules
-from megatron_pipemem.cli.schedules import RESEARCH
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import families, family
+from megatron_pipemem.tools.cli.options import complete_families, complete_schedules
+from megatron_pipemem.tools.cli.schedules import RESEARCH
 
 NAMES = [each.name for each in families()]
 

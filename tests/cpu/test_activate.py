@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.cpu import is_active
-from megatron_pipemem.cpu.ranks import start_ranks
+from megatron_pipemem.tools.cpu import is_active
+from megatron_pipemem.tools.cpu.ranks import start_ranks
 
 
 def test_importing_the_package_activates_nothing() -> None:
@@ -17,7 +17,7 @@ def test_importing_the_package_activates_nothing() -> None:
 
 def test_activating_twice_changes_nothing_more(lane: Callable[[str], object]) -> None:
     lane("""
-from megatron_pipemem.cpu import activate, is_active
+from megatron_pipemem.tools.cpu import activate, is_active
 before = torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group
 assert is_active()
 activate()
@@ -37,7 +37,7 @@ def test_comes_before_megatron_and_leaves_alone_what_is_the_users_and_out_what_c
         sys.path.insert(0, {str(tmp_path)!r})
         os.environ["OMP_NUM_THREADS"] = "2"
         import torch
-        from megatron_pipemem.cpu import activate
+        from megatron_pipemem.tools.cpu import activate
         from megatron_pipemem.errors import UnsupportedError
         available = torch.cuda.is_available
         sys.modules["megatron.core"] = object()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from megatron_pipemem.cpu import process_groups
+from megatron_pipemem.tools.cpu import process_groups
 
 
 def test_coalesced_collectives_get_the_callers_own_tensors(monkeypatch):

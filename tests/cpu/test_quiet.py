@@ -15,13 +15,13 @@ import pytest
 from lanes import nightly
 from launching import REPOSITORY, free_port, start_command
 
-from megatron_pipemem.cpu import ignore_missing_packages
-from megatron_pipemem.cpu.ranks import start_ranks
-from megatron_pipemem.launch.command import CPU_FLAGS, words
 from megatron_pipemem.mcore.launch import cpu_flags
+from megatron_pipemem.tools.cpu import ignore_missing_packages
+from megatron_pipemem.tools.cpu.ranks import start_ranks
+from megatron_pipemem.tools.launch.command import CPU_FLAGS, words
 
 PROGRAM = """
-from megatron_pipemem.cpu import activate
+from megatron_pipemem.tools.cpu import activate
 activate(verbose={verbose})
 import logging
 import megatron.core.models.gpt.gpt_layer_specs

@@ -11,7 +11,7 @@ import pytest
 from lanes import rest_nightly
 from patience import Patience, runs
 
-from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
+from megatron_pipemem.tools.cpu.ranks import end_ranks, start_ranks
 
 
 @pytest.mark.parametrize("forked", rest_nightly([True, False], [False], "end_to_end forks its ranks"))

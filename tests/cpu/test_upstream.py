@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd as rotate
 from refusals import refused
 
-from megatron_pipemem.cpu.upstream import FusedAdam, _copied, _mask, shares
+from megatron_pipemem.tools.cpu.upstream import FusedAdam, _copied, _mask, shares
 
 
 def groups():

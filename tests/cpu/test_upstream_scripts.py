@@ -24,7 +24,7 @@ def test_pretrain_hybrid_trains_alike_under_stock_and_a_v(torchrun, tmp_path):
             2,
             SCRIPT,
             *TOY_MODEL,
-            *("--spec", "megatron_pipemem.cpu.hybrid_layers", "hybrid_stack_spec", "--mock-data"),
+            *("--spec", "megatron_pipemem.tools.cpu.hybrid_layers", "hybrid_stack_spec", "--mock-data"),
             *("--vocab-size", "99", "--clip-grad", "1000"),
             *("--hybrid-layer-pattern", "*-*|-*-" if schedule == "stock" else "*-*-*-"),
             *("--pipemem-schedule", schedule, "--pipemem-random", "layerwise", "--pipemem-report", str(report)),
@@ -38,7 +38,7 @@ def test_pretrain_hybrid_trains_alike_under_stock_and_a_v(torchrun, tmp_path):
 def test_layers_without_a_local_form_are_refused_with_the_way_out(lane, kind):
     told = lane(f"""
 from megatron.core.transformer.spec_utils import build_module
-from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
+from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
 try:
     result = build_module(hybrid_stack_spec.submodules.{kind}, config=None, layer_number=1)

@@ -7,7 +7,7 @@ import importlib
 import sys
 from functools import partial
 
-from megatron_pipemem.cpu import activate
+from megatron_pipemem.tools.cpu import activate
 
 activate()  # here too, because ranks are forked from a process that has imported this module
 

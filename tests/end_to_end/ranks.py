@@ -20,7 +20,7 @@ from pathlib import Path
 import worker
 from patience import Patience
 
-from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
+from megatron_pipemem.tools.cpu.ranks import end_ranks, start_ranks
 
 IDLE_SECONDS = 120
 LOOK_SECONDS = 5
@@ -119,7 +119,7 @@ class Ranks:
         return self._log(rank).read_text(errors="replace")[-characters:]
 
 
-WARM = ("te_stand_in", "megatron_pipemem.cpu.warm")
+WARM = ("te_stand_in", "megatron_pipemem.tools.cpu.warm")
 
 
 class ConductedRanks:

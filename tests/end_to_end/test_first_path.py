@@ -8,7 +8,7 @@ import pytest
 from commands import pipemem, run_as_rank
 from ranks import CaseFailed
 
-from megatron_pipemem.cpu.ranks import start_ranks
+from megatron_pipemem.tools.cpu.ranks import start_ranks
 
 MODEL = """
 layers: 4

@@ -20,7 +20,7 @@ def of(pattern: str, *more: str) -> tuple[str, ...]:
     """Flags of a hybrid model."""
     return (
         "--spec",
-        "megatron_pipemem.cpu.hybrid_layers",
+        "megatron_pipemem.tools.cpu.hybrid_layers",
         "hybrid_stack_spec",
         "--hybrid-layer-pattern",
         pattern,

@@ -9,7 +9,7 @@ import pytest
 from commands import pipemem
 from lanes import rest_nightly
 
-from megatron_pipemem.advise.shell import training_command
+from megatron_pipemem.tools.advise.shell import training_command
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "launch_before.sh"
 SMALLER = {

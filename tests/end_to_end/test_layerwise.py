@@ -15,7 +15,7 @@ MULTI_TOKEN = (
     *("--mtp-num-layers", "2", "--position-embedding-type", "rope", "--global-batch-size", "4"),
     "--untie-embeddings-and-output-weights",
 )
-HYBRID = ("--spec", "megatron_pipemem.cpu.hybrid_layers", "hybrid_stack_spec")
+HYBRID = ("--spec", "megatron_pipemem.tools.cpu.hybrid_layers", "hybrid_stack_spec")
 CUT = ("--pipemem-vocab-parallel", "2")
 EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
 EXPERT_RANKS = ("--expert-model-parallel-size", "2")

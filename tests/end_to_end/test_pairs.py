@@ -6,7 +6,7 @@ import pytest
 from lanes import nightly, rest_nightly
 from test_experts import ALL_TO_ALL, LOSSES, SHARED
 
-from megatron_pipemem.planner.explanation import case_of_report
+from megatron_pipemem.tools.planner.explanation import case_of_report
 
 OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 FLAGS = (*ALL_TO_ALL, *SHARED, *LOSSES, "--bf16")

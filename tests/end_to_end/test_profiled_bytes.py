@@ -6,11 +6,11 @@ import profiled_costs
 import pytest
 from lanes import rest_nightly
 
-from megatron_pipemem.cpu.ranks import start_ranks
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.tools.cpu.ranks import start_ranks
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 
-from megatron_pipemem.cpu import activate
 from megatron_pipemem.errors import with_code
+from megatron_pipemem.tools.cpu import activate
 
 GROUP_TIMEOUT = timedelta(hours=1)  # those who wait for it give up before (ranks.py)
 

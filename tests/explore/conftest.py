@@ -7,8 +7,8 @@ import threading
 import pytest
 from browsers import browser  # noqa: F401 - a fixture
 
-from megatron_pipemem.cli.explore import schedule_groups
-from megatron_pipemem.explore.serving import ExplorerServer
+from megatron_pipemem.tools.cli.explore import schedule_groups
+from megatron_pipemem.tools.explore.serving import ExplorerServer
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import sys
 import pytest
 from commands import pipemem
 
-from megatron_pipemem.cli.explore import schedule_groups
-from megatron_pipemem.explore.answers import CONTROLS, explore_data, explore_json
-from megatron_pipemem.explore.serving import _package
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.tools.cli.explore import schedule_groups
+from megatron_pipemem.tools.explore.answers import CONTROLS, explore_data, explore_json
+from megatron_pipemem.tools.explore.serving import _package
 
 
 def facts_of(query: dict[str, str]) -> list[dict]:
@@ -98,7 +98,7 @@ def test_an_exported_page_holds_all_that_its_schedules_need(tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(archive)!r})
-from megatron_pipemem.explore.answers import explore_data
+from megatron_pipemem.tools.explore.answers import explore_data
 for name in {names!r}:
     for told in explore_data({{"a": name, "b": "", "p": "4", "m": "8"}})["facts"]:
         print(name, told.get("error", "").rpartition("[")[2])

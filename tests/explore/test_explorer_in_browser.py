@@ -15,9 +15,9 @@ import pytest
 from commands import pipemem
 from lanes import nightly
 
-from megatron_pipemem.cli.explore import schedule_groups
-from megatron_pipemem.explore.answers import explore_data
-from megatron_pipemem.explore.serving import PYODIDE_VERSION, export
+from megatron_pipemem.tools.cli.explore import schedule_groups
+from megatron_pipemem.tools.explore.answers import explore_data
+from megatron_pipemem.tools.explore.serving import PYODIDE_VERSION, export
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from commands import pipemem
 
-from megatron_pipemem.cli.explore import schedule_groups
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.explore.answers import explore_json
-from megatron_pipemem.explore.serving import _OF_PYODIDE, PYODIDE_URL, ExplorerServer
+from megatron_pipemem.tools.cli.explore import schedule_groups
+from megatron_pipemem.tools.explore.answers import explore_json
+from megatron_pipemem.tools.explore.serving import _OF_PYODIDE, PYODIDE_URL, ExplorerServer
 
 
 def get(server: ExplorerServer, path: str, host: str | None = None) -> tuple[int, str]:

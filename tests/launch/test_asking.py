@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pipemem.advise import programs
-from megatron_pipemem.launch.asking import MARK, answers
+from megatron_pipemem.tools.advise import programs
+from megatron_pipemem.tools.launch.asking import MARK, answers
 from tests.watching.refusals import refused
 
 

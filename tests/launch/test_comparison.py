@@ -11,9 +11,9 @@ from refusals import refused
 from rich.console import Console
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.grid.comparison import draw, front, table
-from megatron_pipemem.launch.grid.store import Result
-from megatron_pipemem.report.figure import write_picture
+from megatron_pipemem.tools.launch.grid.comparison import draw, front, table
+from megatron_pipemem.tools.launch.grid.store import Result
+from megatron_pipemem.tools.report.figure import write_picture
 
 
 def run(index, settings, speed, peak, predicted=None, planned=None, measured=None) -> Result:

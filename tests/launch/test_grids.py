@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.config.runs import Run
-from megatron_pipemem.launch import feasibility
-from megatron_pipemem.launch.grid.points import load_points
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch import feasibility
+from megatron_pipemem.tools.launch.grid.points import load_points
 
 POINTS = {
     "controllable-memory-figure-7": 23,

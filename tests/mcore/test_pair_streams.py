@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDERS = Path(__file__).parent, Path(__file__).parents[1] / "runtime"
-PROGRAM = "from megatron_pipemem.cpu import activate; activate(); import pair_streams; pair_streams.main()"
+PROGRAM = "from megatron_pipemem.tools.cpu import activate; activate(); import pair_streams; pair_streams.main()"
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from refusals import refused
 
-from megatron_pipemem.config import refusals as rows
-from megatron_pipemem.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer, check_asynchronous
 from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlapped
@@ -22,6 +20,8 @@ from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_mo
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.tools.config import refusals as rows
+from megatron_pipemem.tools.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
 
 
 def test_an_ordinary_configuration_passes():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.config.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.config.model import Model
-from megatron_pipemem.config.runs import Parallelism, Run
+from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.runs import Parallelism, Run
 
 MODEL = Model(layers=8, hidden=2048, heads=16, vocabulary=32000, sequence=1024)
 CLUSTER = Cluster(

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pipemem.config.runs import Parallelism, Run
-from megatron_pipemem.launch.feasibility import feasible
-from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.planning import asynchronous, plan
-from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.tools.config.runs import Parallelism, Run
+from megatron_pipemem.tools.launch.feasibility import feasible
+from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.planning import asynchronous, plan
+from megatron_pipemem.tools.planner.space import Limits
 from tests.planner.small_run import CLUSTER, MODEL
 
 NODE = replace(CLUSTER, nodes=1)

@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.features.vocabulary.orders import with_barriers
-from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
@@ -20,6 +16,10 @@ from megatron_pipemem.schedule.prices import listed, stage_memory
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import held_after, peaks, simulate
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.planner.profile import from_formulas
 
 DEVICES, MICROBATCHES, LAYERS = 4, 8, 48
 PROFILE = from_formulas(

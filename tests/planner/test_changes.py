@@ -10,16 +10,6 @@ from measured_steps import as_measured
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.planner import changes
-from megatron_pipemem.planner.changes import (
-    MORE_MEMORY,
-    OFFLOAD,
-    SAME_MEMORY,
-    Case,
-    Change,
-    best_changes,
-)
-from megatron_pipemem.planner.explanation import explain
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import IMBALANCE, LATE, SCHEDULE, idle_causes
@@ -28,6 +18,16 @@ from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.tools.planner import changes
+from megatron_pipemem.tools.planner.changes import (
+    MORE_MEMORY,
+    OFFLOAD,
+    SAME_MEMORY,
+    Case,
+    Change,
+    best_changes,
+)
+from megatron_pipemem.tools.planner.explanation import explain
 
 HEAVY_HEAD = (1.0, 1.0, 1.0, 1.75)
 

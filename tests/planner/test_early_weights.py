@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution, Model
-from megatron_pipemem.config.runs import ScheduleChoice
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.planner import prices
-from megatron_pipemem.planner.activations import head_bytes, layer_bytes
-from megatron_pipemem.planner.counts import early_modules
-from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.schedule.options import early_weights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.config.runs import ScheduleChoice
+from megatron_pipemem.tools.planner import prices
+from megatron_pipemem.tools.planner.activations import head_bytes, layer_bytes
+from megatron_pipemem.tools.planner.counts import early_modules
+from megatron_pipemem.tools.planner.profile import from_formulas
 
 CLUSTER = load("h100-80g", Cluster)
 QWEN, DEEPSEEK, MIXTRAL, LLAMA = (

@@ -8,15 +8,15 @@ import pytest
 from commands import pipemem
 from refusals import refused
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution, Model
-from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.activations import layer_bytes, layer_tensors
-from megatron_pipemem.planner.counts import layer_parameters, matrices
-from megatron_pipemem.planner.prices import layer
-from megatron_pipemem.planner.step import least_static
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.config.runs import Parallelism, Run
+from megatron_pipemem.tools.planner.activations import layer_bytes, layer_tensors
+from megatron_pipemem.tools.planner.counts import layer_parameters, matrices
+from megatron_pipemem.tools.planner.prices import layer
+from megatron_pipemem.tools.planner.step import least_static
 
 LLAMA = load("llama3-8b", Model)
 H100 = load("h100-80g", Cluster)

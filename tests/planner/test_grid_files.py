@@ -10,11 +10,11 @@ import pytest
 from commands import pipemem
 from refusals import refused
 
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.launch.grid.points import load_points
-from megatron_pipemem.launch.grid.store import Result, collect, read_result
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch.grid.points import load_points
+from megatron_pipemem.tools.launch.grid.store import Result, collect, read_result
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 RANK = {

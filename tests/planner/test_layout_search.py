@@ -8,14 +8,14 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Model
-from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.planner.balance import balance
-from megatron_pipemem.planner.memory import request_of, schedule_of
-from megatron_pipemem.planner.replay import Replay
-from megatron_pipemem.planner.step import price
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.planner.balance import balance
+from megatron_pipemem.tools.planner.memory import request_of, schedule_of
+from megatron_pipemem.tools.planner.replay import Replay
+from megatron_pipemem.tools.planner.step import price
 
 CLUSTER = load("h100-80g", Cluster)
 FAMILIES = ("stock", "stock x2", "1f1b", "zb-h1", "v-half", "v-min", "interleaved", "hanayo", "chimera")

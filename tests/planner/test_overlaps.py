@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from commands import pipemem
 
-from megatron_pipemem.config.cluster import Link
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution
-from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.planner.memory import request_of
-from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.plans import run_files
-from megatron_pipemem.planner.prices import layer
-from megatron_pipemem.planner.space import Limits, is_stocks
-from megatron_pipemem.planner.step import price
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.tools.config.cluster import Link
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution
+from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.planner.memory import request_of
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.plans import run_files
+from megatron_pipemem.tools.planner.prices import layer
+from megatron_pipemem.tools.planner.space import Limits, is_stocks
+from megatron_pipemem.tools.planner.step import price
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
 TP, EP = "tp-comm-overlap", "overlap-moe-expert-parallel-comm"

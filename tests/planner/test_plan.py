@@ -14,26 +14,8 @@ from hypothesis import strategies as st
 from lanes import nightly
 from refusals import refused
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import GIB, HostChannel
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution, Passes
-from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.features.offload.transfers import NO_HOST_MEMORY
-from megatron_pipemem.launch.cut_flags import check_experts
-from megatron_pipemem.launch.feasibility import feasible
-from megatron_pipemem.planner import variants as variants_module
-from megatron_pipemem.planner.early_head import with_early_head
-from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.planning import SEARCHED, WAITS, plan
-from megatron_pipemem.planner.plans import facts, gibibytes
-from megatron_pipemem.planner.prices import MeasuredSlowdown, layer
-from megatron_pipemem.planner.profile import from_formulas
-from megatron_pipemem.planner.replay import family_options, family_schedule
-from megatron_pipemem.planner.space import Limits, cuts, orders
-from megatron_pipemem.planner.step import DISTRIBUTED, PlannedStep, price
-from megatron_pipemem.planner.variants import PLAIN, Variant, register_variant
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
@@ -41,6 +23,24 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.stream import LEAST_GAIN, stream
 from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import GIB, HostChannel
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution, Passes
+from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.launch.cut_flags import check_experts
+from megatron_pipemem.tools.launch.feasibility import feasible
+from megatron_pipemem.tools.planner import variants as variants_module
+from megatron_pipemem.tools.planner.early_head import with_early_head
+from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.planning import SEARCHED, WAITS, plan
+from megatron_pipemem.tools.planner.plans import facts, gibibytes
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, layer
+from megatron_pipemem.tools.planner.profile import from_formulas
+from megatron_pipemem.tools.planner.replay import family_options, family_schedule
+from megatron_pipemem.tools.planner.space import Limits, cuts, orders
+from megatron_pipemem.tools.planner.step import DISTRIBUTED, PlannedStep, price
+from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 

@@ -16,13 +16,7 @@ from commands import pipemem
 from lanes import rest_nightly
 from refusals import refused
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution, Model
-from megatron_pipemem.cpu import activate
 from megatron_pipemem.errors import ConfigError, CostsError
-from megatron_pipemem.planner.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
-from megatron_pipemem.planner.profile import Profile, from_formulas
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import listening
@@ -30,6 +24,12 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import even_layers
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.cpu import activate
+from megatron_pipemem.tools.planner.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
+from megatron_pipemem.tools.planner.profile import Profile, from_formulas
 
 GPT = Model(layers=6, hidden=256, heads=4, vocabulary=1500, sequence=128)
 LLAMA = replace(GPT, kv_heads=2, ffn=704, activation="swiglu", norm="rmsnorm", position="rope", bias="none")

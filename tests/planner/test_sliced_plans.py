@@ -7,27 +7,27 @@ from dataclasses import replace
 import pytest
 from refusals import refused
 
-from megatron_pipemem.config.model import Execution
-from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.launch.command import planned_flags
-from megatron_pipemem.planner.counts import attention_share
-from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.plans import facts
-from megatron_pipemem.planner.prices import layer
-from megatron_pipemem.planner.slices import run_slices, sliced_step, why_not_sliced, with_slices
-from megatron_pipemem.planner.space import Limits
-from megatron_pipemem.planner.step import price
-from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.tools.config.model import Execution
+from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.tools.launch.command import planned_flags
+from megatron_pipemem.tools.planner.counts import attention_share
+from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.plans import facts
+from megatron_pipemem.tools.planner.prices import layer
+from megatron_pipemem.tools.planner.slices import run_slices, sliced_step, why_not_sliced, with_slices
+from megatron_pipemem.tools.planner.space import Limits
+from megatron_pipemem.tools.planner.step import price
+from megatron_pipemem.tools.planner.variants import vocabulary_step
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
 GROUPED = replace(MODEL, kv_heads=4, norm="rmsnorm", position="rope", bias="none")

@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 from lanes import examples
 from refusals import refused
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import GIB, Cluster, HostChannel, Link
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Execution, Model
-from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.command import script_flags
-from megatron_pipemem.launch.feasibility import feasible
-from megatron_pipemem.planner import replay as replay_module
-from megatron_pipemem.planner.activations import head_bytes, layer_bytes
-from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.prices import all_reduce, embedding, head, layer
-from megatron_pipemem.planner.profile import from_formulas
-from megatron_pipemem.planner.replay import measured
-from megatron_pipemem.planner.step import DISTRIBUTED, price
-from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import GIB, Cluster, HostChannel, Link
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.tools.launch.command import script_flags
+from megatron_pipemem.tools.launch.feasibility import feasible
+from megatron_pipemem.tools.planner import replay as replay_module
+from megatron_pipemem.tools.planner.activations import head_bytes, layer_bytes
+from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.prices import all_reduce, embedding, head, layer
+from megatron_pipemem.tools.planner.profile import from_formulas
+from megatron_pipemem.tools.planner.replay import measured
+from megatron_pipemem.tools.planner.step import DISTRIBUTED, price
+from megatron_pipemem.tools.planner.variants import vocabulary_step
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import known_model, load
-from megatron_pipemem.config.model import Execution
-from megatron_pipemem.config.runs import FREEZES, Parallelism, Run, ScheduleChoice
-from megatron_pipemem.launch.command import command
-from megatron_pipemem.planner.balance import balance
-from megatron_pipemem.planner.counts import model_flops
-from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.prices import tower_price
-from megatron_pipemem.planner.profile import from_formulas
-from megatron_pipemem.planner.slices import why_not_sliced
-from megatron_pipemem.planner.space import Limits
-from megatron_pipemem.planner.step import price
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import known_model, load
+from megatron_pipemem.tools.config.model import Execution
+from megatron_pipemem.tools.config.runs import FREEZES, Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.launch.command import command
+from megatron_pipemem.tools.planner.balance import balance
+from megatron_pipemem.tools.planner.counts import model_flops
+from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.prices import tower_price
+from megatron_pipemem.tools.planner.profile import from_formulas
+from megatron_pipemem.tools.planner.slices import why_not_sliced
+from megatron_pipemem.tools.planner.space import Limits
+from megatron_pipemem.tools.planner.step import price
 from tests.watching.refusals import refused
 
 H100 = load("h100-80g", Cluster)

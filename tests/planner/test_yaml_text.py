@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from lanes import examples
 from refusals import refused
 
-from megatron_pipemem.config import loading
-from megatron_pipemem.config.loading import MOST_LEVELS, YamlError, read_raw, read_yaml, write_yaml
-from megatron_pipemem.config.values import converted
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.tools.config import loading
+from megatron_pipemem.tools.config.loading import MOST_LEVELS, YamlError, read_raw, read_yaml, write_yaml
+from megatron_pipemem.tools.config.values import converted
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from refusals import refused
 from rich.console import Console
 
 from megatron_pipemem import Costs, UnsupportedError, build_schedule, search_schedule, simulate
-from megatron_pipemem.report import browser as display
-from megatron_pipemem.report.page import page
 from megatron_pipemem.schedule import display as hook
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.tools.report import browser as display
+from megatron_pipemem.tools.report.page import page
 
 COSTS = Costs(1, 1.5, 0.5, p2p=0.1)
 
@@ -86,7 +86,7 @@ def test_the_front_names_what_draws() -> None:
 import sys
 from megatron_pipemem import build_schedule
 schedule = build_schedule("1f1b", num_devices=2, num_microbatches=2)
-assert not [name for name in sys.modules if name.startswith("megatron_pipemem.report")]
+assert not [name for name in sys.modules if name.startswith("megatron_pipemem.tools.report")]
 schedule.show()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

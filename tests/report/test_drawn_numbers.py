@@ -6,11 +6,11 @@ import pytest
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex
 
-from megatron_pipemem.report import figure
-from megatron_pipemem.report.timeline import IDLE, colour
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.tools.report import figure
+from megatron_pipemem.tools.report.timeline import IDLE, colour
 
 COSTS = Costs(1, 1.5, 0.5, p2p=0.25)
 HELD = "#c9d3df"

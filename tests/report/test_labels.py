@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation
 
-from megatron_pipemem.launch.grid import comparison
-from megatron_pipemem.launch.grid.store import Result
-from megatron_pipemem.report.pareto import Point, draw
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.tools.launch.grid import comparison
+from megatron_pipemem.tools.launch.grid.store import Result
+from megatron_pipemem.tools.report.pareto import Point, draw
 
 NAMES = st.sampled_from(["a", "zb-h1", "v-half", "gis-h, 6 chunks", "auto 0.6875, 8 chunks"])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from lanes import nightly
 
-from megatron_pipemem.report import save_comparison, save_timeline
-from megatron_pipemem.report.browser import to_html
-from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.tools.report import save_comparison, save_timeline
+from megatron_pipemem.tools.report.browser import to_html
+from megatron_pipemem.tools.report.timeline import DrawnRun
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

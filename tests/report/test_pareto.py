@@ -8,8 +8,8 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report.figure import write_picture
-from megatron_pipemem.report.pareto import Point, draw
+from megatron_pipemem.tools.report.figure import write_picture
+from megatron_pipemem.tools.report.pareto import Point, draw
 
 POINTS = [
     Point("1f1b", "linear", 1.0, 0.22, dominated=True),

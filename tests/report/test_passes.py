@@ -13,17 +13,17 @@ from rich.console import Console
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.report import save_timeline
-from megatron_pipemem.report.browser import trace
-from megatron_pipemem.report.page import page
-from megatron_pipemem.report.terminal import TerminalTimeline
-from megatron_pipemem.report.timeline import DrawnRun, held_steps
 from megatron_pipemem.schedule.action import COLLECTIVES, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import family_window, steady
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
+from megatron_pipemem.tools.report import save_timeline
+from megatron_pipemem.tools.report.browser import trace
+from megatron_pipemem.tools.report.page import page
+from megatron_pipemem.tools.report.terminal import TerminalTimeline
+from megatron_pipemem.tools.report.timeline import DrawnRun, held_steps
 
 COSTS = replace(Costs(), channel=Channel(0.5))
 

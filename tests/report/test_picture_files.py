@@ -16,10 +16,10 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import OutputError, UnsupportedError
-from megatron_pipemem.report import save_comparison, save_timeline
-from megatron_pipemem.report.browser import trace
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.tools.report import save_comparison, save_timeline
+from megatron_pipemem.tools.report.browser import trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 

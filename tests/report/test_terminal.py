@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.tools.report.terminal import TerminalTimeline
 
 
 def lines(timeline, width: int = 80, **console) -> list[str]:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pipemem.report.timeline import DrawnRun, colour, held_steps, ink
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.tools.report.timeline import DrawnRun, colour, held_steps, ink
 
 NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv"]
 

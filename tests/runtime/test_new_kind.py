@@ -21,8 +21,6 @@ from refusals import refused
 import megatron_pipemem
 from megatron_pipemem import Action, Costs, Kind, KindSpec, Need, Schedule, register_kind, simulate, validate
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
-from megatron_pipemem.report.browser import trace
-from megatron_pipemem.report.page import page
 from megatron_pipemem.runtime.executor import Executor, Handlers
 from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.runtime.transport import MessageFormat, Transport
@@ -33,6 +31,8 @@ from megatron_pipemem.schedule.measured import NANOSECONDS, costs_from
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.tools.report.browser import trace
+from megatron_pipemem.tools.report.page import page
 
 SPEC = KindSpec(
     "CHECKSUM", "checksum", (90, 200, 200), needs=(Need("F"),), prepares=("I", "B"), shares={"F": 0.25}, units=2

@@ -33,9 +33,12 @@ def run(code: str) -> str:
 def part_of(source: Path) -> str:
     """The top-level part a file belongs to: ``schedule``, ``mcore``, or the module itself.
 
-    Features have three: what is pure Python (``features``), ``features/runtime`` and ``features/megatron``.
+    Features have three: what is pure Python (``features``), ``features/runtime`` and ``features/megatron``. Every folder
+    of ``tools`` is a part.
     """
     first, *rest = source.relative_to(PACKAGE).with_suffix("").parts
+    if first == "tools" and rest != ["__init__"]:
+        return f"tools/{rest[0]}"
     return f"{first}/{rest[1]}" if first == "features" and rest[1:2] in (["runtime"], ["megatron"]) else first
 
 
@@ -69,7 +72,7 @@ def imported(source: Path) -> set[str]:
 
 def test_only_mcore_and_cpu_name_megatron():
     for source in SOURCES:
-        if part_of(source) not in ("mcore", "cpu", "features/megatron"):
+        if part_of(source) not in ("mcore", "tools/cpu", "features/megatron"):
             names = set.union(*read(source))
             assert not [name for name in names if name == "megatron" or name.startswith("megatron.")], source
 
@@ -88,16 +91,16 @@ MAY_IMPORT = {
     "request": {"errors", "schedule"},
     "conflicts": {"errors", "schedule", "request"},
     "choose": CHOOSING,
-    "config": {*BASE, "schedule", "request", "conflicts", "config"},
-    "planner": {*CHOOSING, "config", "planner", "report"},
-    "launch": {*CHOOSING, "config", "planner", "report", "launch"},
-    "advise": {*CHOOSING, "config", "planner", "report", "launch", "advise"},
+    "tools/config": {*BASE, "schedule", "request", "conflicts", "tools/config"},
+    "tools/planner": {*CHOOSING, "tools/config", "tools/planner", "tools/report"},
+    "tools/launch": {*CHOOSING, "tools/config", "tools/planner", "tools/report", "tools/launch"},
+    "tools/advise": {*CHOOSING, "tools/config", "tools/planner", "tools/report", "tools/launch", "tools/advise"},
     "console": {"errors"},
-    "report": {"console", "errors", "files", "schedule", "search", "report"},
-    "explore": {*CHOOSING, "report", "explore"},
+    "tools/report": {"console", "errors", "files", "schedule", "search", "tools/report"},
+    "tools/explore": {*CHOOSING, "tools/report", "tools/explore"},
     "runtime": {"errors", "schedule", "runtime"},
     "features/runtime": {"errors", "schedule", "features", "runtime", "features/runtime"},
-    "cpu": {"errors", "cpu"},
+    "tools/cpu": {"errors", "tools/cpu"},
 }
 
 
@@ -132,7 +135,8 @@ def test_the_package_requires_what_the_command_line_imports():
     """All but torch, which comes with an extra, and without which most commands work, and what notebooks bring."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     installed = {requirement.split(">=")[0] for requirement in project["dependencies"]}
-    parts = ("cli", "config", "launch", "planner", "report", "schedule", "search", "families", "features", "choose")
+    tools = ("tools/cli", "tools/config", "tools/launch", "tools/planner", "tools/report")
+    parts = (*tools, "schedule", "search", "families", "features", "choose")
     names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
     others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch", "pandas", "IPython"}
     assert {{"yaml": "pyyaml"}.get(name, name) for name in others} == installed
@@ -247,5 +251,5 @@ for name in ("enable", "disable", "write_report"):
 
 
 def test_the_planner_knows_all_its_variants_whoever_imports_it():
-    code = "from megatron_pipemem.planner.planning import variants; print([each.name for each in variants()])"
+    code = "from megatron_pipemem.tools.planner.planning import variants; print([each.name for each in variants()])"
     assert run(code) == "['offload', 'vocabulary-1', 'vocabulary-2']\n"

@@ -20,7 +20,6 @@ from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.request import prices_of
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
@@ -34,6 +33,7 @@ from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import search_schedule
+from megatron_pipemem.tools.report.timeline import DrawnRun
 
 LAYERS = ("F", "I", "W", "B", "R", "RS")
 COPY, MESSAGE, COLLECTIVE = 0.75, 0.25, 0.125

@@ -20,8 +20,6 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, ScheduleError
 from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.features.recompute.orders import with_recompute
-from megatron_pipemem.report.terminal import TerminalTimeline
-from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
@@ -32,6 +30,8 @@ from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
 from megatron_pipemem.schedule.waits import run_single_queues
+from megatron_pipemem.tools.report.terminal import TerminalTimeline
+from megatron_pipemem.tools.report.timeline import DrawnRun
 
 COSTS = with_exchanges(Costs(1, 1.5, 0.5, p2p=0.02), 0.4)
 FAMILIES = [each.name for each in families() if not (each.asynchronous or each.offloads or each.slices > 1)]

@@ -279,7 +279,7 @@ def test_no_family_is_imported_or_built_before_somebody_asks() -> None:
 import sys
 from importlib import import_module
 from pkgutil import iter_modules
-import megatron_pipemem, megatron_pipemem.cli.app
+import megatron_pipemem, megatron_pipemem.tools.cli.app
 from megatron_pipemem.schedule import registry
 from megatron_pipemem import families
 assert not [name for name in sys.modules if name.startswith("megatron_pipemem.families.v_shape")]

@@ -7,12 +7,8 @@ from pathlib import Path
 
 from megatron_pipemem import Costs, build_schedule, search_schedule, simulate
 from megatron_pipemem.choose.pareto import choices, trades
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.runs import Run
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.vocabulary.choice import choose_vocabulary
-from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.lowering import lower
@@ -20,6 +16,10 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.search.result import ResultCache
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.space import Limits
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_pipemem.launch.grid.points import load_points
-from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.tools.launch.grid.points import load_points
+from megatron_pipemem.tools.launch.grid.store import Store
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from commands import pipemem
 
-from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.tools.cli.app import load_commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,5 +93,5 @@ def test_pictures_of_the_documents_are_what_the_commands_beside_them_draw(tmp_pa
 def test_every_shipped_model_and_cluster_is_listed():
     document = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     for folder in ("models", "clusters"):
-        names = [path.stem for path in (ROOT / "megatron_pipemem/config" / folder).glob("*.yaml")]
+        names = [path.stem for path in (ROOT / "megatron_pipemem/tools/config" / folder).glob("*.yaml")]
         assert names and [name for name in names if f"`{name}`" not in document] == []

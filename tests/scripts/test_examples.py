@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.advise.shell import training_command
+from megatron_pipemem.tools.advise.shell import training_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BEFORE, AFTER, JOB = (EXAMPLES / name for name in ("launch_before.sh", "launch_after.sh", "slurm_job.sh"))

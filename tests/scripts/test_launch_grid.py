@@ -22,10 +22,10 @@ from patience import Patience, runs
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.launch.command import Command
-from megatron_pipemem.launch.grid.local import LocalRunner, _end_left_over
-from megatron_pipemem.launch.grid.points import load_points
-from megatron_pipemem.launch.grid.store import (
+from megatron_pipemem.tools.launch.command import Command
+from megatron_pipemem.tools.launch.grid.local import LocalRunner, _end_left_over
+from megatron_pipemem.tools.launch.grid.points import load_points
+from megatron_pipemem.tools.launch.grid.store import (
     Store,
     collect,
     step_seconds,
@@ -263,8 +263,8 @@ GRID = """
 import sys
 from pathlib import Path
 sys.path[:0] = {folders!r}
-from megatron_pipemem.launch.grid.local import LocalRunner
-from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.tools.launch.grid.local import LocalRunner
+from megatron_pipemem.tools.launch.grid.store import Store
 from test_launch_grid import training
 store = Store(Path({folder!r}))
 with store.claimed():

@@ -12,10 +12,10 @@ from commands import pipemem
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch import slurm
-from megatron_pipemem.launch.grid.points import load_points
-from megatron_pipemem.launch.grid.store import Store
-from megatron_pipemem.launch.slurm import Options
+from megatron_pipemem.tools.launch import slurm
+from megatron_pipemem.tools.launch.grid.points import load_points
+from megatron_pipemem.tools.launch.grid.store import Store
+from megatron_pipemem.tools.launch.slurm import Options
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SCRIPT = SCRIPTS / "slurm" / "grid.sbatch"

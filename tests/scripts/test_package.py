@@ -138,9 +138,9 @@ def members(archive: Path) -> dict[str, str]:
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert "megatron_pipemem/py.typed" in files
-    runs = {f"config/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").glob("*/*.yaml")}
+    runs = {f"tools/config/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").glob("*/*.yaml")}
     scripts = {f"scripts/{path.relative_to(ROOT / 'scripts')}" for path in SCRIPTS}
-    assert "config/grids/tiny-cpu.yaml" in runs and "scripts/slurm/training.sh" in scripts
+    assert "tools/config/grids/tiny-cpu.yaml" in runs and "scripts/slurm/training.sh" in scripts
     files |= {f"megatron_pipemem/{name}" for name in runs | scripts}
     held = members(wheel)
     assert {name for name in held if ".dist-info/" not in name} == files
@@ -190,7 +190,7 @@ def test_an_empty_environment_has_a_version_and_plans_without_torch(bare: Path, 
     assert "0.625" in call(bare / "pipemem", "simulate", "v-half", "-p", 8, "-m", 33, cwd=tmp_path)
     assert "'Et*4|(t*4|)*14tmL'" in call(bare / "pipemem", "layout", "deepseek-v3", "-p", 16, cwd=tmp_path)
     call(bare / "pipemem", "show", "zbv", "-p", 4, "-m", 8, "--output", "page.html", cwd=tmp_path)
-    assert "<script" in (tmp_path / "page.html").read_text(encoding="utf-8")  # made from report/page.*
+    assert "<script" in (tmp_path / "page.html").read_text(encoding="utf-8")  # made from tools/report/page.*
     few = ("--only", "tp=1", "--only", "pp=4", "--only", "schedule=1f1b,v-half", "--search-seconds", 0)
     assert "v-half" in call(bare / "pipemem", "plan", "tiny-cpu", *few, cwd=tmp_path)
 

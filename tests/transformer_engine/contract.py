@@ -17,7 +17,7 @@ from unittest import mock
 
 import te_stand_in  # noqa: F401 - before the CPU lane
 
-from megatron_pipemem.cpu import activate
+from megatron_pipemem.tools.cpu import activate
 
 activate()
 
@@ -39,7 +39,6 @@ from megatron.core.utils import is_te_min_version  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.utils import parametrize  # noqa: E402
 
-from megatron_pipemem.config.model import Execution, Model  # noqa: E402
 from megatron_pipemem.mcore import profiling  # noqa: E402
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, hook_like_ddp, is_ddps_hook, mark  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
@@ -50,7 +49,6 @@ from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
     stop_delaying,
 )
 from megatron_pipemem.mcore.step.extension import observe  # noqa: E402
-from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     EARLY,
@@ -60,6 +58,8 @@ from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     accumulator_of,
 )
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.tools.config.model import Execution, Model  # noqa: E402
+from megatron_pipemem.tools.planner.activations import layer_bytes  # noqa: E402
 
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
 # Each W right after its I, and a W that has no I of its own right before it.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from typer.testing import CliRunner, Result
 
-from megatron_pipemem.cli.app import app
+from megatron_pipemem.tools.cli.app import app
 
 
 def pipemem(*arguments: object, env: Mapping[str, str | None] | None = None) -> Result:

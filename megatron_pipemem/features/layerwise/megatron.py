@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
 
-from megatron_pipemem.config.refusals import LAYERWISE, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.loop_arguments import iteration_and_seed
 from megatron_pipemem.mcore.step.extension import Extension, Step
@@ -43,6 +42,7 @@ from megatron_pipemem.mcore.symbols import (
 )
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.tools.config.refusals import LAYERWISE, refuse
 
 _KEY = "pipemem-key"
 """Name of the key among the tracker's states."""

@@ -17,7 +17,6 @@ import torch
 from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comm_stream, get_comp_stream, set_streams
 from megatron.core.utils import unwrap_model
 
-from megatron_pipemem.config.refusals import PAIRS
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.pairs.runtime import Pairs
 from megatron_pipemem.mcore.model.stages import ChunkStage
@@ -27,6 +26,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import COMBINED_STEP, LANGUAGE_MODULE, Replacements
 from megatron_pipemem.runtime.executor import BackwardArguments, PairRunner, StepFeature
 from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, current_queue
+from megatron_pipemem.tools.config.refusals import PAIRS
 
 _PLAN_ARGUMENT = "return_schedule_plan"
 

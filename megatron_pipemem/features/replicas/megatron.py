@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import get_model_config
 
-from megatron_pipemem.config.refusals import REPLICAS
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.runtime import Channels, ReplicaReducer, connect_replicas
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -28,6 +27,7 @@ from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.transport import Pipeline, destroy_groups
 from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.tools.config.refusals import REPLICAS
 
 _TIED_ENDS = 2
 """Megatron gives the tied embedding on the last stage a ``replica_id`` after that of the first stage, which it saves.

@@ -23,7 +23,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.config.refusals import GRAPHS_OF_LAYERS
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.compat import layers_with_streams, release_activations
 from megatron_pipemem.mcore.model.linear import logged_before
@@ -31,6 +30,7 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.transformer_engine import defer
 from megatron_pipemem.runtime.selective import Replay, is_recording, region
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, current_queue
+from megatron_pipemem.tools.config.refusals import GRAPHS_OF_LAYERS
 
 # Mixtures of experts: the tensors that a microbatch leaves in them, and the tokens that each expert gets.
 

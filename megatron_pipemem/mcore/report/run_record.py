@@ -24,8 +24,6 @@ from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
-from megatron_pipemem.report import save_timeline
-from megatron_pipemem.report.run import lines, measured_bubble
 from megatron_pipemem.request import outputs
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
@@ -38,6 +36,8 @@ from megatron_pipemem.schedule.action import Action, Kind, place
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Program
 from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.tools.report import save_timeline
+from megatron_pipemem.tools.report.run import lines, measured_bubble
 
 logger = logging.getLogger(__name__)
 

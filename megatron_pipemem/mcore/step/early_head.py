@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.config.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.config.layout import FURTHER, pattern_layers
-from megatron_pipemem.config.model import Model, Recomputable
-from megatron_pipemem.config.runs import BY_ACTION, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.model.whole_model import look_into, model_of
 from megatron_pipemem.mcore.step.extension import Step, device_of
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.options import AUTO, GATHERED, SHARDED
+from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
+from megatron_pipemem.tools.config.layout import FURTHER, pattern_layers
+from megatron_pipemem.tools.config.model import Model, Recomputable
+from megatron_pipemem.tools.config.runs import BY_ACTION, Parallelism, Run, ScheduleChoice
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def has_early_head(step: Step, request: Request, on_one_host: Callable[[dist.Pro
     ``on_one_host`` returns whether the ranks of a group share a host. A model whose sizes are unknown has no early head,
     and the log says so.
     """
-    from megatron_pipemem.planner import early_head  # only here, because most runs do not plan
+    from megatron_pipemem.tools.planner import early_head  # only here, because most runs do not plan
 
     layers = _pieces_of_stages(step)
     if layers is None:

@@ -16,7 +16,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import DummyTimer, Timers
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
-from megatron_pipemem.config.queues import TIMED_PASSES, why_one_queue
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
@@ -29,6 +28,7 @@ from megatron_pipemem.runtime.trace import OffloadStatistics, Trace
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program
+from megatron_pipemem.tools.config.queues import TIMED_PASSES, why_one_queue
 
 logger = logging.getLogger(__name__)
 

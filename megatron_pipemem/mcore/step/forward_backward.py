@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.config.refusals import REORDERED
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, done_by_all
 from megatron_pipemem.mcore.compat import message_channels, message_shapes
@@ -52,6 +51,7 @@ from megatron_pipemem.runtime.transport import (
 )
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import megatrons_own
+from megatron_pipemem.tools.config.refusals import REORDERED
 
 
 @dataclass(eq=False)

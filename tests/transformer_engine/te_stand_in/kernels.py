@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import torch
 
-from megatron_pipemem.cpu.upstream import shares
+from megatron_pipemem.tools.cpu.upstream import shares
 
 
 class DType(IntEnum):

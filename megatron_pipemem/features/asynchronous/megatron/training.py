@@ -23,7 +23,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
-from megatron_pipemem.config.refusals import TIED, asynchronous, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.files import whole_file
@@ -37,6 +36,7 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
 from megatron_pipemem.schedule import stream as windows
 from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.tools.config.refusals import TIED, asynchronous, refuse
 
 logger = logging.getLogger(__name__)
 

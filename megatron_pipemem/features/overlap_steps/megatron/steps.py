@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.config.refusals import joined_anyway, refuse_overlapped
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, LateSum, OverlappedOptimizer, rounded
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
@@ -52,6 +51,7 @@ from megatron_pipemem.mcore.symbols import (
     Replacements,
 )
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
+from megatron_pipemem.tools.config.refusals import joined_anyway, refuse_overlapped
 
 
 class _Unwritten(NamedTuple):

@@ -23,9 +23,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank
 
-from megatron_pipemem.config import layout
-from megatron_pipemem.config.model import Sizes, Sublayer
-from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyShards
@@ -36,7 +33,6 @@ from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
-from megatron_pipemem.planner.counts import layer_weight
 from megatron_pipemem.runtime.weight_gradients import AccumulatorHooks, is_plain
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -44,6 +40,10 @@ from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.model import Sizes, Sublayer
+from megatron_pipemem.tools.config.refusals import VOCABULARY
+from megatron_pipemem.tools.planner.counts import layer_weight
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,406 @@
+"""Compare the schedules that a run could have with the present one, by predicted time and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from math import inf
+from operator import attrgetter
+from typing import Literal
+
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import GIB
+from megatron_pipemem.tools.config.queues import one_queue_of
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch import cut_flags
+from megatron_pipemem.tools.launch.command import Flags, all_flags
+from megatron_pipemem.tools.launch.feasibility import refusal
+from megatron_pipemem.tools.planner.balance import as_cut, balance
+from megatron_pipemem.tools.planner.counts import early_modules
+from megatron_pipemem.tools.planner.early_head import decided, with_early_head
+from megatron_pipemem.tools.planner.plans import Plan
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.replay import (
+    OrderPrice,
+    Replay,
+    Timing,
+    family_schedule,
+    measured,
+    priced,
+    shortest,
+)
+from megatron_pipemem.tools.planner.slices import proposed_slices, sliced_step, with_slices
+from megatron_pipemem.tools.planner.space import (
+    Limits,
+    Order,
+    hides_messages,
+    in_pairs,
+    may_pair,
+    orders,
+    without_overlap,
+)
+from megatron_pipemem.tools.planner.step import PlannedStep, price
+from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN
+from megatron_pipemem.tools.planner.variants import paired as with_pairs
+
+STOCKS = ("1f1b", "interleaved")
+"""Megatron's own schedules."""
+OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
+"""Schedules that a run is compared under, those with the fewest changes to a run first."""
+OF_PAIRS = (*OURS, "dualpipe-v")
+"""Schedules that a run in pairs is compared under."""
+SAME_MEMORY = 0.02
+"""Fraction of a peak within which another peak counts as equal."""
+AS_FAST = 0.01
+"""Fraction of a step within which another step counts as equally long."""
+
+
+class Way(Plan):
+    """A run under one schedule, which is compared with the same run under other schedules."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the schedule is Megatron's own."""
+        return self.run.schedule.name == STOCK
+
+    @property
+    def name(self) -> str:
+        return (
+            ("stock " if self.is_stock else "")
+            + self.order.name
+            + (f" v={self.order.chunks}" if self.order.chunks else "")
+            + (f" slices={self.slices}" if self.slices > 1 else "")
+            + " in pairs" * self.run.pairs
+        )
+
+    @property
+    def idle_rate(self) -> float:
+        """Fraction of the makespan in which ranks idle on average, including idle time of ranks with less work."""
+        work = self.run.parallelism.microbatches * sum(self.step.work) - sum(self.hidden)
+        return max(0.0, 1 - work / len(self.step.work) / self.makespan)
+
+    @property
+    def messages(self) -> int:
+        """Number of messages of a step between pipeline ranks, forward and back."""
+        devices = self.step.placement.devices
+        return (
+            2
+            * self.run.parallelism.microbatches
+            * self.slices
+            * sum(here != there for here, there in pairwise(devices))
+        )
+
+    @cached_property
+    def refusal(self) -> PipememError | None:
+        """The error that says why the run cannot have this schedule; ``None`` if it can.
+
+        It is checked with the fewest microbatches for which the answer is the same.
+        """
+        cut = self.run.parallelism
+        if cut.global_batch == cut.microbatches * cut.micro_batch * cut.dp:
+            cut = cut.with_microbatches(shortest(cut.pp, cut.microbatches))
+        run = replace(self.run, parallelism=cut)
+        return refusal(run)
+
+    def gain(self, today: Way) -> float:
+        """Return the fraction by which a step is shorter than with the schedule ``today``; negative if it is longer."""
+        return 1 - self.seconds / today.seconds
+
+
+Verdict = Literal["stay", "overlap", "layout", "stock", "pairs", "ours"]
+"""The answer: stay as you are, stay for the overlap of messages, change the layout alone, tune Megatron's own schedule, take
+the proposal in pairs, or take the first proposal."""
+PAIRED = "pairs"
+"""The kind of a proposal that runs forwards and backwards in pairs. It may need more memory than today, if devices have it."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The run as it is, and the schedules that are proposed for it."""
+
+    today: Way  # the run as it is
+    stock: Way | None  # the fastest of Megatron's own schedules with the best layout; None if none fits, or can be had
+    proposals: dict[str, Way]  # the best schedule of each kind, such as ``less memory``; at most four
+    # by code of a refusal, its message and the names of schedules that would be proposed without it
+    refused: dict[str, tuple[str, list[str]]]
+    excess: float  # bytes that the run needs by its prices in addition to the device's memory
+    verdict: Verdict
+    # why Megatron cannot cut the model as the run asks; ``today`` then has a layout with which the run starts
+    fails: str | None = None
+    unsliced: str | None = None  # why sequences cannot be cut into slices, if slices might help
+
+    @property
+    def one_queue(self) -> str | None:
+        """Why our schedules need the order for one hardware queue; ``None`` if they do not, or if none is shown."""
+        ours = not self.today.is_stock or any(not way.is_stock for way in self.proposals.values())
+        return one_queue_of(self.today.run.flags) if ours else None
+
+
+def advise(
+    run: Run,
+    pace: MeasuredSlowdown | None = None,
+    names: Collection[str] = (*STOCKS, *OURS),
+    slices: bool = False,
+    pairs: bool = False,
+) -> Advice:
+    """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
+
+    A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``pace`` has
+    measured prices. ``names`` are the schedules that the run's program can take. With ``slices``, all of its sequences have the
+    same length, so that schedules may cut them. With ``pairs``, its forward step can return a schedule plan, so that passes may
+    run in pairs. A run without a pipeline, or without a price for its present schedule, is refused.
+    """
+    if run.parallelism.pp == 1:
+        raise UnsupportedError(
+            "no-pipeline",
+            "the run has one pipeline rank, and no schedule changes its step; pipemem plan ranks other parallel sizes",
+        )
+    run = cut_flags.laid_out(run)
+    fails = why_not_cut(run)
+    if fails is not None:
+        run = layout.with_cut(run, balance(run, pace=pace).best.layers)
+    today = as_it_stands(run, pace)
+    if today.refusal is not None and today.refusal.code != "does-not-fit":
+        raise today.refusal
+    memory = run.cluster.memory_bytes
+    excess = max(0.0, today.peak - memory)
+    if excess:
+        run = replace(
+            run,
+            cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + (excess + today.peak * SAME_MEMORY) / GIB),
+        )
+    refused: dict[str, tuple[str, list[str]]] = {}
+    paired = [in_pairs(run)] if pairs and may_pair(run) else []
+    own = [run] if run.pairs else [run, *(replace(each, megatron=run.flags | each.megatron) for each in paired)]
+    stocks = [way for each in own for name in STOCKS if name in names for way in _ways(each, name, pace)]
+    stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _BY_SECONDS, refused)
+    bare = without_overlap(run)
+    ours = [way for name in OURS if name in names for way in _ways(bare, name, pace)]
+    hiding = [way for each in paired for name in OF_PAIRS for way in _ways(each, name, pace)]
+    counts, unsliced = proposed_slices(run) if slices else ((), None)
+    cut = [with_slices(run, count) for count in counts]
+    sliced = [way for each in cut for name in OURS if name in names for way in _ways(each, name, pace)]
+    proposals = dict(_proposals(today, ours, sliced, hiding, memory, refused))
+    overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ours, pace)
+    verdict = _verdict(today, stock, proposals, overlap)
+    if fails is not None and verdict in ("stay", "overlap"):
+        verdict = "layout"
+    return Advice(today, stock, proposals, refused, excess, verdict, fails, unsliced)
+
+
+def why_not_cut(run: Run) -> str | None:
+    """Return the reason why Megatron's own schedule cannot cut a GPT as the run's flags say.
+
+    It is ``None`` if it can, and for runs of other schedules or models.
+    """
+    p, chunks, layers = run.parallelism.pp, run.parallelism.chunks or 1, run.model.layers
+    if run.schedule.name != STOCK or run.model.pattern is not None or layout.pieces_of(run, p * chunks) is not None:
+        return None
+    flags = " and ".join(f"--{flag}" for flag in layout.FLAGS if cut_flags.given(run.flags, flag))
+    return (
+        cut_flags.why_not_even(run.flags, layers, p, chunks) or f"{flags} cannot divide {layers} layers among {p} ranks"
+    )
+
+
+def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overlap: bool) -> Verdict:
+    gain = 0.0 if stock is None else stock.gain(today)
+    if stock is not None and gain >= AS_FAST:
+        ours = max((way.gain(today) for way in proposals.values()), default=0.0)
+        peak = max(today.peak, proposals.get(PAIRED, today).peak)
+        if not proposals or (stock.peak <= peak * (1 + SAME_MEMORY) and gain >= ours - AS_FAST):
+            same = stock.order == today.order and stock.run.pairs == today.run.pairs
+            return "layout" if same else "stock"
+    if PAIRED in proposals:
+        return "pairs"
+    return "ours" if proposals else "overlap" if overlap else "stay"
+
+
+def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:
+    """Return whether one of ``ways`` is faster, in the same memory, than the run with its overlap within layers off."""
+    bare = as_it_stands(without_overlap(run), pace)
+    return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
+
+
+def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
+    """Predict a run with its present schedule and its present layers per stage.
+
+    ``auto`` stands for the order that a short search finds. Raise an UnsupportedError if Megatron's own schedule does not
+    go with the run's ranks, chunks, layers or flags.
+    """
+    chunks = run.parallelism.chunks
+    name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
+    order = Order(name, chunks)
+    found = orders(run, Limits({"schedule": [name], **({"chunks": [chunks]} if chunks else {})}), Counter())
+    placement = next((each for each, listed in found.items() if order in listed), None)
+    if placement is None and run.schedule.name == STOCK:
+        raise UnsupportedError(
+            "does-not-fit",
+            f"the run's schedule {name} does not go with its {run.parallelism.pp} pipeline ranks, {chunks or 1} chunks "
+            "per rank, layers or flags for overlap; correct the one that is wrong",
+        )
+    if placement is None:  # no family, or one whose passes are not those of whole microbatches
+        cut = as_cut(run, partial(cut_flags.layers_of, run), pace)
+        return Way(run, order, cut.step, cut.seconds - cut.step.outside, cut.held)
+    layers = cut_flags.layers_of(run, placement)
+    return _way(run, order, placement, layers, pace, inf)
+
+
+def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
+    """Yield the prediction for a run under the family ``name``, for every number of chunks with its best layout.
+
+    Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped.
+    """
+    is_stock = name in STOCKS
+    if is_stock and (run.schedule.slices or 1) > 1:
+        return
+    choice = replace(run.schedule, name=STOCK if is_stock else name)
+    if choice.name != run.schedule.name:
+        choice = replace(choice, options={})
+    base, memory = replace(run, schedule=choice), run.cluster.memory_bytes
+    for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():
+        for order in found:
+            chunked = (order.chunks or 1) > 1
+            if is_stock and chunked and run.parallelism.microbatches % run.parallelism.pp:
+                continue
+            # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
+            if is_stock and chunked and run.model.least_first:
+                continue
+            cut = replace(base.parallelism, chunks=order.chunks)
+            way = _way(replace(base, parallelism=cut), order, placement, None, pace, memory)
+            if is_stock and 0 in way.step.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
+                layers = balance(way.run, pace=pace).best.layers
+                way = _way(layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
+            yield way
+            if (early := _with_early_head(way)) is not None:
+                yield _way(early, order, placement, way.step.layers, pace, memory)
+
+
+def _with_early_head(way: Way) -> Run | None:
+    """Return the run of a way, changed so that I computes the head's weight gradient, if that may free memory.
+
+    It may if the backward is split and the device of the head is the fullest. Otherwise the result is ``None``.
+    """
+    fullest = max(range(len(way.peaks)), key=way.peaks.__getitem__)
+    has_head = way.step.placement.devices[-1] == fullest
+    early = early_modules(way.run.model, way.run.execution)
+    if way.is_stock or not (family(way.order.name).splits_backward and has_head) or "head" in early:
+        return None
+    return with_early_head(way.run)
+
+
+def _way(
+    run: Run,
+    order: Order,
+    placement: Placement,
+    layers: tuple[int, ...] | None,
+    pace: MeasuredSlowdown | None,
+    memory: float,
+) -> Way:
+    """Predict a run under the family of ``order``. Pairs keep the step within ``memory``, the bytes of a device."""
+    slices, cut, chosen = run.schedule.slices or 1, run.parallelism, family(order.name)
+
+    def step_of(run: Run) -> PlannedStep:
+        step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
+        return step.in_pairs() if run.pairs else step
+
+    def of_order(step: PlannedStep) -> OrderPrice:
+        if run.pairs:
+            costs = step.costs if "costs" in chosen.options else None
+
+            def timing(count: int) -> Timing:
+                alone = family_schedule(order.name, cut.pp, count, order.chunks, costs)
+                timeline = with_pairs(alone, step, step.room(memory))
+                return Timing(timeline, timeline.makespan)
+
+            return priced(timing, cut.pp, cut.microbatches)
+        if slices == 1:
+            return measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
+        schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
+        return Replay(schedule).timing(step.costs).price
+
+    run, step, found = decided(run, chosen.splits_backward, step_of, of_order)
+    if layers is None:
+        run = layout.with_cut(run, step.layers)
+    variant = IN_PAIRS.name if run.pairs else PLAIN
+    return Way(run, order, step, found.seconds, step.held(found.peaks), found.hidden, variant)
+
+
+_BY_SECONDS, _BY_PEAK = attrgetter("seconds"), attrgetter("peak")
+
+
+def _proposals(
+    today: Way,
+    ways: Sequence[Way],
+    sliced: Sequence[Way],
+    hiding: Sequence[Way],
+    memory: float,
+    refused: dict[str, tuple[str, list[str]]],
+) -> Iterator[tuple[str, Way]]:
+    """Yield kind and schedule for the best of every kind that is faster than the run and earlier kinds, or smaller.
+
+    ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``memory`` is the memory of a
+    device in bytes. ``refused`` is extended by the refusals of better schedules (``_first``).
+    """
+    same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
+    together = [way for way in hiding if way.peak <= max(memory, today.peak * (1 + SAME_MEMORY))]
+    fast = [
+        way
+        for way in ways
+        if way.seconds <= today.seconds * (1 + AS_FAST) and way.peak < today.peak * (1 - SAME_MEMORY)
+    ]
+    smaller = ("less memory", fast, _BY_PEAK)
+    if today.peak > memory:
+        smaller = ("fits", [way for way in ways if way.peak <= memory], _BY_SECONDS)
+    chunked, cut = ("same memory, chunks", same, _BY_SECONDS), ("same memory, slices", short, _BY_SECONDS)
+    fastest, proposed = today.seconds, []
+    for kind, fitting, key in (
+        ("same memory", [way for way in same if way.step.placement.num_chunks == 1], _BY_SECONDS),
+        chunked,
+        cut,
+        (PAIRED, together, _BY_SECONDS),
+        smaller,
+    ):
+        # That slices or pairs are refused, a user who has not asked for them need not know.
+        way = _first(fitting, key, {} if kind in (cut[0], PAIRED) else refused)
+        if way is None or (way.order in proposed and way.slices == 1 and kind != PAIRED):
+            continue
+        if kind == smaller[0] or way.seconds < fastest - AS_FAST * today.seconds:
+            fastest = min(fastest, way.seconds)
+            proposed.append(way.order)
+            yield kind, way
+
+
+def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
+    """Return the way with the lowest ``key`` that is not refused; ``None`` if all are.
+
+    The refusals of our schedules with a lower ``key`` are added to ``refused``: by code, the message and the names.
+    """
+    for way in sorted(ways, key=key):
+        error = way.refusal
+        if error is None:
+            return way
+        if not way.is_stock:
+            names = refused.setdefault(error.code, (str(error), []))[1]
+            names += [] if way.name in names else [way.name]
+    return None
+
+
+def changed_flags(today: Run, other: Run) -> tuple[Flags, Flags]:
+    """Return the flags to add to the command of ``today``, and those to remove, to get the run ``other``."""
+    before, after = all_flags(today), all_flags(other)
+    added = {
+        name: value
+        for name, value in after.items()
+        if before.get(name) != value and not name.startswith("pipemem-report")
+    }
+    gone = {
+        name: value for name, value in before.items() if name not in after or (after[name] in (None, False) and value)
+    }
+    return added, gone

@@ -1,0 +1,206 @@
+"""The settings of programs that train with Megatron: their fields, Megatron's flags for these, and the words to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.tools.advise.advice import OURS, STOCKS, Way, changed_flags
+from megatron_pipemem.tools.advise.shell import UNKNOWN
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.loading import known_model, unpriced_part
+from megatron_pipemem.tools.config.runs import ADAPTERS, EP_OVERLAP, FREEZES, Run
+from megatron_pipemem.tools.launch.command import Flags, model_flags, words
+from megatron_pipemem.tools.planner.space import STOCKS_ALONE
+
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+LAYOUT = "pipeline_model_parallel_layout"
+ENDS = {
+    "decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+}
+"""Flag -> field of the layers in the first and the last stage."""
+TOWER, IMAGES = "vision-tower", "vision-images"
+"""Keys of a model's ``Tower`` and of its images (number, height, width) among its flags. Megatron has no such flags."""
+_RENAMED = {
+    "num_moe_experts": "num-experts",
+    VIRTUAL: "num-virtual-stages-per-pipeline-rank",
+    **{field: flag for flag, field in ENDS.items()},
+    "hybrid_layer_pattern": "hybrid-layer-pattern",
+    "gated_linear_unit": "swiglu",
+    "fp8": "fp8-format",
+}
+"""Flag by field of Megatron's configuration, if the names differ."""
+_INVERTED = {"share_embeddings_and_output_weights": "untie-embeddings-and-output-weights"}
+"""Fields that are true by default, and the flag that sets each to false."""
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def flags_of(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield ``(flag, value)`` for the fields of a configuration that have a flag. Others do not change a price.
+
+    ``known`` has the flags of Megatron's parser, as ``mcore.known_flags`` describes them.
+    """
+    fields: dict[tuple[str, str | None], str] = {}
+    for name, flag in known.items():
+        fields.setdefault((flag["dest"], str(flag["const"]) if flag["bare"] else None), name.lstrip("-"))
+    for field, value in values.items():
+        if value is None:
+            continue
+        if field in _INVERTED:
+            yield _INVERTED[field], not value
+        elif field in _RENAMED:
+            yield _RENAMED[field], value
+        elif field == LAYOUT:
+            yield layout.FLAG, _layout(value)
+        elif (field, str(value)) in fields:
+            yield fields[field, str(value)], True
+        elif (field, None) in fields and not isinstance(value, bool):
+            yield fields[field, None], value
+    if values.get("num_query_groups") is not None:
+        yield "group-query-attention", True
+    if values.get("activation_func") == "squared_relu":
+        yield "squared-relu", True
+
+
+def flags_of_model(name: str, hint: str) -> dict[str, Any]:
+    """Return the flags of a public model's shape, by its name on Hugging Face, or the path of a folder with that name.
+
+    ``hint`` ends the message if the shape is unknown.
+    """
+    if (part := unpriced_part(name)) is not None:
+        raise ConfigError(
+            "unsupported-model",
+            f"{name} has {part}, whose seconds and bytes are not known; no schedules can be compared for this model",
+        )
+    model = known_model(name)
+    if model is None:
+        name = name.replace(UNKNOWN, "")
+        raise ConfigError("unknown-size", f"the sizes of {name} are not known here; {hint}")
+    if model.activation == "geglu":  # costs the same, and Megatron's parser has no flag for it
+        model = replace(model, activation="swiglu")
+    flags = {flag: value for flag, value in model_flags(model).items() if value is not None and value is not False}
+    return flags if model.tower is None else flags | {TOWER: model.tower}
+
+
+def adapter_flags(rank: int) -> dict[str, Any]:
+    """Return the flags of a model whose layers are frozen and have low-rank adapters; none for rank 0."""
+    return {FREEZES["language"]: True, ADAPTERS: rank} if rank else {}
+
+
+def _layout(value: str | Sequence[str] | Sequence[Sequence[str]]) -> str:
+    """Return a layout in the form of Megatron's flag, such as ``Ett|ttL``."""
+    if isinstance(value, str):
+        return value
+    return "|".join("".join(_LETTERS[piece] for piece in stage) for stage in value)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A program that trains with Megatron, and how its settings are spelled."""
+
+    # words that make the program import a module of the user's, whose import enables the schedule without a flag of ours
+    hook: tuple[str, ...] = ()
+    where: str | None = None  # the place of the call that enables a schedule, if no flag does
+    # spells a field of Megatron's configuration with its value; None if the program takes Megatron's flags
+    setting: Callable[[str, Any], list[str]] | None = None
+    families: tuple[str, ...] = (*STOCKS, *OURS)  # schedules that the program can run
+    slices: bool = False  # whether its sequences can be cut: they are not packed, and equally long
+    pairs: bool = False  # whether its forward step can return a schedule plan, which passes in pairs need
+
+
+def changes(consumer: Consumer, today: Run, way: Way) -> tuple[list[str], list[str]]:
+    """Return the words to add to a program's settings, and those to remove, so that ``today``'s run becomes ``way``."""
+    hook = [*consumer.hook] if not way.is_stock and way.run.schedule.name != today.schedule.name else []
+    added: list[str] = []
+    gone: list[str] = []
+    if consumer.setting is None:
+        more, less = changed_flags(today, way.run)
+        foreign = {flag for flag in {*more, *less} if consumer.hook and flag.startswith("pipemem-")}
+        return [*hook, *words(_without(more, foreign))], words(_without(less, foreign))
+    for field, value in _changed_fields(today, way.run, way.step.placement.num_chunks).items():
+        words_of = gone if value is None and consumer is SWIFT else added
+        words_of += consumer.setting(field, value)
+    return [*hook, *added], gone
+
+
+def _without(flags: Flags, names: Collection[str]) -> Flags:
+    return {flag: value for flag, value in flags.items() if flag not in names}
+
+
+def call(way: Way) -> str | None:
+    """Return the Python call that enables a schedule of this package; ``None`` for Megatron's own."""
+    return (
+        None if way.is_stock else f'megatron_pipemem.enable("{way.run.schedule.name}"{", pairs=True" * way.run.pairs})'
+    )
+
+
+def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
+    """Return Megatron's fields for chunks, layout and overlaps that differ between two runs, with their new values.
+
+    A field that is no longer needed has the value ``None``.
+    """
+    found: dict[str, Any] = {}
+    if chunks != (today.parallelism.chunks or 1):
+        found[VIRTUAL] = None if chunks == 1 else chunks
+    for flag, field in ((layout.FLAG, LAYOUT), (layout.PATTERN, "hybrid_layer_pattern")):
+        if other.flags.get(flag) != today.flags.get(flag):
+            found[field] = other.flags.get(flag)
+    found |= {field: None for flag, field in ENDS.items() if today.flags.get(flag) and not other.flags.get(flag)}
+    kept = other.flags if other.schedule.name == STOCK else {}  # of a call of ours, the setting is an argument
+    gone = (flag for flag in STOCKS_ALONE if today.flags.get(flag) is True and flag not in kept)
+    found |= {flag.replace("-", "_"): False for flag in gone}
+    return found | ({EP_OVERLAP.replace("-", "_"): True} if kept.get(EP_OVERLAP) and not today.pairs else {})
+
+
+def _python(field: str, value: Any) -> list[str]:
+    section = "comm_overlap" if field.replace("_", "-") in STOCKS_ALONE else "model"
+    return [f"config.{section}.{field} = {json.dumps(value) if isinstance(value, str) else value}"]
+
+
+def _hydra(prefix: str, own: Sequence[str], others: str) -> Callable[[str, Any], list[str]]:
+    """Return a function that spells overrides of Hydra.
+
+    The fields in ``own`` are keys under ``prefix``. All other fields are in the mapping ``others`` under ``prefix``.
+    """
+
+    def spelled(field: str, value: Any) -> list[str]:
+        return [f"++{prefix}{'' if field in own else f'.{others}'}.{field}={json.dumps(value)}"]
+
+    return spelled
+
+
+def _swift(field: str, value: Any) -> list[str]:
+    flags = {field: flag.replace("-", "_") for flag, field in ENDS.items()}
+    name = f"--{flags.get(field, field)}"
+    return [name] if value is None else [name, str(value).lower() if value is False else str(value)]
+
+
+MEGATRON = Consumer(slices=True, pairs=True)
+BRIDGE = Consumer(where="in the recipe", setting=_python, pairs=True)
+NEMO_RL = Consumer(
+    where="at the beginning of NeMo-RL's MegatronPolicyWorkerImpl.__init__",
+    setting=_hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides"),
+    families=("1f1b", "zb-h1"),  # it passes one model and one data iterator
+)
+SLIME = Consumer(
+    ("--custom-megatron-init-path", "my_pipemem.init"),
+    "in init(args) of my_pipemem.py",
+    families=(*STOCKS, "zb-h1", "gis"),  # its model provider drops the process groups of a chunk
+)
+VERL = Consumer(
+    ("++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=my_pipemem",),
+    "in my_pipemem.py",
+    _hydra("actor_rollout_ref.actor.megatron", [VIRTUAL], "override_transformer_config"),
+    (*STOCKS, "zb-h1", "gis"),  # its names of weights follow from ranks
+)
+SWIFT = Consumer(
+    ("--external_plugins", "my_pipemem.py"),
+    "in my_pipemem.py",
+    _swift,
+    (*STOCKS, "zb-h1", "gis"),  # mcore-bridge builds the chunks itself, for Megatron's own placement
+)

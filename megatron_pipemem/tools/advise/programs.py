@@ -1,0 +1,418 @@
+"""Read the runs of programs with settings of their own: NeMo-RL, verl, slime, ms-swift and recipes of Megatron-Bridge.
+
+All of them build a public model, by its name on Hugging Face, and set fields of Megatron's configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron_pipemem.errors import ConfigError, UpstreamError
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.tools.advise.consumers import (
+    BRIDGE,
+    ENDS,
+    IMAGES,
+    NEMO_RL,
+    SLIME,
+    SWIFT,
+    TOWER,
+    VERL,
+    Consumer,
+    adapter_flags,
+    flags_of,
+    flags_of_model,
+)
+from megatron_pipemem.tools.advise.reading import Context, Reading, ask_for, named, parts, read_flags
+from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS, UNKNOWN
+from megatron_pipemem.tools.config.loading import YamlError, known_model, merged, override, read_raw, read_yaml, typed
+from megatron_pipemem.tools.config.model import Tower
+from megatron_pipemem.tools.config.values import whole_number
+from megatron_pipemem.tools.launch.asking import answers
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_UNSAID = "give the name of a model on Hugging Face with these sizes, as in {}Qwen/Qwen3-8B"
+_FULL = "every sequence has the greatest length, and forwards without a backward are not counted"
+_OF_VERL = {
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+}
+"""verl's defaults of the settings that are read."""
+_RANK, _RANK_OF_SWIFT = 32, 8  # of adapters, unless a setting gives it
+PREFIX = "bridge:"
+_CHILD = "megatron_pipemem.mcore.bridge_recipe"
+_SECONDS = 600  # in which the recipes are evaluated
+_PRICED = ("gated_delta_net", "dsa")
+"""Kinds of attention, in addition to plain and latent attention, whose seconds and bytes can be predicted."""
+
+
+def is_settings(raw: Mapping[str, Any]) -> bool:
+    """Return whether a YAML file holds settings of NeMo-RL or verl, and not a run of this package."""
+    return bool({"policy", "actor_rollout_ref", "defaults"} & raw.keys())
+
+
+def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Reading:
+    """Return the run of NeMo-RL's or verl's settings in a YAML file, after Hydra's overrides.
+
+    Raises:
+        ConfigError: the settings are of another program (``wrong-file``), or a size is missing.
+    """
+    settings = _Settings(_inherited(path, ()))
+    settings.change(overrides)
+    if "actor_rollout_ref" in settings.raw:
+        return _verl(settings, str(path), context)
+    if not settings.get("policy.megatron_cfg.enabled", False):
+        raise ConfigError(
+            "wrong-file",
+            "does not train with Megatron, because policy.megatron_cfg.enabled is not true; give settings of a run "
+            "with Megatron",
+            file=path,
+        )
+    return _nemo_rl(settings, str(path), context)
+
+
+def read_program(words: Sequence[str], context: Context) -> Reading:
+    """Return the run that a command starts, a script of Megatron or another program; see ``read_flags``.
+
+    A YAML file after ``--config`` is read by ``read_settings``.
+    """
+    if any(_plus(word).startswith("actor_rollout_ref.") for word in words):
+        settings = _Settings({})
+        settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))
+        return _verl(settings, "verl", context)
+    place = next((place for place, word in enumerate(words) if word == "--config"), len(words))
+    if place + 1 < len(words) and words[place + 1].endswith((".yaml", ".yml")):
+        return read_settings(Path(words[place + 1]), words[place + 2 :], context)
+    launcher, program, rest = parts(words)
+    if program.startswith(SWIFT_PROGRAMS):
+        return _swift(named(rest, {}), launcher, program, context)
+    flags = named(rest, context.known)
+    if "hf-checkpoint" in flags or any(name.startswith("rollout-") for name in flags):
+        return _slime(flags, program, context)
+    return read_flags(flags, launcher, program, context)
+
+
+class _Settings:
+    """Nested settings by dotted keys. References to other keys are followed."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.raw = raw
+
+    def change(self, overrides: Iterable[str]) -> None:
+        """Apply overrides of Hydra: ``key=value``, with or without ``+`` in front. Other words are ignored."""
+        for text in overrides:
+            key, equals, value = _plus(text).partition("=")
+            if not equals or text.startswith("-"):
+                continue
+            try:
+                override(self.raw, key, value if UNKNOWN in value else read_yaml(value))
+            except YamlError:
+                override(self.raw, key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted key; ``default`` if it is missing or null."""
+        here: Any = self.raw
+        for part in key.split("."):
+            here = here.get(part) if isinstance(here, Mapping) else None
+        reference = _REFERENCE.fullmatch(here) if isinstance(here, str) else None
+        if reference is not None and reference[1] != key:
+            return self.get(reference[1], default)
+        return default if here is None else here
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if UNKNOWN in str(value):
+            ask_for(str(value), key)
+        if value is None:
+            raise ConfigError(
+                "unknown-size", f"is missing, and the run's shape follows from it; give {key}=NUMBER", key=key
+            )
+        if not isinstance(value, int):
+            raise ConfigError("bad-number", f"is {shortened(value)}; give a whole number", key=key)
+        return value
+
+    def fields(self, key: str) -> dict[str, Any]:
+        """Return the values directly below a key, without nested mappings."""
+        found = self.get(key, {})
+        names = found if isinstance(found, Mapping) else {}
+        values = {name: self.get(f"{key}.{name}") for name in names}
+        return {name: value for name, value in values.items() if not isinstance(value, Mapping)}
+
+
+def _plus(text: str) -> str:
+    return text.lstrip("+")
+
+
+def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the mapping of a file, merged over those of the files that it names under ``defaults``.
+
+    ``trail`` has the files that led to this one. Raise a ConfigError if a file leads to itself.
+    """
+    if path in trail:
+        raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
+    raw = read_raw(path)
+    parents = raw.pop("defaults", [])
+    found: dict[str, Any] = {}
+    for parent in [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []:
+        if isinstance(parent, str) and parent != "_self_":
+            found = merged(found, _inherited(path.parent / parent, (*trail, path)))
+    return merged(found, raw)
+
+
+def _reading(
+    flags: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context, consumer: Consumer
+) -> Reading:
+    given = {name: value for name, value in flags.items() if value is not False}
+    found = read_flags(given, launcher, program, context)
+    return replace(found, assumed=(*found.assumed, _FULL), consumer=consumer)
+
+
+def _on(nodes: int, per_node: int) -> dict[str, str]:
+    """Return the options of a launcher for ``nodes`` nodes with ``per_node`` devices each."""
+    return {"nnodes": str(nodes), "nproc-per-node": str(per_node)}
+
+
+def _replicas(flags: Mapping[str, Any], devices: int) -> int:
+    kinds = ("tensor-model", "pipeline-model", "context")
+    return max(1, devices // prod(max(1, _number(flags, f"{kind}-parallel-size") or 1) for kind in kinds))
+
+
+def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> None:
+    """Set in ``flags`` the batch sizes for sequences that are packed into microbatches of up to ``tokens`` tokens.
+
+    ``samples`` is the number of sequences of a step, and ``devices`` that of all devices of the run.
+    """
+    micro = max(1, tokens // int(flags["seq-length"]))
+    batch = micro * _replicas(flags, devices)
+    flags["micro-batch-size"], flags["global-batch-size"] = micro, -(-samples // batch) * batch
+
+
+def _named_model(settings: _Settings, key: str) -> dict[str, Any]:
+    return flags_of_model(str(settings.get(key)), _UNSAID.format(f"{key}="))
+
+
+def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
+    policy = "policy.megatron_cfg"
+    own = settings.fields(policy)
+    if not own.get("activation_checkpointing"):
+        own |= {"recompute_granularity": None, "recompute_modules": None}
+    elif own.setdefault("recompute_granularity", "full") == "full":
+        own |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    groups = (
+        settings.fields(f"{policy}.{name}")
+        for name in ("optimizer", "distributed_data_parallel_config", "model_overrides")
+    )
+    for group in groups:
+        own |= group
+    if settings.get(f"{policy}.fp8_cfg.enabled", False):
+        own |= settings.fields(f"{policy}.fp8_cfg")
+    flags = _named_model(settings, "policy.model_name") | dict(flags_of(own, context.known))
+    flags |= {
+        "seq-length": settings.number("policy.max_total_sequence_length"),
+        "micro-batch-size": settings.number("policy.train_micro_batch_size"),
+        "global-batch-size": settings.number("policy.train_global_batch_size"),
+        "bf16": settings.get("policy.precision") == "bfloat16",
+    }
+    if settings.get(f"{policy}.peft.enabled", False):
+        flags |= adapter_flags(settings.number(f"{policy}.peft.dim", _RANK))
+    nodes, per_node = settings.number("cluster.num_nodes", 1), settings.number("cluster.gpus_per_node")
+    if settings.get("policy.generation.colocated.enabled", True) is False:
+        others = "policy.generation.colocated.resources"
+        apart = settings.get(f"{others}.num_nodes")
+        nodes, per_node = (
+            (nodes - int(apart), per_node)
+            if apart and nodes > 1
+            else (nodes, per_node - settings.number(f"{others}.gpus_per_node"))
+        )
+    return _reading(flags, _on(nodes, per_node), program, context, NEMO_RL)
+
+
+def _verl(settings: _Settings, program: str, context: Context) -> Reading:
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+    def number(key: str) -> int:
+        return settings.number(key, _OF_VERL.get(key))
+
+    own = {"sequence_parallel": True, "use_distributed_optimizer": True, "bf16": True}
+    config = f"{actor}.megatron"
+    for group in (config, f"{config}.override_transformer_config", f"{actor}.optim.override_optimizer_config"):
+        own |= settings.fields(group)
+    for name in [name for name, value in own.items() if UNKNOWN in str(value)]:
+        value = own.pop(name)
+        if name.endswith("_size") or name.startswith(("num_", "recompute")):
+            ask_for(str(value), f"{config}.{name}")
+    if own.get("recompute_granularity") is None:
+        own.pop("recompute_modules", None)
+    flags = _named_model(settings, f"{model}.path") | dict(flags_of(own, context.known))
+    flags.pop("mtp-num-layers", None)  # verl trains without
+    flags |= adapter_flags(settings.number(f"{model}.lora.rank", 0) or settings.number(f"{model}.lora_rank", 0))
+    flags["seq-length"] = number("data.max_prompt_length") + number("data.max_response_length")
+    nodes, per_node = number("trainer.nnodes"), number("trainer.n_gpus_per_node")
+    samples = number(f"{actor}.ppo_mini_batch_size") * number("actor_rollout_ref.rollout.n")
+    if settings.get(f"{actor}.use_dynamic_bsz", False):
+        tokens = number(f"{actor}.ppo_max_token_len_per_gpu") * (_number(flags, "context-parallel-size") or 1)
+        _packed(flags, samples, tokens, nodes * per_node)
+    else:
+        flags["micro-batch-size"] = number(f"{actor}.ppo_micro_batch_size_per_gpu")
+        flags["global-batch-size"] = samples
+    return _reading(flags, _on(nodes, per_node), program, context, VERL)
+
+
+def _slime(given: Mapping[str, Any], program: str, context: Context) -> Reading:
+    name = str(given.get("hf-checkpoint"))
+    shape = flags_of_model(name, "") if known_model(name) is not None else {}
+    found = {flag: shape.get(flag) if shape and UNKNOWN in str(value) else value for flag, value in given.items()}
+    found |= {"bf16": "fp16" not in given, "use-distributed-optimizer": True}
+    nodes, per_node = _number(given, "actor-num-nodes") or 1, _number(given, "actor-num-gpus-per-node") or 8
+    answers = _number(given, "rollout-max-response-len")
+    longest = _number(given, "rollout-max-context-len") or (
+        answers and answers + (_number(given, "rollout-max-prompt-len") or 0)
+    )
+    tokens = _number(given, "max-tokens-per-gpu") if given.get("use-dynamic-batch-size") else None
+    tokens = tokens and tokens * (_number(given, "context-parallel-size") or 1)
+    found["seq-length"] = longest or tokens or given.get("seq-length")
+    samples = _number(given, "global-batch-size") or (
+        (_number(given, "rollout-batch-size") or 1)
+        * (_number(given, "n-samples-per-prompt") or 1)
+        // (_number(given, "num-steps-per-rollout") or 1)
+    )
+    found["global-batch-size"] = samples
+    if tokens:
+        _packed(found, samples, tokens, nodes * per_node)
+    return _reading(found, _on(nodes, per_node), program, context, SLIME)
+
+
+def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
+    texts = {"true": True, "false": False, "none": None, "null": None}
+    own: dict[str, Any] = {
+        name.replace("-", "_"): texts.get(str(value).lower(), value) for name, value in given.items()
+    }
+    defaults = {"micro_batch_size": 1, "global_batch_size": 16, "recompute_granularity": "selective", "bf16": True}
+    own = {**defaults, "use_distributed_optimizer": True, **own}
+    longest = _number(own, "packing_length") or _number(own, "max_length")
+    answers = _number(own, "max_completion_length")
+    own["seq_length"] = longest and longest + (answers or 0)
+    if own["seq_length"] is None:
+        raise ConfigError(
+            "unknown-size",
+            "is missing, and the length of sequences follows from it; add it to the command",
+            key="--max_length",
+        )
+    name = str(own.get("model", own.get("mcore_model", own.get("load"))))
+    flags = flags_of_model(name, _UNSAID.format("--model="))
+    if not own.get("mtp_num_layers"):
+        flags.pop("mtp-num-layers", None)
+    if str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"):
+        flags |= adapter_flags(_number(own, "lora_rank") or _RANK_OF_SWIFT)
+    ends = {flag: own[name] for flag in ENDS if (name := flag.replace("-", "_")) in own}
+    return _reading(flags | dict(flags_of(own, context.known)) | ends, launcher, program, context, SWIFT)
+
+
+def _number(given: Mapping[str, Any], name: str) -> int | None:
+    value = given.get(name)
+    if UNKNOWN in str(value):
+        ask_for(str(value), f"--{name}")
+    return whole_number(value, name)
+
+
+def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each recipe, in the order of the names, as ``mcore.bridge_recipe.evaluated`` returns them.
+
+    Raises:
+        UpstreamError: Megatron-Bridge cannot be imported (``not-installed``), or a recipe takes too long
+            (``no-answer``).
+    """
+    try:
+        yield from answers(["-m", _CHILD, *names], _SECONDS, "Megatron-Bridge")
+    except UpstreamError as error:
+        hint = "pip install megatron-bridge" if error.code == "not-installed" else "the recipe may wait for a network"
+        raise UpstreamError(error.code, f"{error}; {hint}") from error
+
+
+def read_recipe(name: str, context: Context) -> Reading:
+    """Return the run that a recipe configures.
+
+    Args:
+        name: a recipe of Megatron-Bridge, with or without ``_config``; or a user's recipe, as
+            ``package.module:function``.
+        context: facts that the recipe may leave open. A part of its name like ``_32gpu_`` gives the number of devices.
+
+    Raises:
+        ConfigError: no such recipe (``unknown-recipe``), or a size is missing.
+        UnsupportedError: the model cannot be priced (``unsupported-model``).
+    """
+    asked = name if name.endswith("_config") or ":" in name else f"{name}_config"
+    (facts,) = evaluate([asked])
+    return run_of(facts, context)
+
+
+def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
+    """Return the run that an evaluated recipe configures, or raise the errors of ``read_recipe``."""
+    asked = facts["asked"]
+    if "names" in facts:
+        near = get_close_matches(asked, facts["names"], n=1)
+        hint = f"did you mean {PREFIX}{near[0]}?" if near else "see megatron.bridge.recipes"
+        raise ConfigError("unknown-recipe", f"Megatron-Bridge has no recipe {asked}; {hint}")
+    if "error" in facts:
+        raise ConfigError(
+            "cannot-evaluate",
+            f"the recipe {asked} raises an error on this machine: {facts['error']}; remove its cause, or give a launch "
+            "script or run file",
+        )
+    if facts["unknown"] is not None:
+        flags_of_model(facts["unknown"], "unset HF_HUB_OFFLINE to ask Hugging Face")
+    values = facts["values"]
+    variant = values.get("experimental_attention_variant", _PRICED[0])
+    if variant not in _PRICED or values.get("enable_hyper_connections"):
+        raise ConfigError(
+            "unsupported-model",
+            f"{asked} has hyper-connections or attention of the kind {variant}, whose seconds and bytes are not known; "
+            "no schedules can be compared for this model",
+        )
+    if facts["adapters"] is not None and not facts["rank"]:
+        raise ConfigError(
+            "unsupported-model",
+            f"{asked} trains adapters of the kind {facts['adapters']}, which have no rank, and whose seconds and bytes "
+            "are not known; no schedules can be compared for this model",
+        )
+    alike = known_model(facts["tokenizer"] or "")
+    tokens = facts["vocabulary"] or (alike and alike.vocabulary)
+    base = {} if tokens is None else {"vocab-size": tokens}
+    if facts["model"] is not None:
+        base |= flags_of_model(facts["model"], "")
+    flags = base | dict(flags_of(values, context.known)) | dict.fromkeys(facts.get("frozen", ()), True)
+    flags |= adapter_flags(facts["rank"] or 0)
+    if flags.get("expert-model-parallel-size", 1) > 1:  # Megatron-Bridge does not cut experts by default
+        flags.setdefault("expert-tensor-parallel-size", 1)
+    _add_tower(flags, facts)
+    match = re.search(r"_(\d+)gpu", facts["name"])
+    devices = context.devices or (int(match[1]) if match else None)
+    launcher = {} if devices is None else {"nproc-per-node": str(min(devices, context.cluster.devices_per_node))}
+    found = read_flags(flags, launcher, f"{PREFIX}{facts['name']}", replace(context, devices=devices))
+    return replace(found, consumer=BRIDGE)
+
+
+def _add_tower(flags: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Put the vision tower and the images of a recipe among its ``flags``, which are changed.
+
+    Raise a ConfigError if the tower cannot be priced.
+    """
+    if "images" in facts:
+        flags[IMAGES] = facts["images"]
+    if "tower" in facts:
+        try:
+            flags[TOWER] = typed(facts["tower"], Tower, prefix="tower.")
+        except ConfigError as error:
+            message = f"{facts['asked']} has a vision tower whose seconds and bytes are not known: {error}"
+            raise ConfigError("unsupported-model", message) from error

@@ -1,0 +1,303 @@
+"""``pipemem advise``: compare the schedule of an existing run with other schedules.
+
+The run is given as a launch script, a command line, a run file or a recipe of Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_pipemem.errors import ConfigError, UpstreamError, readable
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.mcore import INSTALL
+from megatron_pipemem.mcore.known_flags import known_flags
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.tools.advise.advice import AS_FAST, PAIRED, Advice, Way, advise
+from megatron_pipemem.tools.advise.consumers import BRIDGE, call, changes
+from megatron_pipemem.tools.advise.programs import PREFIX, is_settings, read_program, read_recipe, read_settings
+from megatron_pipemem.tools.advise.reading import Context, Reading
+from megatron_pipemem.tools.advise.shell import training_command
+from megatron_pipemem.tools.cli.common import console, print_facts, print_json
+from megatron_pipemem.tools.cli.options import Json, check_output
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, write_yaml
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.explanation import pace_of
+from megatron_pipemem.tools.planner.plans import gibibytes
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+
+_CLUSTER = "h100-80g"
+
+
+def advise_command(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT.sh | FILE.yaml [KEY=VALUE ...] | bridge:RECIPE | -- COMMAND",
+            help="A launch script of Megatron, slime, verl or ms-swift; a run file, or settings of NeMo-RL or verl, with "
+            "overrides; a recipe of Megatron-Bridge; or a command after --.",
+        ),
+    ],
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A shell variable of the script. Repeatable.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices of the run, if the script does not give it.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Cluster whose device speed and memory the comparison assumes.")
+    ] = _CLUSTER,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in the vocabulary, if the script does not give their number.")
+    ] = None,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="Images in a sequence, for a model with a vision tower.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            "--costs",
+            metavar="FILE",
+            help="Measured prices: of `pipemem profile` for this model, or a report of this run.",
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Write the run, as it stands, as a run file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a run's schedule with others, and print the line that changes it.
+
+    Parallel sizes and microbatches stay as they are. To change them too, use `pipemem plan`. A script is read and not
+    executed: shell variables are replaced by their values, and Megatron's own parser reads the flags.
+
+    Examples:
+        # a launch script; variables that it takes from outside
+        pipemem advise train.sh --env NNODES=4
+        # a command line
+        pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
+        # a recipe of the installed Megatron-Bridge, or your own as bridge:package.module:function
+        pipemem advise bridge:llama3_70b_sft
+        # settings of NeMo-RL or verl, with overrides
+        pipemem advise examples/configs/grpo_math_8B_megatron.yaml cluster.num_nodes=2
+        # a run file, with prices that were measured
+        pipemem advise configs/runs/llama3-70b-64xh100.yaml --profile profile.json
+    """
+    check_output(write, (".yaml", ".yml"), "a run")
+    with readable(f"the run of {source[0]}"):
+        reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
+    pace = None if profile is None else pace_of(profile, reading.run)
+    advice = _advised(reading, pace)
+    if write is not None:
+        write_whole(write, write_yaml(settings_of(reading.run)))
+    if as_json:
+        print_json(_facts(reading, advice))
+    else:
+        print_facts(console(), _lines(reading, advice, profile is not None))
+
+
+def advise_words(words: list[str], devices: int | None) -> None:
+    """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices.
+
+    ``devices`` is ``None`` if the command gives the number.
+    """
+    with readable("the command"):
+        reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
+    advice = _advised(reading)
+    print_facts(console(), _lines(reading, advice, measured=False))
+
+
+def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
+    """Return the advice for a run, by the schedules that its program can take."""
+    consumer = reading.consumer
+    return advise(reading.run, pace, consumer.families, consumer.slices, consumer.pairs)
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    """Return the properties of all flags that the installed Megatron accepts, by the flag with its ``--``.
+
+    Raises:
+        UpstreamError: Megatron is not installed.
+    """
+    if known := known_flags():
+        return known
+    raise UpstreamError("not-installed", f"flags are read by Megatron's own parser, which is not installed; {INSTALL}")
+
+
+def _read(
+    source: list[str],
+    variables: dict[str, str],
+    cluster: str,
+    gpus: int | None,
+    vocabulary: int | None,
+    images: int | None,
+) -> Reading:
+    path = Path(source[0])
+    is_yaml = path.suffix in (".yaml", ".yml")
+    if is_yaml and not (path.is_file() and is_settings(read_raw(path))):
+        run = load(path, Run, source[1:])
+        return Reading(run, run.script or "pretrain_gpt.py", ())
+    context = Context(_known(), load(cluster, Cluster), gpus, vocabulary, images)
+    if is_yaml:
+        return read_settings(path, source[1:], context)
+    if len(source) == 1 and source[0].startswith(PREFIX):
+        return read_recipe(source[0].removeprefix(PREFIX), context)
+    overrides = source[1:] if path.is_file() and all("=" in word for word in source[1:]) else []
+    if len(source) == 1 and not path.is_file():
+        raise ConfigError("no-file", f"there is no file {path}; give a launch script, a run file, or -- and a command")
+    if len(source) == 1 or overrides:
+        text, folder = path.read_text(encoding="utf-8", errors="replace"), path.parent
+    else:
+        text, folder = shlex.join(source), None
+    return read_program([*training_command(text, variables, folder), *overrides], context)
+
+
+def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise ConfigError("bad-syntax", f"--env {shortened(name)}: write NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
+    """Return the printed answer as pairs of a name and a text, one per line.
+
+    ``measured`` is whether the user gave measured prices.
+    """
+    run, today, stock = reading.run, advice.today, advice.stock
+    cut, model, cluster = run.parallelism, run.model, run.cluster
+    sizes = ", ".join(
+        f"{name} {getattr(cut, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(cut, name) > 1
+    )
+    batch = f"{cut.microbatches} microbatches of {cut.micro_batch} x {model.sequence:,} tokens"
+    over = (
+        f", {gibibytes(advice.excess)} GiB more than a device has: compared without that limit" if advice.excess else ""
+    )
+    lines = [
+        ("the run", f"{model.layers} layers of {model.hidden:,} channels, {sizes}; {batch}; {run.precision}"),
+        *[("assumed", sentence) for sentence in reading.assumed],
+        ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}{over}"),
+    ]
+    if advice.fails is not None:
+        lines.insert(
+            -1, ("fails", f"{advice.fails}, so Megatron stops at the start; it runs with {_addition(reading, today)}")
+        )
+    if stock is not None and stock.gain(today) >= AS_FAST:
+        lines.append(("tuned stock", _compared(stock, reading, advice)))
+    lines += [(kind, _compared(way, reading, advice)) for kind, way in advice.proposals.items()]
+    lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
+    lines += [("no slices", advice.unsliced)] if advice.unsliced is not None else []
+    lines += [("one queue", advice.one_queue)] if advice.one_queue is not None else []
+    lines.append(("answer", _answer(reading, advice)))
+    device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
+    prices = "by measured prices" if measured else f"computed for {device}"
+    lines.append(
+        ("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, none was timed on several GPUs")
+    )
+    return lines
+
+
+def _held(way: Way) -> str:
+    return f"ranks idle {way.idle_rate:.1%}, peak {gibibytes(way.peak)} GiB"
+
+
+def _compared(way: Way, reading: Reading, advice: Advice) -> str:
+    """Return the line about a schedule: how its step compares with the run's, its memory, and the words to add.
+
+    If tuned stock Megatron is faster than the run as it stands, the step is compared with that too.
+    """
+    today, stock = advice.today, advice.stock
+    against = f"a step is {_difference(way.gain(today))}"
+    if stock is not None and stock is not way and stock.gain(today) >= AS_FAST:
+        against += f" than yours, {_difference(way.gain(stock))} than tuned stock's"
+    sent = way.messages / today.messages
+    times = f", {sent:.2g} times the messages" if sent > 1 else ""
+    return f"{way.name}: {against}, {_held(way)}{times}: {_addition(reading, way)}"
+
+
+def _difference(gain: float) -> str:
+    return f"{abs(gain):.1%} {'shorter' if gain > 0 else 'longer'}"
+
+
+def _addition(reading: Reading, way: Way) -> str:
+    """Return the flags or settings that make the run use ``way``, and the flags to remove.
+
+    If the program has no flag for schedules, the Python call that enables the schedule comes first.
+    """
+    added, gone = changes(reading.consumer, reading.run, way)
+    where, enabled = reading.consumer.where, call(way)
+    lines = [enabled] if where is not None and enabled is not None else []
+    lines += added if reading.consumer is BRIDGE else [shlex.join(added)] if added else []
+    return ("; ".join(lines) or "nothing more") + (f", without {shlex.join(gone)}" if gone else "")
+
+
+def _answer(reading: Reading, advice: Advice) -> str:
+    """Return text with the words that the user should add, or with the reason to stay as it is."""
+    today, stock = advice.today, advice.stock
+    if advice.verdict == "stay":
+        return "stay as you are: no schedule is 1 % faster in today's memory, or as fast in less memory"
+    if advice.verdict == "overlap":
+        return "stay as you are: your overlap of messages within layers saves more time than another schedule would"
+    if advice.verdict in ("layout", "stock"):
+        better = stock if stock is not None and stock.gain(today) >= AS_FAST else today
+        what = "only change the layout" if advice.verdict == "layout" else "stay with Megatron's own schedule"
+        return f"{what}: add {_addition(reading, better)}"
+    kind = PAIRED if advice.verdict == "pairs" else next(iter(advice.proposals))
+    best, where = advice.proposals[kind], reading.consumer.where
+    ours, hint = max(way.gain(today) for way in advice.proposals.values()), ""
+    if kind == PAIRED:
+        hint = f"hide the travel of experts' tokens, {today.step.exchange_share:.0%} of the work: "
+    elif kind == "less memory":
+        hint = f"for {gibibytes(today.peak - best.peak)} GiB less, "
+    elif stock is not None and stock.gain(today) >= max(AS_FAST, ours - AS_FAST):
+        more = gibibytes(max(0.0, stock.peak - today.peak))
+        hint = f"with {stock.name} a step is {_difference(stock.gain(today))} in {more} GiB more; in today's memory "
+    if where is not None:
+        return f"{hint}{where}: {_addition(reading, best)}"
+    start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
+    return f"{hint}{start}add {_addition(reading, best)}"
+
+
+def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
+    ways = {"today": advice.today, "stock": advice.stock, **advice.proposals}
+    return {
+        "run": settings_of(reading.run),
+        "program": reading.program,
+        "assumed": list(reading.assumed),
+        "answer": advice.verdict,
+        "fails": advice.fails,
+        "unsliced": advice.unsliced,
+        "one_queue": advice.one_queue,
+        "excess_bytes": advice.excess,
+        "ways": {kind: way and _way_facts(way, reading, advice) for kind, way in ways.items()},
+        "refused": {
+            code: {"message": message, "schedules": names} for code, (message, names) in advice.refused.items()
+        },
+    }
+
+
+def _way_facts(way: Way, reading: Reading, advice: Advice) -> dict[str, Any]:
+    added, gone = changes(reading.consumer, reading.run, way)
+    return {
+        "schedule": way.order.name,
+        "chunks": way.order.chunks,
+        "slices": way.slices,
+        "stock": way.is_stock,
+        "layers": list(way.step.layers),
+        "seconds": way.seconds,
+        "gain": way.gain(advice.today),
+        "gain_on_stock": None if advice.stock is None else way.gain(advice.stock),
+        "bubble_rate": way.bubble_rate,
+        "idle_rate": way.idle_rate,
+        "peak_bytes": list(way.peaks),
+        "messages": way.messages,
+        "call": None if reading.consumer.where is None else call(way),
+        "add": added,
+        "remove": gone,
+    }

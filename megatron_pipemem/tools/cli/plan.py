@@ -1,0 +1,507 @@
+"""``pipemem plan`` and ``layout``: choose the parallelism of a run, and the layers of every pipeline stage."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.memory_cap import parse_bytes
+from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
+from megatron_pipemem.schedule.stream import LEAST_GAIN
+from megatron_pipemem.tools.advise.advice import as_it_stands
+from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
+from megatron_pipemem.tools.cli.launch import Set
+from megatron_pipemem.tools.cli.options import (
+    Devices,
+    Json,
+    Microbatches,
+    Yes,
+    check_output,
+    check_seconds,
+    check_size,
+    takes_group,
+)
+from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.loading import load, override, parse_override, read_raw, typed
+from megatron_pipemem.tools.config.queues import one_queue_of
+from megatron_pipemem.tools.config.runs import OVERLAPS, Run
+from megatron_pipemem.tools.launch.command import words
+from megatron_pipemem.tools.launch.cut_flags import GROUP_SIZE, VIRTUAL_STAGES, laid_out
+from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, Layout, balance
+from megatron_pipemem.tools.planner.explanation import pace_of
+from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.plans import Answer, Plan, facts, gibibytes, run_files
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.space import KEYS, OF_REPLICAS, Limits, is_stocks, without_overlap
+from megatron_pipemem.tools.planner.variants import PLAIN
+from megatron_pipemem.tools.report.terminal import FittingTable
+
+_REASONS = 12
+
+
+def plan_command(
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN.yaml", help="Run file: model, cluster and global batch; see configs/runs.")
+    ],
+    overrides: Set = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="XGiB", help="Memory of a device, for everything. Default: all that the cluster leaves."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B", help=f"Allow only these values; keys: {', '.join(KEYS)}. Repeatable."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Profile that `pipemem profile` measured for this model on such a device, or a report of this run.",
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of plans to list.")] = 10,
+    search_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds of each of three searches for a better order; 0 for none.")
+    ] = 5.0,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Write the best as a run for `pipemem launch`.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose parallelism, microbatch, schedule and recompute for a run, and rank the plans that fit.
+
+    Expert parallelism, the global batch and all flags stay as in the run. Context parallelism and the cut of slices stay too,
+    unless ``--only`` lists other values: ``cp=1,2`` or ``slice_cut=tokens,flops``. If the run names no ``slices``, few
+    microbatches of long sequences are also planned in 2, 4 or 8 slices; ``--only slices=1,16`` names others.
+
+    The first row is the run as it stands, if it names a parallelism that fills its cluster. ``gain on today`` is the part of
+    its step by which a plan's is shorter.
+
+    If the run has ``--tp-comm-overlap``, Megatron's own schedules keep the flag, and ours are priced without it. With
+    ``--overlap-moe-expert-parallel-comm``, schedules are priced with pairs (variant ``pairs``) and without. If the run has
+    ``schedule.overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The gain
+    then says how many times faster that is than with the barrier.
+
+    Examples:
+        # rank plans, with the limit of each
+        pipemem plan configs/runs/98b-40xa100.yaml
+        # allow fewer choices
+        pipemem plan run.yaml --memory 60GiB --only tp=4,8 --only schedule=v-half,1f1b
+        # rank by the period of steps without a barrier
+        pipemem plan configs/runs/98b-40xa100.yaml --set schedule.overlap_steps=true
+        # use a measured profile, and write the best plan for launch
+        pipemem plan run.yaml --profile profile.json --output best.yaml
+    """
+    run = laid_out(load(run_file, Run, overrides or ()))
+    check_output(output, (".yaml", ".yml"), "a run")
+    check_seconds("--search-seconds", search_seconds)
+    limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
+    pace = None if profile is None else pace_of(profile, run)
+    with showing("planning"):
+        answer = plan(run, nbytes, limits, top, search_seconds, pace)
+        today = _as_it_stands(run, pace)
+        kept, other = _with_and_without(run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace))
+    one_queue = None if all(is_stocks(each.run) for each in answer.plans) else one_queue_of(run.flags)
+    files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
+    if as_json:
+        print_json(
+            {
+                "today": today and facts(today),
+                "plans": [facts(each) for each in answer.plans],
+                "without_overlap": other and facts(other),
+                "one_queue": one_queue,
+                "rejected": dict(answer.rejected.most_common()),
+                "considered": answer.considered,
+                "seconds": answer.seconds,
+                "output": [str(path) for path in files],
+            }
+        )
+    else:
+        notes = (one_queue, None if other is None else _worth_of_overlap(kept, other))
+        _print_answer(answer, today, [note for note in notes if note is not None])
+    for path, text in files.items():
+        write_whole(path, text)
+        if not as_json:
+            print_lines(path)
+    if not answer.plans:
+        raise UnsupportedError("nothing-fits", f"{run_file}: no plan is possible; {_advice(answer.rejected)}")
+
+
+def _limits(texts: Sequence[str]) -> Limits:
+    allowed: dict[str, list[object]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not equals or not values:
+            raise ConfigError("bad-syntax", f"--only {shortened(text)}: write KEY=A,B as in tp=4,8")
+        allowed.setdefault(key, []).extend(_whole(value) for value in values.split(","))
+    return Limits(allowed)
+
+
+def _whole(text: str) -> int | str:
+    return int(text) if text.isdecimal() and len(text) < 10 else text
+
+
+def _print_answer(answer: Answer, today: Plan | None, notes: Sequence[str]) -> None:
+    out = console()
+    if answer.plans:
+        out.print(_table(answer.plans, today))
+        print_lines(*notes)
+    reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
+    common = answer.rejected.most_common()
+    for reason, count in common[:_REASONS]:
+        reasons.add_row(str(count), reason)
+    if len(common) > _REASONS:
+        reasons.add_row(str(sum(count for _, count in common[_REASONS:])), "other reasons; --json lists all")
+    out.print(reasons)
+    print_lines(f"{answer.considered} combinations considered in {answer.seconds:.1f} s")
+
+
+def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
+    """Return the plan of a run as it stands, or ``None``.
+
+    It is ``None`` if the run does not fill its cluster, is refused for another reason than memory, or has offload,
+    slices, vocabulary parallelism or steps without a barrier.
+    """
+    choice = run.schedule
+    has_further = choice.overlap_steps or (choice.slices or 1) > 1 or {choice.offload, choice.vocab_parallel} != {OFF}
+    if has_further or run.parallelism.ranks != run.cluster.num_devices:
+        return None
+    try:
+        way = as_it_stands(run, pace)
+    except PipememError:
+        return None
+    return replace(way, run=run) if way.refusal is None or way.refusal.code == "does-not-fit" else None
+
+
+_COLUMNS = (
+    *("schedule", "tp", "pp", "dp", "cp", "mb", "recompute", "s/step", "gain on today", "MFU", "peak GiB", "of 1F1B"),
+    *("bubble", "gain", "binds"),
+)
+
+
+def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
+    caption = (
+        "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
+        "same cut; binds: the largest loss of time; early head: I computes its weight gradient"
+    )
+    table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
+    contexts = any(each.run.parallelism.cp > 1 for each in plans)
+    for each in plans if today is None else (today, *plans):
+        cut, choice = each.run.parallelism, each.run.schedule
+        is_stock = is_stocks(each.run) or (each is today and choice.name == STOCK)
+        name = "today: " * (each is today) + "stock " * is_stock + each.schedule
+        name += "" if cut.chunks is None else f" v={cut.chunks}"
+        if (choice.slices or 1) > 1:
+            name += f" n={choice.slices}" + " by FLOPs" * (choice.slice_cut == FLOPS)
+        name += ", early head" * ("head" in choice.early_weights)
+        table.add_row(
+            name if each.variant == PLAIN else f"{name} + {each.variant}",
+            *map(str, (cut.tp, cut.pp, cut.dp, cut.cp if contexts else "", cut.micro_batch)),
+            choice.recompute,
+            f"{each.seconds:.4g}",
+            "" if today is None else "-" if each is today else f"{1 - each.seconds / today.seconds:.1%}",
+            f"{each.mfu:.1%}",
+            gibibytes(each.peak),
+            "-" if each.share_of_1f1b is None else f"{each.share_of_1f1b:.2f}",
+            f"{each.bubble_rate:.1%}",
+            "" if (gain := each.gain_without_barrier) is None else "none" if gain <= LEAST_GAIN else f"{gain:.3f}",
+            each.binds,
+        )
+    return table
+
+
+def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
+    """Return the fastest plans with and without overlap of messages within layers; ``None`` where there is no such plan.
+
+    ``again`` plans the run without the overlap, if all plans of ``answer`` keep it.
+    """
+    if not any(run.flags.get(flag) for flag in OVERLAPS):
+        return None, None
+    kept = next((each for each in answer.plans if each.hides_messages), None)
+    others = [each for each in answer.plans if not each.hides_messages] or [*again(without_overlap(run)).plans]
+    return kept, next(iter(others), None)
+
+
+def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
+    """Return a sentence on the time that overlap of messages within layers saves.
+
+    ``kept`` is the fastest plan with the overlap, and ``other`` the fastest without it.
+    """
+    shown = other.losses["messages within layers"] / other.seconds
+    text = f"without overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
+    if kept is None:
+        return f"{text}; no listed plan keeps the overlap"
+    if kept.seconds <= other.seconds:
+        faster = f"which is {other.seconds / kept.seconds - 1:.1%} faster"
+        return (
+            f"{text}: stay with stock, {faster}"
+            if is_stocks(kept.run)
+            else f"{text}: take {kept.schedule} in pairs, {faster}"
+        )
+    return f"{text}, which is still {kept.seconds / other.seconds - 1:.1%} faster than {kept.schedule} with overlap"
+
+
+def _advice(rejected: Counter[str]) -> str:
+    if not rejected:
+        return "--only leaves no combination that fills the cluster's devices; allow more values"
+    return f"the most frequent reason is: {rejected.most_common(1)[0][0]}"
+
+
+_MICROBATCHES = 8  # default per pipeline rank
+_BAR = 16  # columns of the slowest rank
+_SHADES = "\u2588\u2593\u2592\u2591"
+"""The shades of a rank's chunks, used in turn."""
+
+
+@takes_group
+def layout_command(
+    context: typer.Context,
+    cut: CutOptions,
+    of: Annotated[
+        str,
+        typer.Argument(metavar="RUN.yaml|MODEL", help="A run, or a model by name or YAML file.", show_default=False),
+    ],
+    overrides: Set = None,
+    devices: Devices = None,
+    chunks: Annotated[int | None, typer.Option("--chunks", "-v", min=1, help="Stages per pipeline rank.")] = None,
+    microbatches: Microbatches = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="`stock` for Megatron's 1F1B or, with --chunks, interleaved; or one of `pipemem schedules`."),
+    ] = None,
+    vocab_parallel: Annotated[
+        str | None, typer.Option(metavar="off|1|2", help="Cut embedding and head over all pipeline ranks.")
+    ] = None,
+    cluster: ClusterName = None,
+    sequence: SequenceLength = None,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Data-parallel ranks of a model; its memory depends on them.")
+    ] = None,
+    beside: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="A layout of your own to compare, as in 'Et*3|(tt|)*29m|L'.")
+    ] = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Choose the layers of each pipeline stage that make a step shortest, and compare with the even split.
+
+    Embedding, head, multi-token prediction and every kind of layer are priced as in `pipemem plan`. Milliseconds of
+    ranks are for forward and backward of one microbatch, and `s/step` for a whole step.
+
+    Examples:
+        # balance stock Megatron's 1F1B
+        pipemem layout llama3-70b --devices 8 --tp 8 --sequence-parallel
+        # balance its interleaved schedule, and compare with a layout by hand
+        pipemem layout deepseek-v3 -p 16 -v 2 --ep 32 --beside 'Et*3|(tt|)*29m|L'
+        # balance a run
+        pipemem layout configs/runs/98b-40xa100.yaml
+    """
+    run = _run_of(of, overrides or (), {
+        **_of_cut(context, of, cut),
+        "parallelism.pp": devices,
+        "parallelism.chunks": chunks,
+        "parallelism.dp": dp,
+        "schedule.name": schedule,
+        "schedule.vocab_parallel": vocab_parallel,
+        "cluster": cluster,
+        "model.sequence": sequence,
+    }, microbatches)  # fmt: skip
+    parts = run.parallelism
+    check_size(parts.pp, parts.microbatches, parts.chunks or 2, yes)
+    _check_stock_groups(run)
+    knows_memory = dp is not None or _is_run(of)
+    with showing("weighing layouts"):
+        found = balance(run, beside, None if knows_memory else 0.0)
+    if as_json:
+        print_json(_layout_facts(run, found, of, knows_memory))
+    else:
+        _print_layouts(run, found, knows_memory)
+
+
+def _is_run(of: str) -> bool:
+    """Return whether the argument is a run file. Otherwise it is a model."""
+    return of.endswith((".yaml", ".yml")) and bool({"model", "cluster", "parallelism"} & set(read_raw(of)))
+
+
+def _of_cut(context: typer.Context, of: str, cut: CutOptions) -> dict[str, Any]:
+    """Return the options of the parallelism as keys of a run file, for example ``parallelism.tp``.
+
+    If ``of`` is a run file, it has these keys itself. Then return nothing, and raise an UnsupportedError if an option
+    is given.
+    """
+    if _is_run(of):
+        check_runs_own(context, cut)
+        return {}
+    elsewhere = {"recompute": "schedule.recompute", "precision": "precision"}
+    return {elsewhere.get(name, f"parallelism.{name}"): value for name, value in asdict(cut).items()}
+
+
+def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
+    """Return the run that a run file or a model describes, together with the options.
+
+    A model needs a number of pipeline ranks, and has 8 microbatches per rank by default.
+    """
+    is_run = _is_run(of)
+    raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
+    for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
+        override(raw, key, value)
+    run = typed(raw, Run, Path(of) if is_run else None)
+    parts = run.parallelism
+    if not is_run:
+        if changes["parallelism.pp"] is None and parts.pp == 1:
+            raise UnsupportedError(
+                "missing-option", "the number of pipeline ranks is missing; give --devices, as in --devices 8"
+            )
+        microbatches = microbatches or _MICROBATCHES * parts.pp
+        if parts.dp * parts.cp > 1:
+            run = replace(run, megatron=OF_REPLICAS | run.megatron)
+    if microbatches is not None:
+        run = replace(run, parallelism=parts.with_microbatches(microbatches))
+    return run
+
+
+def _check_stock_groups(run: Run) -> None:
+    """Raise an UnsupportedError if stock Megatron's interleaved schedule cannot run this number of microbatches.
+
+    It runs microbatches in groups.
+    """
+    parts = run.parallelism
+    if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
+        return
+    group = run.megatron.get(GROUP_SIZE) or parts.pp
+    rest = parts.microbatches % group
+    if not parts.pp <= group <= parts.microbatches or 0 < rest < parts.pp:
+        raise UnsupportedError(
+            "needs-microbatches",
+            f"stock Megatron's interleaved schedule does not take {parts.microbatches} microbatches on {parts.pp} pipeline "
+            f"ranks in groups of {group}; give a multiple of {parts.pp}, as in --microbatches "
+            f"{parts.pp * max(1, round(parts.microbatches / parts.pp))}, or --schedule interleaved, which takes any number",
+        )
+
+
+def _paste(run: Run, each: Layout) -> str:
+    """Return the flags that make a training script use this layout."""
+    cut, choice = run.parallelism, run.schedule
+    flags: dict[str, object] = {"pipeline-model-parallel-size": cut.pp}
+    of_layout = layout.flags(run.model, each.layers)
+    if choice.name != STOCK:
+        flags["pipemem-schedule"] = choice.name
+    elif not of_layout and cut.chunks:
+        flags[VIRTUAL_STAGES] = cut.chunks
+    if choice.vocab_parallel != OFF:
+        flags["pipemem-vocab-parallel"] = choice.vocab_parallel
+    return shlex.join(words(flags | of_layout))
+
+
+def _layout_facts(run: Run, found: Balance, of: str, knows_memory: bool) -> dict[str, Any]:
+    cut = run.parallelism
+    return {
+        "of": of,
+        "schedule": run.schedule.name,
+        **{key: getattr(cut, key) for key in ("pp", "chunks", "tp", "dp", "cp", "ep", "microbatches")},
+        "even_is_as_good": found.even_is_as_good,
+        "layouts": {
+            each.name: {
+                "layers": list(each.layers),
+                "stages": layout.stages_of(run.model, each.layers),
+                "flags": _paste(run, each),
+                "stage_seconds": list(each.stage_seconds),
+                "rank_seconds": list(each.step.work),
+                "imbalance": each.imbalance,
+                "step_seconds": each.seconds,
+                "rank_bytes": list(each.held) if knows_memory else None,
+            }
+            for each in found.layouts
+        },
+    }
+
+
+def _print_layouts(run: Run, found: Balance, knows_memory: bool) -> None:
+    out = console()
+    out.print(_ranks(run, found, knows_memory))
+    columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
+    table = FittingTable(columns, text=("layout",))
+    for each in found.layouts:
+        table.add_row(
+            each.name,
+            _milliseconds(each.slowest),
+            f"{each.imbalance:.1%}",
+            f"{each.seconds:.4g}",
+            f"{each.seconds / found.best.seconds:.3f}",
+            gibibytes(max(each.held)) if knows_memory else "",
+        )
+    out.print(table)
+    print_facts(out, [("paste", _paste(run, found.best)), ("even split", _verdict(run, found, knows_memory))])
+
+
+def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
+    """Return a sentence that compares the even split of layers with the best layout."""
+    stages, room = len(found.best.layers), run.cluster.memory_bytes
+    if found.even.layers == found.best.layers:
+        text = "is the best layout found"
+    elif found.even_is_as_good:
+        text = f"is as good, within {AS_GOOD:.1%} of a step"
+    else:
+        text = f"takes {found.even.seconds / found.best.seconds - 1:.1%} longer"
+    if knows_memory and max(found.best.held) <= room < max(found.even.held):
+        text += f", but does not fit into the {gibibytes(room)} GiB of a device"
+    if layout.uncut(run.model, stages) is None:
+        text += (
+            f"; Megatron needs a layout flag for it, because {stages} stages do not divide {run.model.layers} layers"
+        )
+    return text
+
+
+def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
+    """Return a table with a row for each pipeline rank: its layers, and a bar of its time, for every layout."""
+    chosen, cut = run.schedule.name, run.parallelism
+    name = chosen if chosen != STOCK else "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
+    columns = ["rank"]
+    for each in found.layouts:
+        columns += [each.name, f"{each.name} ms", f"{each.name} load"]
+    columns[4:4] = ["GiB"]
+    table = FittingTable(
+        columns,
+        text=[
+            column for column in columns if column.split()[0] in ("best", "even", "given") and not column.endswith("ms")
+        ],
+        title=f"{name}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch",
+    )
+    longest = max(each.slowest for each in found.layouts)
+    for rank in range(cut.pp):
+        cells = [str(rank)]
+        for each in found.layouts:
+            stages, placement = layout.stages_of(run.model, each.layers), each.step.placement
+            owned = placement.stages[rank]
+            bar = _bar([each.stage_seconds[stage] / placement.replicas for stage in owned], longest)
+            holds = " ".join(stages[stage % len(stages)] or "-" for stage in owned)
+            cells += [holds, _milliseconds(each.step.work[rank]), bar]
+        cells[4:4] = [gibibytes(found.best.held[rank]) if knows_memory else ""]
+        table.add_row(*cells)
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return seconds as milliseconds, with three digits below 10 ms and one decimal above."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.1f}" if milliseconds >= 10 else f"{milliseconds:.3g}"
+
+
+def _bar(seconds: Sequence[float], longest: float) -> str:
+    """Return a text bar with one shade per stage, as long as the stage's seconds.
+
+    A bar of ``longest`` seconds has 16 columns.
+    """
+    ends = [round(_BAR * end / longest) for end in accumulate(seconds, initial=0.0)]
+    return "".join(_SHADES[at % len(_SHADES)] * (b - a) for at, (a, b) in enumerate(pairwise(ends)))

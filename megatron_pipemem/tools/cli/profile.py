@@ -1,0 +1,219 @@
+"""``pipemem profile``: measure the seconds and bytes of a model's layers, or compute them by formulas.
+
+``pipemem layout`` uses the same options for the model's parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_writable, write_whole
+from megatron_pipemem.schedule.display import doing
+from megatron_pipemem.tools.cli.common import console, print_json, print_lines, report_note, showing
+from megatron_pipemem.tools.cli.options import Json, takes_group
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load, typed
+from megatron_pipemem.tools.config.model import Execution, Model
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.prices import cheap_recompute, cluster_offload_ratio, offload_ratio
+from megatron_pipemem.tools.planner.profile import Bandwidths, Part, Profile, from_formulas
+from megatron_pipemem.tools.report.terminal import FittingTable
+
+DEFAULT_CLUSTER = "a100-80g"
+ClusterName = Annotated[str | None, typer.Option(help="A cluster by name or YAML file.")]
+SequenceLength = Annotated[int | None, typer.Option(help="Tokens per sequence, if not the model's.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """The options for the fields of ``Execution``, which checks their values."""
+
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Cut norms over the tensor-parallel ranks too.")
+    ] = False
+    cp: Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")] = 1
+    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")] = 1
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per microbatch.")] = 1
+    recompute: Annotated[
+        str,
+        typer.Option(metavar="none|selective|full", help="Parts of a layer that run again before its backward."),
+    ] = "none"
+    precision: Annotated[
+        str, typer.Option(metavar="bf16|fp16|fp32", help="Element type of weights and activations.")
+    ] = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ProfiledCut(CutOptions):
+    """The options of ``pipemem profile`` for the fields of ``Execution``."""
+
+    attention: Annotated[str, typer.Option(metavar="flash|unfused", help="Kind of attention of the layers.")] = "flash"
+
+
+def check_runs_own(context: typer.Context, cut: CutOptions) -> None:
+    """Raise an UnsupportedError if an option of ``cut`` is given, because the run file has its value."""
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name)
+        if hasattr(cut, parameter.name) and given is not None and given.name == "COMMANDLINE":
+            raise UnsupportedError(
+                "conflicting-options",
+                f"{parameter.opts[0]} is set by the run; change the run, or give a model in place of the run",
+            )
+
+
+MIB = 1 << 20
+
+
+@takes_group
+def profile(
+    context: typer.Context,
+    cut: _ProfiledCut,
+    run: Annotated[Path | None, typer.Argument(help="A run file with model, cluster and parallelism.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
+    cluster: ClusterName = None,
+    sequence: SequenceLength = None,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Compute the costs without Megatron, and run nothing.")
+    ] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Measure also the copies to the host and back.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed microbatches.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="JSON file for --pipemem-costs and the planner.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show Megatron's warnings about missing GPU packages.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure or compute the seconds and bytes of one layer, of the embedding and of the head.
+
+    The file prices every pipeline of the model. ``simulate``, ``pareto``, ``plan`` and runs combine the parts into the
+    stages of their schedule.
+
+    Examples:
+        # measure on this device
+        pipemem profile run.yaml --output profile.json
+        # compute without Megatron
+        pipemem profile --model llama3-8b --tp 2 --formulas
+    """
+    if (run is None) == (model is None):
+        raise UnsupportedError("missing-option", "the model to profile is missing; give a run file, or --model NAME")
+    if output is not None:
+        check_writable(output)
+    if run is not None:
+        check_runs_own(context, cut)
+        asked = load(run, Run)
+        shape, execution = asked.model, asked.execution
+        machine = load(cluster, Cluster) if cluster else asked.cluster
+    else:
+        assert model is not None, "it is one of the two"
+        shape, machine = load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
+        execution = typed(asdict(cut), Execution)
+    if sequence is not None:
+        shape = replace(shape, sequence=sequence)
+    execution.check(shape)
+    with showing("loading Megatron"):
+        found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, repeats, verbose)
+        if offload:
+            found = replace(found, bandwidths=_bandwidths())
+    result = found.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
+    result["profile"]["offload_ratio"] = _ratios(found, machine)
+    if as_json:
+        print_json(result)
+    else:
+        _print(found, result["profile"]["offload_ratio"], run or model)
+    if output is not None:
+        write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Profile:
+    from megatron_pipemem.mcore import INSTALL, is_installed
+
+    if not is_installed():
+        raise UnsupportedError("not-installed", f"{INSTALL}, or give --formulas, which runs without Megatron")
+    import torch
+
+    if not torch.cuda.is_available():
+        from megatron_pipemem.tools.cpu import activate, missing_packages
+
+        activate(verbose=verbose)
+        if not verbose and (said := missing_packages()) is not None:
+            report_note(said)
+        report_note("no GPU here: the seconds are of this CPU, and its kernels save other bytes than a GPU's")
+    from megatron_pipemem.mcore.profiling import profile as profile_stages
+
+    return profile_stages(model, execution, None, repeats)
+
+
+def _bandwidths() -> Bandwidths | None:
+    import torch
+
+    from megatron_pipemem.tools.cpu import is_active
+
+    if is_active() or not torch.cuda.is_available():
+        report_note("no GPU here: the link to the host was not measured, and k comes from the cluster file")
+        return None
+    from megatron_pipemem.features.offload.runtime.channels import CudaChannel
+    from megatron_pipemem.features.offload.runtime.host import measure_bandwidths
+
+    with doing("measuring the link to the host"):
+        measured = measure_bandwidths(CudaChannel(torch.device("cuda"), timed=False))
+    return Bandwidths(**{name: rate / 1e9 for name, rate in measured.items()})
+
+
+def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
+    """Return the offload ratio k of a layer as it runs, and with recomputed norms and activation functions.
+
+    k is the seconds of copying a layer's activations out and back, per second of its F, I and W. Bandwidths are
+    measured, or those of the cluster.
+    """
+    executions = {"as_is": found.execution, "cheap_recomputed": cheap_recompute(found.execution)}
+    if (measured := found.bandwidths) is None:
+        return {name: cluster_offload_ratio(found.model, each, cluster) for name, each in executions.items()}
+    channel = replace(cluster.host, d2h_gb_per_s=measured.d2h_computing, h2d_gb_per_s=measured.h2d_computing)
+    seconds = found.layer.seconds.total
+    return {
+        name: offload_ratio(found.model, each, cluster.flops, channel, seconds=seconds)
+        for name, each in executions.items()
+    }
+
+
+def _print(found: Profile, ratios: dict[str, float], name: object) -> None:
+    columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
+    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {found.source}")
+    rows: list[tuple[str, Part]] = [
+        *((f"layer {kind}", layer) for kind, layer in found.layers.items()),
+        ("embedding" + ", vision tower" * (found.model.tower is not None), found.first - found.middle),
+        ("head, loss" + ", prediction ahead" * (found.model.mtp_layers > 0), found.last - found.middle),
+    ]
+    for label, part in rows:
+        times = (part.seconds.forward, part.seconds.input, part.seconds.weight)
+        table.add_row(
+            label,
+            *(f"{1e3 * seconds:.3f}" for seconds in times),
+            f"{part.saved / MIB:z.2f}",
+            f"{part.released_at_input / MIB:z.2f}",
+            f"{part.parameters:,}",
+        )
+    console().print(table)
+    measured = found.source == "measured"
+    seconds = "of computing alone, on" if measured else "by the planner's formulas, messages within layers included, at"
+    lines = [
+        f"seconds {seconds} {found.device}",
+        f"message between two stages: {found.message_bytes / MIB:.2f} MiB; optimizer: "
+        f"{found.optimizer_seconds * 1e9:.3f} ns per parameter",
+        f"k of a layer (arXiv 2503.01328): {ratios['as_is']:.2f}, {ratios['cheap_recomputed']:.2f} with norms and activation "
+        "recomputed; k up to 1 means that computing hides all offload",
+    ]
+    if found.bandwidths is not None:
+        rates = found.bandwidths
+        lines.append(
+            f"host link, GB/s: D2H {rates.d2h:.1f}, H2D {rates.h2d:.1f}, both {rates.both:.1f} each way; while computing "
+            f"{rates.d2h_computing:.1f}, {rates.h2d_computing:.1f}, {rates.both_computing:.1f}"
+        )
+    print_lines(*lines)

@@ -1,0 +1,382 @@
+"""Start this node's ranks. When one rank fails, end all ranks, and print one readable error.
+
+``python -m megatron_pipemem.tools.cli.ranks`` takes the same flags as torchrun. The last thing that it prints is the first
+cause of a failure.
+
+The first rank that fails writes a key to a store that all ranks can reach, prints its error and exits. Every other rank
+polls that key in a thread. It exits without a message, even if it is blocked in a collective, in a rendezvous or in its
+own computation. The store is at MASTER_ADDR:MASTER_PORT, as for PyTorch's ``env://`` rendezvous. torchrun runs the
+store. If srun or a user started the ranks, rank 0 runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from megatron_pipemem.console import Console
+from megatron_pipemem.errors import PipememError, with_code
+from megatron_pipemem.files import write_whole
+
+_ENDED_BY_LAUNCHER = -15  # SIGTERM: torchrun sends it to the remaining ranks
+
+
+def main() -> None:
+    """Start this node's ranks, wait for them, and print the first cause if they fail."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(None))
+    except ChildFailedError as error:
+        _end(first_cause(error.failures))
+    except SignalException as error:
+        _end(f"{error.sigval.name} ended this launcher and its ranks")
+    except (RuntimeError, OSError, ValueError) as error:  # from the rendezvous or from torchrun's own flags
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        _end(f"the ranks could not be started: {why[0]}; is the port free, and is the address that of the first node?")
+
+
+def first_cause(failures: Mapping[int, Any]) -> str:
+    """Return text with the rank that failed first, its error, and advice. ``failures`` are torchrun's, by rank.
+
+    If ranks were killed, and not by torchrun, only they count.
+    """
+    # A killed rank reports nothing, but the ranks that lose it do.
+    killed = {
+        rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode != _ENDED_BY_LAUNCHER
+    }
+    rank, failure = min((killed or failures).items(), key=lambda item: item[1].timestamp)
+    message = failure.message
+    if isinstance(message, dict):  # our rank guard wrote it: the traceback and the error text
+        return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
+    if rank in killed:
+        return (
+            f"rank {rank} failed: killed by {failure.signal_name()}\n"
+            "what to do: look for the reason in its node's log (dmesg shows processes that ran out of memory)"
+        )
+    return (
+        f"rank {rank} failed: exit code {failure.exitcode}\n"
+        "what to do: see its output above; with several nodes, the log of another node may name the first cause"
+    )
+
+
+def _end(words: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(words, style="bold red", markup=False)
+    sys.exit(1)
+
+
+_POLL_SECONDS = 0.5
+_STORE_TIMEOUT = timedelta(seconds=5)
+_ANNOUNCEMENT_SECONDS = 2.0  # a rank that lost its peers waits so long for one of them to announce the cause
+_KEEPER_SECONDS = 60.0  # a failed rank waits so long for rank 0, which may still import, to open the store
+_READING_SECONDS = 2 * _POLL_SECONDS  # the first failing rank stays so long: it may be the one that keeps the store
+_FOLLOWING_SECONDS = 3.0  # the others stay so long that torchrun, which blames the first exit, ends them itself
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection was likely closed",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+)
+
+
+@contextlib.contextmanager
+def rank_guard() -> Iterator[None]:
+    """Run one rank's script in the block. If this or another rank fails, end the process without returning to the
+    caller.
+
+    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own code after ``sys.exit``. A
+    single rank, or a rank without torchrun's environment variables, prints its errors the same way and watches no other
+    rank.
+    """
+    board = _FailureBoard.from_environment()
+    done = threading.Event()
+    watcher = threading.Thread(target=_follow, args=(board, done), name="rank-guard", daemon=True)
+    if board is not None:
+        import torch.distributed  # noqa: F401 - here, because two threads that import torch at the same time crash
+
+        watcher.start()
+    try:
+        with _errors_without_usage():
+            yield
+    except KeyboardInterrupt:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("interrupted; --load resumes from the last checkpoint of --save", file=sys.stderr)
+        _exit(130)
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        done.set()  # or this rank would see its own failure and exit silently
+        code = stop.code if isinstance(stop.code, int) else 1
+        if board is None or board.claim("the script ended itself", seconds=0.0):
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            if (said := _argparse_message(stop)) is not None:
+                words = f"rank {os.environ.get('RANK', 0)} failed: {said}"
+                _tell_torchrun(said, words, early=True)
+                print(words, file=sys.stderr)
+            _exit(code, board)
+        _follow_down()
+    except BaseException as error:  # of any class, because the other ranks are waiting for this one
+        done.set()
+        patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
+        if board is None or board.claim(_summary(error), seconds=patience):
+            _report(error)
+            _exit(1, board)
+        _follow_down()
+    finally:
+        # The interpreter's exit aborts the process if a daemon thread is inside C++ code.
+        done.set()
+        if watcher.is_alive():
+            watcher.join()
+
+
+@contextlib.contextmanager
+def refused_together() -> Iterator[None]:
+    """End all ranks of a one-node job if the block raises an error of this package. Only rank 0 prints it.
+
+    The block must have the same result on all ranks. So they need no store, and torch is not imported.
+    """
+    try:
+        yield
+    except PipememError as error:
+        if os.environ["RANK"] != "0":
+            _follow_down()
+        words = f"error: {with_code(error)}"
+        if not _tell_torchrun(_summary(error), words, early=True):  # torchrun prints it last
+            Console(stderr=True, soft_wrap=True).print(words, style="bold red", markup=False)
+        _exit(1)
+
+
+class _FailureBoard:
+    """The key of the job's first failure, in the store at ``host:port``.
+
+    Each thread has its own connection, which is opened at its first use.
+    """
+
+    def __init__(self, rank: int, host: str, port: int, run: str):
+        self._rank = rank
+        self._address = (host, port)
+        self._key = f"pipemem/first-failure/{run}"
+        self._local = threading.local()
+        self._unsaid: str | None = None
+        self._was_open = False
+        """Whether the store has been open. If it is open no longer, the process that ran it has ended."""
+
+    @classmethod
+    def from_environment(cls) -> _FailureBoard | None:
+        """Return the board of this rank's job, or None for one process or without torchrun's variables."""
+        job = os.environ
+        if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
+            return None
+        run = f"{job.get('TORCHELASTIC_RUN_ID', '')}/{job.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
+
+    def _store(self):
+        """Return this thread's connection to the store, or None if the store does not exist yet.
+
+        A connection is tried first, because the store's client would wait and log every attempt.
+        """
+        store = getattr(self._local, "store", None)
+        if store is None:
+            from torch.distributed import TCPStore
+
+            try:
+                socket.create_connection(self._address, timeout=1.0).close()
+                store = TCPStore(
+                    *self._address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT, use_libuv=True
+                )
+            except (OSError, RuntimeError):
+                return None
+            self._local.store = store
+            self._was_open = True
+        return store
+
+    def announced(self) -> bool:
+        """Return whether any rank has failed. Raise a ConnectionError if the process that runs the store has ended."""
+        store = self._store()
+        try:
+            return store is not None and store.check([self._key])
+        except RuntimeError as error:
+            raise ConnectionError("the rendezvous store has closed") from error
+
+    def claim(self, summary: str, seconds: float) -> bool:
+        """Write ``summary`` as the first failure, unless another rank writes one within ``seconds``.
+
+        Return whether this rank's failure is the first. That is assumed if the store does not exist yet. ``stay`` then
+        writes the summary.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            while not self.announced():
+                if time.monotonic() >= deadline:
+                    store = self._store()
+                    mine = f"rank {self._rank}: {summary}"
+                    if store is None:
+                        self._unsaid = None if self._was_open else mine
+                        return True
+                    return store.compare_set(self._key, "", mine).decode() == mine
+                time.sleep(0.1)
+        except (ConnectionError, RuntimeError):
+            return seconds == 0.0  # the store is gone, but this rank must still report its own error
+        return False
+
+    def stay(self) -> None:
+        """Wait until other ranks have had time to read this failure.
+
+        If the store was not open when this rank failed, wait for it first and write the failure. If no launcher ends
+        all ranks, the other ranks wait in their rendezvous until they read it.
+        """
+        deadline = time.monotonic() + _KEEPER_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store has closed, and with it the other ranks
+            while self._unsaid is not None and self._rank > 0 and time.monotonic() < deadline:
+                if (store := self._store()) is not None:
+                    store.compare_set(self._key, "", self._unsaid)
+                    self._unsaid = None
+                else:
+                    time.sleep(_POLL_SECONDS)
+        time.sleep(_READING_SECONDS)
+
+
+def _follow(board: _FailureBoard, done: threading.Event) -> None:
+    """Poll the board, and end this process when another rank has failed.
+
+    Return if ``done`` is set first, or if the store closes.
+    """
+    while not done.wait(_POLL_SECONDS):
+        try:
+            if board.announced() and not done.is_set():
+                _follow_down()
+        except ConnectionError:
+            return  # rank 0 has ended, perhaps without a failure; if it failed, the next collective fails
+
+
+def _follow_down() -> NoReturn:
+    _mute()
+    time.sleep(_FOLLOWING_SECONDS)
+    _exit(1)
+
+
+def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
+    """End the process when other ranks have had time to read ``board``.
+
+    ``os._exit`` is used, because Python's normal exit would wait for other ranks. Child processes
+    are killed.
+    """
+    if board is not None:
+        board.stay()
+    for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves a process that would stay
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {with_code(error)}"
+
+
+def _last_words(error: BaseException) -> list[str]:
+    """Return the lines of an error message: the rank that failed, its error, and advice."""
+    words = [f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}"]
+    words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
+    if _lost_a_peer(error):
+        words.append("what to do: another rank ended without a message, killed or out of memory; see its node's log")
+    elif "out of memory" in str(error).lower():
+        words.append(
+            "what to do: choose a schedule with a lower peak (--pipemem-memory-cap, --pipemem-offload auto, "
+            "--pipemem-recompute auto), or cut the model further"
+        )
+    elif not isinstance(error, PipememError):
+        words.append("what to do: read the traceback above and this rank's output before it")
+    return words
+
+
+def _argparse_message(stop: SystemExit) -> str | None:
+    """Return the message of an argparse parser that ended the process, with the nearest flag to an unknown one.
+
+    Return ``None`` if no parser ended it.
+    """
+    for frame, _ in traceback.walk_tb(stop.__traceback__):
+        parser = frame.f_locals.get("self")
+        if frame.f_code.co_name == "exit" and isinstance(parser, argparse.ArgumentParser):
+            message = (frame.f_locals.get("message") or "").strip()
+            flag = message.partition("unrecognized arguments: ")[2].partition(" ")[0].partition("=")[0]
+            near = get_close_matches(flag, parser._option_string_actions, n=1) if flag else []
+            return f"{message}; did you mean {near[0]}?" if near else message or None
+    return None
+
+
+@contextlib.contextmanager
+def _errors_without_usage() -> Iterator[None]:
+    """Keep argparse from printing the usage before an error while the block runs. Megatron's usage has a thousand
+    lines.
+    """
+    usage = argparse.ArgumentParser.print_usage
+    argparse.ArgumentParser.print_usage = lambda self, file=None: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.print_usage = usage  # type: ignore[method-assign]
+
+
+def _mute() -> None:
+    """Send stderr to /dev/null, because errors that follow from another rank's failure do not name its cause."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+
+def _report(error: BaseException) -> None:
+    """Print the error, and write it to the file from which torchrun prints it at the end.
+
+    Errors of this package have no traceback, because their message is complete. PIPEMEM_TRACEBACK=1 adds one.
+    """
+    wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
+    trace = "".join(traceback.format_exception(error)) if wanted else ""
+    words = _last_words(error)
+    _tell_torchrun(_summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
+    console = Console(stderr=True, soft_wrap=True)
+    if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        console.print(trace, markup=False, end="")
+    console.print("\n".join(words), style="bold red", markup=False)
+
+
+def _tell_torchrun(summary: str, text: str, early: bool) -> bool:
+    """Write the error file that torchrun prints, if torchrun gives its path. Return whether it was written.
+
+    torchrun compares times in whole seconds, and blames the lowest rank if they are equal. ``early`` makes the time one second
+    earlier, so that torchrun blames this rank.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) - early)}
+        with contextlib.suppress(OSError):
+            write_whole(path, json.dumps({"message": {"message": summary, "extraInfo": details}}))
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

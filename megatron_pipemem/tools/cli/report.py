@@ -1,0 +1,210 @@
+"""``pipemem report``, ``explain`` and ``trace``: results of a run or grid, causes of idle time, the measured step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.files import check_exists
+from megatron_pipemem.tools.cli.common import console, print_json, print_lines, showing
+from megatron_pipemem.tools.cli.options import Json, check_output
+from megatron_pipemem.tools.config.runs import REPORT
+from megatron_pipemem.tools.launch.grid.comparison import draw, front, table
+from megatron_pipemem.tools.launch.grid.points import Settings, label
+from megatron_pipemem.tools.launch.grid.store import Result, Store
+from megatron_pipemem.tools.planner.changes import Case
+from megatron_pipemem.tools.planner.explanation import explain, read_case
+from megatron_pipemem.tools.report import save_comparison
+from megatron_pipemem.tools.report.figure import IMAGES, write_picture
+from megatron_pipemem.tools.report.run import change_lines, explanation_lines, idle_table, lines, opened_report
+from megatron_pipemem.tools.report.run import table as run_table
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER|FILE",
+            help="Folder of a grid, which may still run; or of one run, its `output` folder or its report file.",
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Picture of a grid, .png or .svg. Default: report.png in the folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the runs of a grid by throughput and peak memory, and mark those worth choosing.
+
+    For one run, compare the measured step with the plan.
+
+    Examples:
+        # see the results so far of a grid
+        pipemem report out/grids/tiny-cpu
+        # write the picture elsewhere
+        pipemem report out/grids/tiny-cpu --output report.svg
+    """
+    check_output(output, IMAGES, "a comparison of runs")
+    check_exists(folder, "a grid, or the report of a run,")
+    one = folder if folder.is_file() else folder / REPORT
+    if Store(folder).exists():
+        show(Store(folder), output or folder / "report.png", as_json)
+    elif not one.is_file():
+        raise ConfigError(
+            "wrong-file",
+            "holds neither a grid nor the report of a run; give a folder that pipemem grid or pipemem launch wrote",
+            file=folder,
+        )
+    elif output is not None:
+        raise UnsupportedError(
+            "conflicting-options", f"{folder} holds one run, and --output draws grids; leave --output out"
+        )
+    else:
+        _show_run(one, as_json)
+
+
+def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
+    """Print a table and save a picture of the grid points with measured steps and bytes. Return all results.
+
+    A point without a result has ``None``. No picture is saved if no point is measured.
+    """
+    settings, results = store.settings(), store.results()
+    points = [each for each in results if each is not None and each.peak_bytes and each.seconds_per_step]
+    drawn = picture if points else None
+    missing = [index for index, result in enumerate(results) if result is None]
+    if as_json:
+        chosen = {point.index for point in front(points)}
+        rows = [
+            asdict(result)
+            | {
+                "peak_bytes": result.peak_bytes,
+                "share_of_1f1b": result.share_of_1f1b,
+                "peaks_agree": result.peaks_agree,
+                "front": result.index in chosen,
+            }
+            for result in results
+            if result is not None
+        ]
+        print_json({"results": rows, "missing": missing, "picture": None if drawn is None else str(drawn)})
+    else:
+        _print(points, results, [label(settings[index]) for index in missing])
+    if drawn is not None:
+        with showing(f"drawing {drawn}"):
+            write_picture(lambda: draw(points, store.folder.name), drawn, "a comparison of runs")
+        if not as_json:
+            print_lines(drawn)
+    return results
+
+
+def _show_run(path: Path, as_json: bool) -> None:
+    with opened_report(path) as report:
+        told, ranks = lines(report), run_table(report)
+        page = report["timelines"] and Path(report["timelines"]) / "run.html"
+    if as_json:
+        print_json(report)
+        return
+    print_lines(*told)
+    console().print(ranks)
+    if page and page.is_file():
+        print_lines(page)
+
+
+def _print(points: Sequence[Result], results: Sequence[Result | None], missing: Sequence[str]) -> None:
+    if points:
+        console().print(table(points))
+    by_reason: dict[tuple[str, str | None], list[Settings]] = {}  # one paragraph per reason
+    for result in results:
+        if result is not None and result.status != "done":
+            by_reason.setdefault((result.status, result.reason), []).append(result.settings)
+    for (status, reason), settings in sorted(by_reason.items(), key=lambda item: item[0][0]):
+        print_lines(f"{status}: {'; '.join(map(label, settings))}\n    {reason or ''}")
+    if missing:
+        print_lines(f"without a result: {'; '.join(missing)}")
+
+
+def explain_command(
+    report: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER|FILE", help="The file of --pipemem-report, or the `output` folder of a run."),
+    ],
+    search_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds of each of two searches for a better order; 0 for none.")
+    ] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Show where each rank spent the time of the last step, and up to three changes that would make a step faster.
+
+    The idle time of every rank is split by cause: warm-up and drain of the schedule, uneven stages, unequal microbatches,
+    messages, the host, late actions of a named rank, and the barrier at the end of the step. Changes are simulated with the
+    measured times: other schedules in the same memory, offload, other layers per stage, steps without a barrier, vocabulary
+    parallelism, ordered microbatches. Changes that the run's configuration refuses are left out. A run of stock Megatron is
+    explained too, if it has the flags `--pipemem-schedule stock --pipemem-report FILE`.
+
+    Examples:
+        # explain a run by its report
+        pipemem explain out/runs/tiny-cpu/report.json
+        # print JSON for other programs
+        pipemem explain out/runs/tiny-cpu --json
+    """
+    case = read_case(report, search_seconds)
+    with showing("simulating possible changes"):
+        facts = explain(case)
+    if as_json:
+        print_json(facts)
+        return
+    print_lines(*explanation_lines(facts))
+    console().print(idle_table(facts))
+    print_lines(*change_lines(facts))
+
+
+_DRAWN = (".json", ".html", ".png", ".svg")
+
+
+def trace(
+    report: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER|FILE", help="The file of --pipemem-report, or the `output` folder of a run."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for both: .json for Perfetto, .html, .png or .svg. Default: trace.json in the report's folder."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a measured step and its plan in Perfetto.
+
+    The file has two processes: the run's schedule simulated with the measured times, and the measured step. Open it at
+    https://ui.perfetto.dev. Stock Megatron's own schedule is shown too, if the run has the flags
+    `--pipemem-schedule stock --pipemem-report FILE`.
+
+    Examples:
+        # write plan and measured step to one file
+        pipemem trace out/runs/tiny-cpu --output trace.json
+    """
+    check_output(output, _DRAWN, "plan and run")
+    case = read_case(report, 0.0)
+    path = _save_trace(case, output or (report if report.is_dir() else report.parent) / "trace.json")
+    if as_json:
+        print_json(
+            {"output": str(path), "planned_seconds": case.own.makespan, "measured_seconds": case.step.length / 1e9}
+        )
+    else:
+        print_lines(path)
+
+
+def _save_trace(case: Case, path: Path) -> Path:
+    """Draw the measured step and the plan with the measured times into one file, and return its path."""
+    plan, run = case.as_planned, case.as_ran
+    name = case.schedule.name
+    plan, run = (
+        replace(each, schedule=replace(each.schedule, name=f"{name}, {part}"))
+        for each, part in ((plan, "planned with the run's times"), (run, "as it ran"))
+    )
+    with showing(f"drawing {path}"):
+        return save_comparison([plan, run], path)

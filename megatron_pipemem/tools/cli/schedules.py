@@ -1,0 +1,143 @@
+"""``pipemem schedules``: list all schedules, or explain one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines
+from megatron_pipemem.tools.cli.loading import with_channel
+from megatron_pipemem.tools.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
+from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline
+from megatron_pipemem.tools.report.timeline import UNITS
+
+# Arguments of ``build_schedule``. A family that lists them fits its order to them.
+_FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
+RESEARCH = frozenset(
+    "gpipe 1f1b 1f1b-eager looped-bfs zb-h2 zb-auto gis-h 1f1b-v dualpipe-v hanayo "
+    "chimera gems dualpipe seq1f1b slimpipe pipedream pipedream-2bw".split()
+)
+"""Families of this package that ``pipemem schedules`` lists only with --all."""
+_COLUMNS = (
+    *("name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "chunks", "needs"),
+    *("asynchronous", "slices", "offloads", "replicas"),
+)
+"""Columns of the JSON table."""
+
+
+def schedules(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Explain this schedule.", autocompletion=complete_families),
+    ] = None,
+    devices: Devices = None,
+    microbatches: Microbatches = None,
+    every: Annotated[bool, typer.Option("--all", help="List also the schedules for research.")] = False,
+    as_json: Json = False,
+    _modules: ScheduleModules = None,
+) -> None:
+    """List the schedules to choose from, with peak memory, bubble and needs; or explain one of them.
+
+    Peaks are in activation units: 1 is the peak of 1F1B's first device. They assume equal stages that hold no more
+    between I and W than between F and I. Bubbles are for many microbatches. F, I, W and B are the seconds of one
+    device's share of the model; p counts devices, m microbatches and v chunks. Asynchronous schedules update weights in
+    the middle of a step, so they train differently from all others.
+
+    Examples:
+        # list the schedules to choose from, with formulas
+        pipemem schedules
+        # list also the schedules for research
+        pipemem schedules --all
+        # explain one, with a picture
+        pipemem schedules v-half
+    """
+    if name is not None:
+        _explain(family(name), devices, microbatches, as_json)
+        return
+    if devices is not None or microbatches is not None:
+        raise UnsupportedError(
+            "needs-option", "--devices and --microbatches set the size of one schedule's picture; name the schedule"
+        )
+    listed = [each for each in families() if every or each.name not in RESEARCH]
+    if as_json:
+        print_json([_row(each) for each in listed])
+        return
+    figures = _table("name", "placement", "peak", "bubble")
+    origins = _table("name", "backward", "source", "needs and options")
+    for each in listed:
+        name = f"{each.name} (for research)" if each.name in RESEARCH else each.name
+        figures.add_row(name, each.placement, each.peak, each.bubble)
+        needs = [*_needs(each), *(f"{flag}: {text}" for flag, text in _options(each))]
+        origins.add_row(each.name, _backward(each), each.source, "\n".join(needs))
+    console().print(figures, origins)
+    more = "" if every else f"; --all lists {len(RESEARCH)} more, for research"
+    print_lines(f"pipemem schedules NAME explains one{more}")
+
+
+def _table(*columns: str) -> FittingTable:
+    return FittingTable(columns, text=columns)
+
+
+def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_json: bool) -> None:
+    if as_json:
+        print_json(_row(chosen))
+        return
+    if devices is None and microbatches is None:
+        p, m = chosen.example.num_devices, chosen.example.num_microbatches
+    else:
+        p, m = devices or 4, microbatches or 2 * (devices or 4)
+    costs = with_channel(Costs(), None)
+    fitted: dict[str, Any] = {"costs": costs} if "costs" in chosen.options else {}
+    timeline = simulate(build_schedule(chosen.name, num_devices=p, num_microbatches=m, **fitted), costs)
+    out = console()
+    out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
+    print_facts(out, _facts(chosen))
+    out.print()
+    out.print(TerminalTimeline(timeline))
+
+
+def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
+    chunks = "" if chosen.chunks is None else f", {chosen.chunks} chunk{'s' if chosen.chunks > 1 else ''} per device"
+    yield "placement", f"{chosen.placement}{chunks}"
+    yield "backward", _backward(chosen)
+    yield "peak", f"{chosen.peak} {UNITS}"
+    yield "bubble", chosen.bubble
+    yield "source", chosen.source
+    for need in _needs(chosen):
+        yield "needs", need
+    if chosen.offloads:
+        yield "offload", "activations are held in host memory for a time"
+    if chosen.slices > 1:
+        yield "slices", f"every sequence runs in {chosen.slices} slices; -o slices changes the number"
+    for flag, text in _options(chosen):
+        yield f"  {flag}", text
+    yield "p, m, v", "devices, microbatches, chunks per device; F, I, W, B: seconds of one device's share of the model"
+
+
+def _backward(chosen: Family) -> str:
+    return "I and W" if chosen.splits_backward else "B"
+
+
+def _needs(chosen: Family) -> list[str]:
+    least = f"p >= {chosen.min_devices}" if chosen.min_devices > 1 else ""
+    mark = "asynchronous" if chosen.asynchronous else ""
+    copies = f"{chosen.replicas} copies of the weights" if chosen.replicas > 1 else ""
+    return [line for line in (chosen.needs or least, copies, mark) if line]
+
+
+def _options(chosen: Family) -> Iterator[tuple[str, str]]:
+    for option, text in chosen.options.items():
+        yield _FLAGS.get(option, f"-o {option}"), text
+
+
+def _row(chosen: Family) -> dict[str, object]:
+    return {key: getattr(chosen, key) for key in _COLUMNS} | {
+        "options": dict(chosen.options),
+        "for_research": chosen.name in RESEARCH,
+    }

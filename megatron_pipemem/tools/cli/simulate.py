@@ -1,0 +1,556 @@
+"""``pipemem simulate``, ``show`` and ``pareto``: predict the time and memory of schedules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+
+from megatron_pipemem.choose.pareto import ParetoPoint, bound_line, choices, trades, useful_caps
+from megatron_pipemem.conflicts import check_conflicts
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.recompute.orders import recomputed_by_mode
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.options import OFF
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks
+from megatron_pipemem.schedule.stream import draw_steps, stream
+from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.waits import run_single_queues
+from megatron_pipemem.search import MAX_CHUNKS
+from megatron_pipemem.search.result import ResultCache
+from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, report_note, showing
+from megatron_pipemem.tools.cli.loading import (
+    Loaded,
+    check_attention,
+    load_and_simulate,
+    named,
+    note_uneven_cuts,
+    parse_costs,
+    price_layers,
+    priced_head,
+)
+from megatron_pipemem.tools.cli.options import (
+    DEVICES,
+    MICROBATCHES,
+    NAME_HELP,
+    Json,
+    Prices,
+    Question,
+    ScheduleModules,
+    Yes,
+    check_layers,
+    check_output,
+    check_seconds,
+    check_size,
+    check_steps,
+    complete_schedules,
+    takes_group,
+)
+from megatron_pipemem.tools.report import SUFFIXES, save_comparison
+from megatron_pipemem.tools.report import pareto as picture
+from megatron_pipemem.tools.report.figure import IMAGES, write_picture
+from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline, placements_table
+from megatron_pipemem.tools.report.timeline import UNITS, DrawnRun, bytes_text
+
+_USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
+_USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))
+_USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers", "pairs"), 0)
+"""Values that ``simulate`` does not print. A list is left out if all devices have the value."""
+
+_AS_A_RUN = (
+    "placements of {chunks} chunks per device, as in a run whose flags cut the model no other way; --chunks searches "
+    f"another number, and -o max_chunks={MAX_CHUNKS} finds the best number up to {MAX_CHUNKS}"
+)
+
+
+@takes_group
+def simulate(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            help=f"{NAME_HELP} Several are compared with each other and with Megatron's own.",
+            autocompletion=complete_schedules,
+        ),
+    ],
+    asked: Question,
+    single_queue: Annotated[
+        bool,
+        typer.Option("--single-queue", help="Simulate also one hardware queue per rank (one CUDA connection)."),
+    ] = False,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Simulate also this many steps without a barrier between them.")
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Simulate a schedule: makespan, bubble, peak memory, messages, and the lower bound of the makespan.
+
+    Costs are for one device's whole share of the model and one microbatch, for any number of chunks. Makespans of
+    different placements are therefore comparable.
+
+    The lower bound holds for every order of the same placement within the memory cap. Without a cap, it holds for
+    orders with no higher peak than this schedule. For ``auto`` it holds for every placement tried. With several
+    replicas, or with ``--vocab-parallel``, it is the busiest device's work.
+
+    A costs file may give microbatches different weights. It may also give each slice of a schedule with sequence slices
+    its own price: lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such prices from
+    one number.
+
+    With ``--steps``, every device begins a step as soon as it has finished the previous step. A run does so with
+    --pipemem-overlap-steps. The period is the time from step to step. The gain compares it with steps at whose end all
+    devices wait, as in stock Megatron.
+
+    Examples:
+        # compare schedules with each other, with 1F1B and with interleaved 1F1B
+        pipemem simulate zb-h1 gis v-half -p 8 -m 32
+        # give the seconds of F, I, W and of a message
+        pipemem simulate v-half -p 8 -m 32 --costs 1,1.5,.5 --p2p .05
+        # find the fastest order in 0.625 of 1F1B's memory
+        pipemem simulate auto -p 8 -m 24 --memory-cap .625
+        # hold half of the activations on the host
+        pipemem simulate zbv -p 8 -m 32 --offload half --offload-ratio .4
+        # cut every sequence into four slices that take equally long
+        pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3 --slice-cut flops
+        # see the gain without a barrier between steps
+        pipemem simulate zbv -p 8 -m 16 --steps 8
+        # hide the exchange of the experts' tokens behind computing
+        pipemem simulate dualpipe-v -p 8 -m 32 --exchange-share .4
+        # price a large vocabulary
+        pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
+    """
+    if len(names) > 1:
+        if single_queue or steps > 1:
+            option = "--single-queue" if single_queue else "--steps"
+            raise UnsupportedError("conflicting-options", f"{option} is for one schedule; name one")
+        _compare(names, asked, as_json)
+        return
+    name = named(names[0], asked.chunks)
+    prices = price_layers([name], asked)
+    with showing(f"building, proving and simulating {name}"):
+        loaded, timeline, reason = load_and_simulate(name, asked, prices)
+        check_attention(asked, [loaded.schedule])
+        chosen, costs = loaded.chosen, timeline.costs
+        facts = _facts(timeline, loaded)
+        if single_queue:
+            facts |= _in_single_queues(loaded.schedule, costs)
+        if steps > 1:
+            check_steps(loaded.schedule, steps, asked.yes)
+            facts |= _without_barrier(loaded, costs, steps)
+    if loaded.schedule.vocabulary_barriers or asked.vocab_parallel != "off":
+        facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
+    if reason:
+        facts["vocabulary_reason"] = reason
+    if as_json:
+        print_json(facts)
+        return
+    out = console()
+    print_facts(out, [*_told(facts), ("time", DrawnRun(timeline).time_unit)])
+    if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
+        print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
+    if (search := chosen.search) is not None:
+        measure = "period" if loaded.request.searches_period else "makespan"
+        if chosen.offload is not None:
+            gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound has no memory cap"
+        elif search.is_optimal:
+            gap = "0, optimal among the placements tried"
+        else:
+            gap = f"{search.gap:.2%} of the {measure} at most"
+        print_facts(out, [("gap to the bound", gap)])
+        out.print(placements_table(search.candidates, measure))
+    if chosen.offload is not None and chosen.offload.kept:
+        reasons = Counter(chosen.offload.kept.values()).most_common()
+        print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
+
+
+_OWN = ("1f1b", "interleaved")
+_COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "bytes", "messages")
+
+
+def _compare(names: list[str], asked: Question, as_json: bool) -> None:
+    """Print a table of several schedules and of Megatron's own, one row each.
+
+    Megatron's own are left out if they cannot be built for these sizes.
+    """
+    names = [named(name, asked.chunks) for name in names]
+    prices, rows = price_layers(names, asked), []
+    for name in [*names, *(own for own in _OWN if own not in names)]:
+        # Options belong to the schedules that were named. Megatron's own run as they are, where they can.
+        options = asked if name in names else replace(asked, options=None, chunks=None, memory_cap=None, offload=OFF)
+        with showing(f"building, proving and simulating {name}"):
+            try:
+                loaded, timeline, _ = load_and_simulate(name, options, prices)
+            except UnsupportedError:
+                if name in names:
+                    raise
+                continue
+            rows.append(_facts(timeline, loaded))
+    if as_json:
+        print_json(rows)
+        return
+    plain = next(each["makespan"] for each in rows if each["schedule"] == _OWN[0])
+    table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=f"peak in {UNITS}; bytes and makespan to those of 1f1b")
+    for facts in rows:
+        share = facts["share_of_1f1b"]
+        table.add_row(
+            facts["schedule"],
+            str(facts["chunks"]),
+            f"{facts['makespan']:.6g}",
+            f"{facts['makespan'] / plain:.3f}",
+            f"{facts['bubble_rate']:.1%}",
+            f"{facts['peak_activation']:.4g}",
+            "" if share is None else f"{share:.2f}",
+            str(facts["messages"]),
+        )
+    console().print(table)
+
+
+def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
+    """Return makespan and bubble of the schedule if each rank has one hardware queue, after proving its program."""
+    program = lower(schedule, single_queue=True, costs=costs)
+    validate_program(program, microbatch_order=False)
+    run = run_single_queues(program, costs)
+    return {"single_queue_makespan": run.makespan, "single_queue_bubble_rate": run.bubble_rate}
+
+
+def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]:
+    """Return makespan, period and gain of ``steps`` steps without a barrier between them, by key of ``--json``.
+
+    If a run would refuse such steps, the reason is included.
+    """
+    found = stream(loaded.schedule, costs, steps=steps)
+    facts: dict[str, Any] = {
+        "steps": steps,
+        "steps_makespan": max(found.ends[steps - 1]),
+        "period": found.period,
+        "gain": found.gain,
+    }
+    weights = None if costs.microbatch is None else "tokens"
+    try:
+        check_conflicts(replace(loaded.request, overlap_steps=True, microbatch_costs=weights))
+    except UnsupportedError as reason:
+        facts["a_run_refuses"] = str(reason)
+    return facts
+
+
+def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
+    """Return the results of a simulation by key of ``--json``.
+
+    ``peak_activations`` are in activation units, even if the costs have bytes.
+    """
+    schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
+    in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
+    activations = peaks(schedule, in_units)
+    return {
+        "schedule": schedule.name,
+        "devices": schedule.num_devices,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.placement.num_chunks,
+        "slices": schedule.slices,
+        "makespan": timeline.makespan,
+        "ideal": timeline.ideal,
+        "bubble_rate": timeline.bubble_rate,
+        "device_bubble_rate": timeline.device_bubble_rate,
+        "peak_activations": list(activations),
+        "peak_activation": max(activations),
+        "peak_bytes": list(timeline.peaks) if timeline.costs.memory is not None else None,
+        "share_of_1f1b": share_of_1f1b(timeline),
+        "lower_bound": _lower_bound(timeline, loaded, max(activations)),
+        "search_seconds": 0.0 if search is None else search.seconds,
+        "messages": timeline.messages,
+        "replicas": schedule.placement.replicas,
+        "weight_versions": list(timeline.weight_versions),
+        "placement": schedule.placement.name,
+        "host_peak": max(peaks(schedule, in_units, host=True)),
+        "stall_seconds": list(timeline.stall_seconds),
+        "transfers": sum(map(len, timeline.transfers)),
+        "recomputed": recomputed_by_mode(schedule),
+        "microbatch_weights": {} if weights is None else {"time": weights.time, "memory": weights.tokens},
+        "pairs": len(schedule.pairs),
+    }
+
+
+def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
+    """Return the lower bound of the makespan, in the unit of the costs.
+
+    It is the busiest device's work for schedules without backwards, with replicas or vocabulary passes. For other
+    schedules it holds within the cap, or else within ``peak``, the schedule's own peak in activation units. Offload and
+    recompute have no such limit.
+    """
+    schedule = timeline.schedule
+    if (
+        schedule.placement.replicas > 1
+        or schedule.vocabulary_barriers
+        or all(action.kind is Kind.F for order in schedule.orders for action in order)
+    ):
+        return timeline.ideal
+    costs, slices, pairs = loaded.chosen.costs, schedule.slices, bool(schedule.pairs)
+    if slices > 1:  # each slice may have its own price
+        costs = replace(timeline.costs, memory=costs.memory)
+    if schedule.offloads or schedule.recomputed:
+        # Offloaded and recomputed activations leave the device, so a cap on memory does not bound the makespan.
+        return lower_bound(schedule.placement, schedule.num_microbatches, costs, None, slices=slices)
+    if loaded.chosen.search is not None and loaded.chosen.offload is None:
+        return loaded.chosen.search.lower_bound
+    cap = peak if loaded.memory_cap is None else loaded.memory_cap
+    return lower_bound(schedule.placement, schedule.num_microbatches, costs, cap, slices=slices, pairs=pairs)
+
+
+_PRINTED = {
+    "ideal": "busiest device works",
+    "bubble_rate": "bubble",
+    "device_bubble_rate": "bubble of papers",
+    "single_queue_makespan": "one queue: makespan",
+    "single_queue_bubble_rate": "one queue: bubble",
+}
+"""Printed names that differ from the keys."""
+_OF_WHAT = {
+    "bubble_rate": " of the makespan, in which the busiest device idles",
+    "device_bubble_rate": " of the longest time from a device's first pass to its last",
+}
+
+
+def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield the results as pairs of a name and a text, without those that have the value in ``_USUAL``."""
+    for key, fact in facts.items():
+        if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
+            yield _PRINTED.get(key, key.replace("_", " ")), _text(key, fact)
+
+
+def _text(key: str, fact: Any) -> str:
+    if key == "microbatch_weights":
+        spans = ((quantity, min(each), max(each), fmean(each)) for quantity, each in fact.items())
+        return ", ".join(
+            f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans
+        )
+    if isinstance(fact, dict):
+        return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
+    if isinstance(fact, list):
+        return ", ".join(bytes_text(each) if key == "peak_bytes" else f"{each:.4g}" for each in fact)
+    if key == "peak_activation":
+        return f"{fact:.6g} {UNITS}"
+    if key == "share_of_1f1b":
+        return f"{fact:.3g} of its bytes, for the same model and cut"
+    if key.endswith("rate"):
+        return f"{fact:.2%}{_OF_WHAT.get(key, '')}"
+    return f"{fact:.6g}" if isinstance(fact, float) else str(fact)
+
+
+@takes_group
+def show(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help=f"{NAME_HELP} Several make a comparison.", autocompletion=complete_schedules
+        ),
+    ],
+    asked: Question,
+    output: Annotated[Path | None, typer.Option(help="File: .png, .svg, .html, or .json for ui.perfetto.dev.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Draw this many steps without a barrier between them.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Draw the time of every action and the memory of every device, in the terminal or into a file.
+
+    Examples:
+        # draw in the terminal
+        pipemem show v-half -p 8 -m 16
+        # draw several on one time axis, in a page that zooms
+        pipemem show 1f1b v-half v-min -p 8 -m 16 --output compared.html
+        # write a file for ui.perfetto.dev
+        pipemem show zbv -p 8 -m 16 --output zbv.json
+    """
+    check_output(output, SUFFIXES, "a picture")
+    names = [named(name, asked.chunks) for name in names]
+    prices, timelines = price_layers(names, asked), []
+    for name in names:
+        with showing(f"building, proving and simulating {name}"):
+            _, timeline, reason = load_and_simulate(name, asked, prices)
+            if steps > 1:
+                check_steps(timeline.schedule, steps, asked.yes)
+                timeline = draw_steps(timeline, steps)
+        timelines.append(timeline)
+        if reason and not as_json:
+            report_note(f"{name}: {reason}")
+    check_attention(asked, [timeline.schedule for timeline in timelines])
+    if as_json:
+        print_json([_data(timeline, output) for timeline in timelines])
+    elif output is None:
+        for timeline in timelines:
+            console().print(TerminalTimeline(timeline, timelines))
+    if output is not None:
+        with showing(f"drawing {output}"):
+            save_comparison(timelines, output)
+        if not as_json:
+            print_lines(output)
+
+
+def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
+    """Return the drawn schedule as data. ``timeline`` has, for each device, ``[action, start, end, memory after
+    it]``.
+    """
+    return {
+        "schedule": timeline.schedule.name,
+        "devices": timeline.schedule.num_devices,
+        "microbatches": timeline.schedule.num_microbatches,
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        "peak": timeline.peak,
+        "output": None if output is None else str(output),
+        "timeline": [
+            [[str(box.action), box.start, box.end, box.held] for box in row] for row in DrawnRun(timeline).rows
+        ],
+    }
+
+
+@takes_group
+def pareto(
+    devices: Annotated[int, DEVICES],
+    microbatches: Annotated[int, MICROBATCHES],
+    asked: Prices,
+    caps: Annotated[
+        str | None,
+        typer.Option(metavar="X,Y,...", help="Memory caps of the searches; 1 is the peak of 1F1B."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Longest time of each search.")] = 10.0,
+    show_all: Annotated[bool, typer.Option("--all", help="List also the dominated schedules.")] = False,
+    yes: Yes = False,
+    output: Annotated[Path | None, typer.Option(help="Picture file: .png or .svg.")] = None,
+    as_json: Json = False,
+    _modules: ScheduleModules = None,
+) -> None:
+    """Compare bubble and peak memory of all families and of searched schedules, and list the best trade-offs.
+
+    A schedule is dominated if another one is no worse in memory and time, and better in one of them. Peaks are shares
+    of 1F1B's bytes for the same model if ``--costs FILE`` has bytes (``pipemem profile``). Otherwise they are in
+    activation units, and assume equal stages that hold no more between I and W than between F and I.
+
+    With ``--vocab-parallel auto`` every schedule is listed three times: with the head on the last stage, and cut over
+    all devices by either algorithm. Asynchronous families and families with two replicas of the weights are left out,
+    because they train differently or hold more weights. So are families that offload or cut microbatches into slices.
+
+    Examples:
+        # see which schedules are worth choosing
+        pipemem pareto -p 8 -m 24 --costs 1,1.5,.5 --output pareto.png
+        # run two short searches
+        pipemem pareto -p 8 -m 24 --caps .5,.75 --seconds 2
+    """
+    check_size(devices, microbatches, MAX_CHUNKS, yes)
+    check_output(output, IMAGES, "bubble against peak")
+    check_seconds("--seconds", seconds)
+    check_layers(asked.layers, devices)
+    prices = _in_shares(parse_costs(asked.costs, asked.p2p), asked, devices, microbatches)
+    in_bytes = prices.memory is not None
+    wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
+    switch = asked.vocab_parallel
+    barriers = {"off": (0,), "auto": (0, 1, 2)}.get(switch) or (BARRIERS_OF_ALGORITHM[int(switch)],)
+
+    def priced(schedule: Schedule) -> Costs:
+        return priced_head(asked, prices, schedule, schedule.vocabulary_barriers)
+
+    layers = asked.layers if prices.part_prices is None else len(prices.part_prices.layers)
+    most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
+    with showing("families"):
+        found = choices(devices, microbatches, prices, wanted, seconds, ResultCache(), barriers, priced, most)
+    note_uneven_cuts(prices, [choice.schedule.placement for choice in found])
+    for cap in wanted:
+        if all(choice.peak > loosened(cap) for choice in found):
+            report_note(f"no schedule was found that fits a memory cap of {cap:.4g} of 1F1B's peak")
+    # Busy times differ if some schedules cut the head and others do not. All bubbles count from the smallest one.
+    work = min((choice.makespan * (1 - choice.bubble_rate) for choice in found), default=0.0)
+    points = [_point(choice, work) for choice in found]
+    front = [choice for choice in found if not choice.dominated]
+    cheap = trades(front)
+    if as_json:
+        print_json(
+            {
+                "choices": [_choice_facts(choice, in_bytes) for choice in found if show_all or not choice.dominated],
+                "trades": [str(trade) for trade in cheap],
+                "output": None if output is None else str(output),
+            }
+        )
+    else:
+        console().print(picture.table([point for point in points if show_all or not point.dominated], in_bytes))
+        print_lines(*cheap)
+        if layers is None:
+            allowed = f"up to {most} chunks per device are allowed, because the number of layers is unknown"
+            print_lines(f"{allowed}; --layers N allows up to N/p chunks")
+        hidden = len(found) - len(front)
+        if hidden and not show_all:
+            print_lines(f"{hidden} dominated schedules are not listed; --all lists them")
+    if output is not None:
+        title = f"p = {devices}, m = {microbatches}, costs {asked.costs}"
+        with showing(f"working out the bound, and drawing {output}"):
+            bound = bound_line(found, prices, priced)
+            write_picture(lambda: picture.draw(points, bound, title, in_bytes), output, "bubble against peak")
+        if not as_json:
+            print_lines(output)
+
+
+def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
+    """Return costs with memory as a share of 1F1B's bytes, or in activation units.
+
+    They are in units if the costs have no bytes, or if the vocabulary is cut.
+    """
+    if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
+        costs = replace(costs, memory=None)
+    return in_shares_of_1f1b(costs, devices, microbatches)
+
+
+def _parse_caps(text: str) -> list[float]:
+    try:
+        caps = [float(part) for part in text.split(",")]
+    except ValueError:
+        caps = []
+    if not caps or not all(0 < cap < float("inf") for cap in caps):
+        raise UnsupportedError("bad-number", f"--caps {shortened(text)}: give positive numbers, as in 0.5,0.75,1")
+    return caps
+
+
+def _name(choice: ParetoPoint) -> str:
+    barriers = choice.schedule.vocabulary_barriers
+    chunks = choice.schedule.placement.num_chunks
+    name = choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
+    parts = [name, *([f"{chunks} chunks"] if chunks > 2 else [])]
+    return ", ".join([*parts, *([f"{barriers} barrier{'s' if barriers > 1 else ''}"] if barriers else [])])
+
+
+def _point(choice: ParetoPoint, work: float) -> picture.Point:
+    """Return a schedule as a point of the picture. Its bubble is the fraction of its makespan beyond ``work``.
+
+    ``work`` is the shortest busy time of a busiest device among the compared schedules, in the unit of the costs.
+    """
+    return picture.Point(
+        _name(choice),
+        choice.schedule.placement.name,
+        choice.peak,
+        1 - work / choice.makespan if choice.makespan else 0.0,
+        choice.dominated,
+        choice.cap is not None,
+    )
+
+
+def _choice_facts(choice: ParetoPoint, in_bytes: bool) -> dict[str, object]:
+    return {
+        "schedule": choice.schedule.name,
+        "memory_cap": choice.cap,
+        "vocabulary_barriers": choice.schedule.vocabulary_barriers,
+        "placement": choice.schedule.placement.name,
+        "chunks": choice.schedule.placement.num_chunks,
+        "peak_activation": max(peaks(choice.schedule)),
+        "share_of_1f1b": choice.peak if in_bytes else None,
+        "makespan": choice.makespan,
+        "bubble_rate": choice.bubble_rate,
+        "dominated": choice.dominated,
+    }

@@ -1,0 +1,228 @@
+"""Write and read, in Megatron's notation, which layers each pipeline stage has.
+
+A GPT has ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3mL"``. A hybrid model has ``--hybrid-layer-pattern
+"M-|*-"``: a symbol for each layer, ``|`` between stages, and the blocks of multi-token prediction after ``/``.
+
+The *pieces* of a model are its layers and, in a GPT, multi-token prediction as one more piece at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby, pairwise
+
+from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.tools.config.expressions import check_size, listed, unrolled
+from megatron_pipemem.tools.config.model import Model, Sublayer
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.config.values import MOST_LAYERS, whole_number
+
+FLAG = "pipeline-model-parallel-layout"
+PATTERN_FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
+PATTERN = PATTERN_FLAGS[0]
+FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+FLAGS = (FLAG, *FIRST_OR_LAST)
+ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+"""Flags that count embedding and loss as a layer each."""
+LIST_FLAGS = ("moe-layer-freq", "linear-attention-freq", "no-rope-freq", "window-attn-skip-freq")
+"""Flags that take a number or a list with one entry per layer."""
+SEGMENTS, FURTHER = "|", "/"
+
+
+def segments(pattern: str) -> list[str]:
+    """Return the layers of each stage of a hybrid pattern: ``M-|*-/E`` gives ``["M-", "*-"]``.
+
+    Multi-token prediction, after ``/``, is left out.
+    """
+    return pattern.split(FURTHER)[0].split(SEGMENTS)
+
+
+def pattern_layers(pattern: str) -> str:
+    """Return all layers of a hybrid pattern, without multi-token prediction: ``M-|*-`` gives ``M-*-``."""
+    return "".join(segments(pattern))
+
+
+def is_cut(pattern: str) -> bool:
+    """Return whether a hybrid pattern says where stages begin."""
+    return len(segments(pattern)) > 1
+
+
+def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
+    """Return, for each layer of a hybrid pattern, whether every rank needs at least one layer of this kind.
+
+    These are layers with experts, if Megatron logs their losses. It then hangs if a rank has no such layer.
+    """
+    balanced = "aux_loss" in str(flags.get("moe-router-load-balancing-type", "aux_loss"))
+    logged = balanced or flags.get("moe-z-loss-coeff") not in (None, False)
+    return [logged and symbol == Sublayer.EXPERTS for symbol in pattern_layers(pattern)]
+
+
+def cut(pattern: str, counts: Sequence[int]) -> str:
+    """Return a hybrid pattern without ``|``, cut into stages with these numbers of layers.
+
+    Multi-token prediction, from the first ``/`` on, stays at the end.
+    """
+    layers, slash, further = pattern.partition(FURTHER)
+    ends = list(accumulate(counts, initial=0))
+    return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
+
+
+def pattern_of(model: Model) -> str | None:
+    """Return the pattern of a hybrid model, with its multi-token prediction, or ``None`` for a GPT."""
+    further = [model.mtp_pattern or ""] * model.mtp_layers
+    return model.pattern and FURTHER.join((model.pattern, *further))
+
+
+def spread(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage, as even as possible.
+
+    The first stage, which also has the embedding, gets none of the layers that remain after an equal split.
+    """
+    return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
+
+
+def even(model: Model, stages: int) -> tuple[int, ...]:
+    """Return the number of pieces of each stage, as even as possible, with prediction ahead on the last stage.
+
+    The first stage has the layers to which a vision tower adds.
+    """
+    counts = spread(model.layers, stages)
+    if counts[0] < model.least_first:
+        counts = (model.least_first, *spread(model.layers - model.least_first, stages - 1))
+    *others, last = counts
+    return (*others, last + model.pieces - model.layers)
+
+
+def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
+    """Return the number of pieces of each stage in Megatron's default cut; ``None`` if layers do not divide evenly.
+
+    The default cut gives every stage the same number of layers.
+    """
+    return None if model.layers % stages else even(model, stages)
+
+
+def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
+    """Return the flags that make Megatron cut a model into stages with these numbers of pieces.
+
+    There are none for one stage, and for a GPT if Megatron's default cut is the same.
+    """
+    pattern = pattern_of(model)
+    if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
+        return {}
+    if pattern is None:
+        return {FLAG: written(counts, model.mtp_layers)}
+    return {PATTERN: cut(pattern, counts)}
+
+
+def with_cut(run: Run, counts: Sequence[int]) -> Run:
+    """Return the run with flags that cut its model into stages with these numbers of pieces (``Model.pieces``).
+
+    Earlier flags for the cut are removed.
+    """
+    others = {
+        key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, *ACCOUNTED, PATTERN)
+    }
+    return replace(run, megatron=others | flags(run.model, counts))
+
+
+def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
+    """Return these numbers of pieces per stage as a layout in Megatron's notation, with embedding and loss at its ends.
+
+    With ``mtp_layers``, the last piece is multi-token prediction.
+    """
+    first, *others = _stages(counts, mtp_layers)
+    if not others:
+        return first
+    text = f"{first}|"
+    for stage, equal in groupby(others[:-1]):
+        times = len(list(equal))
+        text += f"({stage}|)*{times}" if times > 1 else f"{stage}|"
+    return text + others[-1]
+
+
+def stages_of(model: Model, counts: Sequence[int]) -> list[str]:
+    """Return the layers of each stage in Megatron's notation, for example ``["Et*2", "t*2", "tL"]``."""
+    pattern = pattern_of(model)
+    return _stages(counts, model.mtp_layers) if pattern is None else cut(pattern, counts).split(SEGMENTS)
+
+
+def _stages(counts: Sequence[int], mtp_layers: int) -> list[str]:
+    texts = [_repeated("t", count) for count in counts]
+    if mtp_layers:
+        last = max(stage for stage, count in enumerate(counts) if count)
+        texts[last] = _repeated("t", counts[last] - 1) + _repeated("m", mtp_layers)
+    texts[0] = f"E{texts[0]}"
+    texts[-1] += "L"
+    return texts
+
+
+def _repeated(symbol: str, count: int) -> str:
+    return f"{symbol}*{count}" if count > 1 else symbol * count
+
+
+def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
+    """Return the number of pieces of each stage of a run, by its flags or in the default cut.
+
+    The result is ``None`` if flags give other numbers of stages or pieces, or the layers of the first or last rank in
+    another placement than Megatron's. It is also ``None`` if the layers do not divide evenly.
+    """
+    given, model = run.flags, run.model
+    if any(given.get(key) not in (None, False) for key in (*FIRST_OR_LAST, *ACCOUNTED)):
+        counts = _of_ranks(run, stages)
+        return None if counts is None else (*counts[:-1], counts[-1] + model.pieces - model.layers)
+    if is_cut(str(given.get(PATTERN, ""))):
+        counts = tuple(map(len, segments(str(given[PATTERN]))))
+    elif given.get(FLAG) is not None:
+        counts = read(str(given[FLAG]))
+    else:
+        return uncut(model, stages)
+    return counts if len(counts) == stages and sum(counts) == model.pieces else None
+
+
+def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
+    """Return the layers of every stage by the flags for the first and last rank, or for embedding and loss.
+
+    The result is ``None`` if Megatron cannot cut the model by these flags, or another placement has several chunks.
+    """
+    p, given = run.parallelism.pp, run.flags
+    chunks = stages // p
+    if run.schedule.name != STOCK and chunks > 1:
+        return None
+    embedding, loss = (bool(given.get(key)) for key in ACCOUNTED)
+    left, others = run.model.layers + embedding + loss, p
+    of_rank: dict[int, int] = {}
+    for rank, name in zip((0, p - 1), FIRST_OR_LAST, strict=True):
+        if (count := whole_number(given.get(name), name)) is not None:
+            of_rank[rank] = count
+            left, others = left - count, others - 1
+    each, rest = divmod(left, others * chunks) if others else (0, left)
+    if rest or any(count % chunks for count in of_rank.values()):
+        return None
+    counts = [of_rank[stage % p] // chunks if stage % p in of_rank else each for stage in range(stages)]
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return tuple(counts)
+
+
+def read(text: str) -> tuple[int, ...]:
+    """Return the number of pieces of each stage of a layout in Megatron's notation.
+
+    Raise a ConfigError for a layout that is too long.
+    """
+    stages = re.sub(r"[(),\s]", "", unrolled(text, f"--{FLAG}")).split("|")
+    return tuple(stage.count("t") + ("m" in stage) for stage in stages)
+
+
+def check_length(flag: str, value: str) -> None:
+    """Raise a ConfigError if a flag's value is, or Megatron expands it to, a list, layout or pattern that is too long.
+
+    ``flag`` has no leading dashes. Megatron evaluates values of ``LIST_FLAGS`` that have a bracket.
+    """
+    if flag in LIST_FLAGS and "[" in value:
+        listed(value, f"--{flag}")
+    elif flag == FLAG:
+        unrolled(value, f"--{flag}")
+    elif flag in PATTERN_FLAGS:
+        check_size(f"{MOST_LAYERS:,} layers", len(pattern_layers(value)) > MOST_LAYERS, value, f"--{flag}")

@@ -1,0 +1,416 @@
+"""Read YAML files into frozen dataclasses, and check every value against its annotation.
+
+A file may refer to other files. Where a dataclass is wanted, text is the name of a file (``model: llama3-8b``). A
+mapping with the key ``base`` is such a file with changes (``model: {base: llama3-8b, layers: 16}``). A file may have a
+``base`` too.
+
+A name is looked up in the ``config_folder`` of the dataclass: first next to the file that has the name, then next to
+the folder of that file, then in the package. So ``configs/runs/mine.yaml`` finds ``configs/models/mine.yaml``. The base
+of a file, and the run of a grid, may also be in the same folder as the file. Text that ends in ``.yaml`` is a path,
+relative to the file that has it.
+
+PyYAML reads the text, with these changes: ``1e-4`` is a number, dates are text, and a mapping may not have a key twice.
+Tags are refused. Deep nesting, and anchors that repeat each other, are refused too, because they take unbounded stack
+or memory.
+
+The shapes of public models, by their names on Hugging Face, ship with the package too, so no network is needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from inspect import Parameter, signature
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+from megatron_pipemem.errors import ConfigError, readable
+from megatron_pipemem.files import read_text
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.tools.config.model import Model
+from megatron_pipemem.tools.config.values import converted
+
+MOST_LEVELS = 50
+MOST_VALUES = 100_000
+"""Most values of a file. The values of an anchor count once for every reference."""
+_MOST_BYTES = 1 << 23
+
+_FLOAT = "tag:yaml.org,2002:float"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_NUMBER = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+)
+
+
+class YamlError(ValueError):
+    """The error for text that is not YAML, or that configurations cannot use, with line and column if known."""
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_FLOAT, _TIMESTAMP)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._levels = self._composed = 0
+        self._sizes: dict[yaml.Node, int] = {}  # number of values, of nodes that are complete
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Compose a node. Raise an error for a tag, for deep nesting, and for too many values, before they are built."""
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise _refused(f"the tag {event.tag} is unknown; leave it out", event)
+        if self._levels == MOST_LEVELS:
+            raise _refused(f"nested more than {MOST_LEVELS} deep", event)
+        self._composed += 1
+        if self._composed > MOST_VALUES:
+            raise _refused(f"more than {MOST_VALUES} values", event)
+        self._levels += 1
+        node: yaml.Node = super().compose_node(parent, index)
+        self._levels -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._sizes:
+                raise _refused(f"*{event.anchor} stands within its own anchor; take it out", event)
+            return node
+        inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        self._sizes[node] = 1 + sum(map(self._sizes.__getitem__, () if isinstance(node, yaml.ScalarNode) else inner))
+        if self._sizes[node] > MOST_VALUES:
+            raise _refused(f"more than {MOST_VALUES} values, counting an anchor's once per reference", event)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                raise _refused("a key is not text; write it in quotes", key)
+            if key.value in seen:
+                raise _refused(f"duplicate key {shortened(key.value)}; leave one out", key)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _refused(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML. Text that YAML would read as a number is put in quotes."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
+
+
+def read_yaml(text: str) -> Any:
+    """Return the value of YAML text, or ``None`` for empty text. Raise a YamlError if it cannot be read."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise YamlError(" ".join(str(error).split())) from error
+    except ValueError as error:  # of Python's own numbers
+        raise YamlError(str(error)) from error
+
+
+def write_yaml(value: Any, flow: bool = False) -> str:
+    """Return YAML text that ``read_yaml`` reads as this value. ``flow`` puts each innermost list or mapping on one
+    line.
+    """
+    style = {"default_flow_style": None, "width": 10_000} if flow else {}
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
+
+
+BASE = "base"
+SHIPPED = Path(__file__).parent
+"""The folder of the files that ship with the package."""
+
+
+def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
+    """Read a configuration from a file, given by path or name, with changes like ``model.layers=16``.
+
+    They are applied before the files that this file refers to are read.
+    """
+    with readable(f"the {kind.__name__.lower()} {source}"):
+        path = locate(str(source), kind)
+        raw = read_raw(path)
+        for text in overrides:
+            override(raw, *parse_override(text))
+        return typed(raw, kind, path)
+
+
+def read_raw(path: str | Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file without checking its keys. Files that it refers to are not read.
+
+    An empty file gives an empty mapping. Raise a ConfigError if the file cannot be read or has no mapping.
+    """
+    try:
+        loaded = read_yaml(read_text(path, "YAML", most_bytes=_MOST_BYTES))
+    except YamlError as error:
+        raise ConfigError("not-yaml", f"is not YAML: {error}", file=path) from error
+    if loaded is None:  # an empty file
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            "wrong-file", "is not a mapping of keys to values; write lines of the form KEY: VALUE", file=path
+        )
+    return loaded
+
+
+def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, prefix: str = "") -> T:
+    """Return a mapping as a dataclass of type ``kind``.
+
+    ``file`` is the file that has the mapping. Names of files are looked up from there. Errors name ``file`` and the
+    key, with ``prefix`` before it, such as ``model.``.
+    """
+    return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return a dataclass as a mapping that ``typed`` would read. Default values are left out."""
+    changed = {}
+    for each in fields(config):
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        held = getattr(config, each.name)
+        if held != default:
+            changed[each.name] = settings_of(held) if is_dataclass(held) else held
+    return changed
+
+
+def override(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key such as ``model.layers`` in a mapping, in place.
+
+    If a part of the key has the name of a file (``model: llama3-8b``), it becomes a mapping with that name as ``base``.
+    """
+    *parents, last = key.split(".")
+    here = raw
+    for part in parents:
+        inner = here.get(part)
+        if isinstance(inner, str):
+            inner = {BASE: inner}
+        here[part] = here = dict(inner) if isinstance(inner, Mapping) else {}
+    here[last] = value
+
+
+def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
+    """Raise a ConfigError if a dataclass has no such dotted key. In a field of type ``dict``, any key is allowed.
+
+    The error names ``file``, and the key with ``user`` before it.
+    """
+    here: Any = kind
+    for part in key.split("."):
+        if get_origin(here) is dict:
+            return
+        known = _parameters(here) if isinstance(here, type) and is_dataclass(here) else {}
+        if part != BASE and part not in known:
+            raise ConfigError("unknown-key", f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
+        hint = str if part == BASE else known[part].annotation
+        here = _dataclass_in(hint) or hint
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a hint about an unknown word: ``did you mean 'layers'?``, or a list of all known words."""
+    choices = sorted(known)
+    alike = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(choices) or 'none'}"
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Return the key and the value of text such as ``model.layers=16``, whose value is YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
+    try:
+        return key, read_yaml(value)
+    except YamlError as error:
+        raise ConfigError("not-yaml", f"override {shortened(text)}: the value is not YAML: {error}") from error
+
+
+def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
+    """Return the file for a name or path that the file ``user`` has at ``key``, or that a command line has.
+
+    On a command line, ``user`` is ``None``. With ``siblings``, the folder of ``user`` is searched first.
+    Raise a ConfigError if there is no such file.
+    """
+    path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
+    if name.endswith((".yaml", ".yml")):
+        if path.is_file():
+            return path
+        brought = folder and not path.exists() and (SHIPPED / folder / path.name).is_file()
+        also = f", or the name {path.stem!r} for the package's own file" if brought else ""
+        raise ConfigError("no-file", f"{_absence(path)}{also}", key=key, file=user)
+    if folder is None:
+        wanted = f"{shortened(name)} is not a file; give a path that ends in .yaml, or a mapping"
+        raise ConfigError("no-file", wanted, key=key, file=user)
+    beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]
+    places = [place / folder for place in (*beside, SHIPPED)]
+    if user and siblings:
+        places.insert(0, user.parent)
+    for place in places:
+        if (place / f"{name}.yaml").is_file() and place / f"{name}.yaml" != user:
+            return place / f"{name}.yaml"
+    if path.exists() or path.suffix or len(Path(name).parts) > 1:
+        raise ConfigError("no-file", _absence(path), key=key, file=user)
+    known = {path.stem for place in places for path in place.glob("*.yaml")}
+    looked = ", ".join(dict.fromkeys(str(place) for place in places))
+    hint = nearest(name, known)
+    message = f"there is no {shortened(name)} among the {folder}; {hint} (looked in {looked}; a path ends in .yaml)"
+    raise ConfigError("no-file", message, key=key, file=user)
+
+
+def _absence(path: Path) -> str:
+    """Return text that says why there is no YAML file at this path."""
+    if path.is_dir():
+        return f"{path} is a folder; give the path of a YAML file"
+    if path.exists():
+        return f"{path} has another ending than .yaml; give a YAML file, or rename it"
+    return f"there is no file {path}; give the path of a YAML file"
+
+
+def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
+    """Return ``raw`` with names of files replaced by the mappings in them. Raise a ConfigError for keys unknown to
+    ``kind``.
+
+    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. ``trail`` has the files that led to this
+    one, to find a file that is based on itself.
+    """
+    hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
+    own = {BASE: raw} if isinstance(raw, str) else raw
+    if not isinstance(own, Mapping):
+        wanted = f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}"
+        raise ConfigError("bad-type", wanted, key=prefix[:-1], file=file)
+    base, changes = {}, dict(own)
+    if BASE in own:
+        place = prefix[:-1] if isinstance(raw, str) else prefix + BASE
+        base = _resolve_base(changes.pop(BASE), kind, file, place, trail)
+    for key, value in changes.items():
+        if key not in hints:
+            message = f"unknown key; {nearest(key, [*hints, BASE])}"
+            raise ConfigError("unknown-key", message, key=f"{prefix}{key}", file=file)
+        inner = _dataclass_in(hints[key])
+        if inner is not None and value is not None:
+            changes[key] = _resolve(value, inner, file, f"{prefix}{key}.", trail)
+            if isinstance(value, str) or BASE in value:  # it replaces the value of the base
+                base.pop(key, None)
+    return merged(base, changes)
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``changes``. Mappings inside them are merged too, unless they have NeMo-RL's ``_override_``."""
+    found = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping) and not value.get("_override_")
+        found[key] = merged(found[key], value) if both else value
+    return found
+
+
+def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:
+    if not isinstance(base, str):
+        raise ConfigError("bad-type", f"is {shortened(base)}; give the name of a file", key=key, file=file)
+    path = locate(base, kind, file, key, siblings=key == BASE)
+    if path.resolve() in trail:
+        raise ConfigError(
+            "based-on-itself",
+            f"{shortened(base)} is based on itself, perhaps through other files; take one base out",
+            key=key,
+            file=file,
+        )
+    resolved = _resolve(read_raw(path), kind, path, "", (*trail, path.resolve()))
+    _build(kind, resolved, path, "", is_whole=False)  # so that an error names this file, and the key as it is here
+    return resolved
+
+
+def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
+    """Return a mapping without names of files as a dataclass.
+
+    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. If not ``is_whole``, keys may be missing:
+    only check the values, and return ``None``. Raise a ConfigError for a missing or wrong value.
+    """
+    arguments = {}
+    for name, parameter in _parameters(kind).items():
+        inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"
+        if name not in raw:
+            if is_whole and parameter.default is Parameter.empty:
+                raise ConfigError("missing-option", "is missing and has no default", key=key, file=file)
+        elif inner is not None and isinstance(raw[name], Mapping):
+            arguments[name] = _build(inner, raw[name], file, f"{key}.", is_whole)
+        elif (each := _dataclass_of_values(parameter.annotation)) is not None and isinstance(raw[name], Mapping):
+            arguments[name] = {at: typed(value, each, file, f"{key}.{at}.") for at, value in raw[name].items()}
+        else:
+            try:
+                arguments[name] = converted(raw[name], parameter.annotation)
+            except ValueError as error:
+                raise ConfigError("bad-type", str(error), key=key, file=file) from error
+    try:
+        return kind(**arguments) if is_whole else None
+    except ConfigError as error:
+        raise ConfigError(
+            error.code, error.message, key=prefix + error.key if error.key else prefix[:-1], file=file
+        ) from error
+
+
+@cache
+def _parameters(kind: type) -> dict[str, Parameter]:
+    """Return the parameters of a dataclass. Their annotations are types and not text."""
+    hints = get_type_hints(kind)
+    return {name: each.replace(annotation=hints[name]) for name, each in signature(kind).parameters.items()}
+
+
+def _dataclass_of_values(hint: Any) -> type | None:
+    """Return the dataclass ``Part`` of a type hint ``dict[str, Part]`` or ``dict[str, Part] | None``, else ``None``."""
+    mappings = (get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is dict)
+    return next((value for _, value in mappings if isinstance(value, type) and is_dataclass(value)), None)
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass ``Model`` of a type hint ``Model`` or ``Model | None``, else ``None``."""
+    if get_origin(hint) in (dict, list, tuple):
+        return None
+    return next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)
+
+
+_HUGGING_FACE = SHIPPED / "hugging_face.yaml"
+_SAME_SHAPE = re.compile(r"-(instruct|base|chat|it|thinking|hf|bf16|fp8|rl|sft|\d{4})(?=-|$)")
+"""Parts of names that change weights and no shape."""
+
+
+def known_model(name: str) -> Model | None:
+    """Return the shape of a model, or ``None`` if it is unknown.
+
+    ``name`` is its name on Hugging Face, or the path of a folder whose name is that name.
+    """
+    shapes: dict[str, str | dict[str, Any]] = _public_models()["shapes"]
+    shape: str | dict[str, Any] = _name_of_shape(name)
+    while isinstance(shape, str) and shapes.get(shape, shape) != shape:
+        shape = shapes[shape]
+    if isinstance(shape, dict):
+        return typed(shape, Model, _HUGGING_FACE)
+    return load(shape, Model) if (SHIPPED / Model.config_folder / f"{shape}.yaml").is_file() else None
+
+
+def unpriced_part(name: str) -> str | None:
+    """Return the part of this model that has no price, for example ``a vision tower``, or ``None``."""
+    key = _name_of_shape(name)
+    return next((part for part, names in _public_models()["unpriced"].items() if key.startswith(tuple(names))), None)
+
+
+def _name_of_shape(name: str) -> str:
+    last = PurePosixPath(name.rstrip("/")).name.lower().removeprefix("meta-")
+    return _SAME_SHAPE.sub("", last)
+
+
+@cache
+def _public_models() -> dict[str, Any]:
+    return read_raw(_HUGGING_FACE)

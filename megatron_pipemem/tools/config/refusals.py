@@ -1,0 +1,552 @@
+"""Refuse options of Megatron that exclude a feature of this package, with the reason and the remedy.
+
+A run checks Megatron's configuration objects. The launcher checks the flags from which Megatron will make them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_pipemem.conflicts import check_delays
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.stream import check_batch, updates_per_batch
+from megatron_pipemem.tools.config.runs import Run
+
+_FLAGS = {
+    "fp8": "fp8-format",
+    "fp4": "fp4-format",
+    "fp8_param": "fp8-param-gather",
+    "fp4_param": "fp4-param-gather",
+    "cpu_offloading": "cpu-offloading-num-layers",
+    "gtp_weight_remat_size": "tensor-parallel-num-weight-shards",
+    "expert_gtp_weight_remat_size": "expert-tensor-parallel-num-weight-shards",
+    "use_te_rng_tracker": "te-rng-tracker",
+    "is_inference_rng_tracker": "inference-rng-tracker",
+}
+"""The flag of an attribute, if it has another name than the attribute."""
+_DEFAULTS = {"add_bias_linear": True, "clip_grad": 1.0, "fp8_recipe": "delayed", "rerun_mode": "validate_results"}
+"""The value of an attribute in Megatron if its flag is not given."""
+_UNCOUNTED = ("quantile_balancing", "global_aux_loss")
+_REFUSED: Mapping[str, Callable[[Any], bool]] = {
+    "context_parallel_size": lambda number: (number or 1) > 1,
+    "cuda_graph_impl": lambda impl: impl not in (None, "none"),
+    "cuda_graph_warmup_steps": lambda number: number == 0,
+    "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
+    "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
+    "moe_aux_loss_coeff": lambda shares: any(shares if isinstance(shares, (list, tuple)) else [shares]),
+    "num_distributed_optimizer_instances": lambda number: (number or 1) > 1,
+    "moe_token_dispatcher_type": lambda dispatcher: dispatcher == "flex",
+    "gtp_weight_remat_size": lambda number: (number or 1) > 1,
+    "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
+    "rerun_mode": lambda mode: mode not in (None, "disabled"),
+    "recompute_granularity": lambda asked: asked == "full",
+    "recompute_modules": lambda modules: "moe" in (modules or ()),
+    "optimizer": lambda name: name not in (None, "adam", "sgd"),
+    "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(threshold),
+}
+"""A function that says whether a value of the attribute is refused. For all other attributes, every true value is
+refused.
+"""
+_NUMBERS = {
+    "attention_dropout",
+    "clip_grad",
+    "context_parallel_size",
+    "cuda_graph_warmup_steps",
+    "expert_gtp_weight_remat_size",
+    "grad_norm_skip_threshold",
+    "gtp_weight_remat_size",
+    "micro_batch_size",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "mtp_num_layers",
+    "num_distributed_optimizer_instances",
+}
+"""The attributes that are compared as numbers, while their flags may be text."""
+
+
+def _flag(attribute: str) -> str:
+    return _FLAGS.get(attribute, attribute.replace("_", "-"))
+
+
+class Refusals:
+    """The attributes of Megatron's configuration that one feature refuses, with the reason and the remedy for each.
+
+    ``feature`` ends the sentence "... is not supported". A remedy may follow a reason after a semicolon. Without one, it is
+    to drop the attribute's flag. ``otherwise`` is a second remedy for all attributes. ``only`` has functions that return
+    whether this feature refuses a value, for attributes of which others refuse more values.
+    """
+
+    def __init__(
+        self,
+        feature: str,
+        reasons: Mapping[str, str],
+        otherwise: str = "",
+        only: Mapping[str, Callable[[Any], bool]] | None = None,
+    ):
+        remedies = {name: "" if "; " in text else f"; drop --{_flag(name)}" for name, text in reasons.items()}
+        self.feature, self.only = feature, only or {}
+        self.sentences = {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()}
+
+
+_SHARDED = (
+    "weights that are cut over more ranks than tensor parallelism are gathered in the order of the stock schedule"
+)
+_NO_GRAPHS = "; pass --cuda-graph-impl none"
+GRAPHS_OF_LAYERS = "transformer_engine"
+"""The value of ``cuda_graph_impl`` with which Transformer Engine captures a graph per layer, microbatch and direction."""
+GRAPH_OF_STEP = "full_iteration"
+"""The value of ``cuda_graph_impl`` with which Megatron captures forwards and backwards of a step in one graph."""
+FSDP = (
+    "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
+    "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
+)
+SCHEDULES = Refusals(
+    "",
+    {
+        "use_megatron_fsdp": FSDP,
+        "use_torch_fsdp2": FSDP,
+        "num_distributed_optimizer_instances": "the reductions of several distributed optimizers cannot start per chunk; pass "
+        "--num-distributed-optimizer-instances 1",
+        "cuda_graph_impl": "Megatron's own graphs of layers follow the stock schedule; pass --cuda-graph-impl none, or "
+        "transformer_engine with a schedule of whole backwards",
+        "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
+        "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
+        "--pipemem-offload in place of --fine-grained-activation-offloading",
+        "cpu_offloading": "Transformer Engine offloads the last layers without regard to the pipeline; pass --pipemem-offload "
+        "in place of --cpu-offloading-num-layers",
+        "moe_paged_stash": "the paged stash runs whole steps of the stock schedule again",
+        "num_microbatches_with_partial_activation_checkpoints": "partial checkpointing follows the warm-up of the stock "
+        "schedule; recompute fully or selectively on every microbatch instead",
+        "hybrid_context_parallel": "hybrid context parallelism has a schedule of its own",
+        "gtp_weight_remat_size": _SHARDED,
+        "expert_gtp_weight_remat_size": _SHARDED,
+        # Of Megatron versions to come.
+        "sequence_packing_scheduler": "packed batches have another number of microbatches than the plan of the step",
+        "dynamic_context_parallel": "every microbatch of a step would have context-parallel groups of its own",
+    },
+    only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS, GRAPH_OF_STEP)},
+)
+GRAPHS = Refusals(
+    " by a schedule with other actions than forwards and whole backwards",
+    {
+        "cuda_graph_impl": "Transformer Engine captures forwards and whole backwards only; take a schedule like 1f1b or "
+        "interleaved without offload, recomputation in the schedule, slices, a cut vocabulary and microbatch costs, or pass "
+        "--cuda-graph-impl none",
+    },
+    only={"cuda_graph_impl": lambda impl: impl == GRAPHS_OF_LAYERS},
+)
+WHOLE_STEP = Refusals(
+    " by a step in which the host acts between passes",
+    {
+        "cuda_graph_impl": "a step is captured whole only with one stage per rank; take 1f1b, gpipe or zb-h1 without offload, "
+        "recomputation in the schedule, slices, a cut vocabulary, microbatch costs, reports and profiles, or pass "
+        "--cuda-graph-impl none",
+    },
+    only={"cuda_graph_impl": lambda impl: impl == GRAPH_OF_STEP},
+)
+CAPTURED = Refusals(
+    " with CUDA graphs",
+    {
+        "cuda_graph_warmup_steps": "ranks agree on a schedule in the first step, before anything can be captured; pass "
+        "--cuda-graph-warmup-steps 1 or more",
+    },
+)
+REORDERED = Refusals(
+    " by a schedule that runs forwards in another order than Megatron's own",
+    {
+        "moe_enable_routing_replay": "routers are recorded and replayed in the order of Megatron's forwards; take a schedule "
+        "with one model chunk per rank, or interleaved, and no --pipemem-microbatch-costs",
+    },
+)
+_STREAMS = "the shards of a weight draw from random streams of their own"
+LAYERWISE = Refusals(
+    " with layerwise random numbers",
+    {
+        "cuda_graph_impl": f"a captured graph draws from the generators of its capture{_NO_GRAPHS}",
+        "use_te_rng_tracker": "Transformer Engine's tracker keeps generators that cannot be set to the stream of a layer",
+        "is_inference_rng_tracker": "the tracker for inference keeps no streams",
+        "overlap_moe_expert_parallel_comm": "combined 1F1B runs layers in pieces of two microbatches",
+        "init_model_with_meta_device": "a model on the meta device draws its initial weights after it is built",
+        "mtp_hsm": "hidden states are mixed by a random stream that belongs to no layer",
+        "gtp_weight_remat_size": _STREAMS,
+        "expert_gtp_weight_remat_size": _STREAMS,
+    },
+)
+UNPAIRED = Refusals(
+    " by a run that was enabled without it",
+    {
+        "overlap_moe_expert_parallel_comm": "pass it on the command line, or call enable(..., pairs=True) before the model is "
+        "built",
+    },
+)
+_IN_PIECES = "a layer whose pieces alternate with those of another microbatch"
+PAIRS = Refusals(
+    " with --overlap-moe-expert-parallel-comm",
+    {
+        "recompute_granularity": f"{_IN_PIECES} cannot run again as a whole; pass --recompute-granularity selective, or none",
+        "recompute_modules": f"{_IN_PIECES} cannot run its experts again; leave moe out of --recompute-modules",
+        "moe_shared_expert_overlap": "shared experts cannot compute within the exchange of a layer in pieces",
+        "mtp_num_layers": "layers of multi-token prediction do not run in pieces here",
+        "ep_overlap_early_attn_memory_release": "attention runs backward at the end of a layer's pieces here",
+    },
+    ", or drop --overlap-moe-expert-parallel-comm",
+)
+VOCABULARY = Refusals(
+    " with vocabulary parallelism",
+    {
+        "mtp_standalone": "a stage of multi-token prediction gets its embeddings on the rank that has the input of the head; "
+        "write m next to L in --pipeline-model-parallel-layout",
+        "mtp_detach_heads": "one pass computes the gradients of the head for all depths",
+        "fp32_residual_connection": "the cut head takes inputs in the number format of the parameters",
+        "enable_autocast": "the cut head computes in the number format of the parameters; build the model in the format that "
+        "it computes in",
+        "init_model_with_meta_device": "the shards take their first values from the whole matrices",
+    },
+    ", or pass --pipemem-vocab-parallel off",
+)
+_COUNTS = "counts the tokens of every expert of a layer in a step, and with two replicas of the layer each counts half; drop it"
+_TWO_QUANTISED = "ranks cannot exchange quantised weights, so the replicas would begin with different values"
+REPLICAS = Refusals(
+    " with two replicas of the model",
+    {
+        "moe_router_enable_expert_bias": f"--moe-router-enable-expert-bias {_COUNTS}",
+        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} {_COUNTS}",
+        "qk_clip": "--qk-clip scales weights by the largest attention score of a layer in a step, and the two replicas of the "
+        "layer see different scores; drop it",
+        "init_model_with_meta_device": "the second replica gets its values when it is built, and the meta device has no values",
+        "fp8_param": _TWO_QUANTISED,
+        "fp4_param": _TWO_QUANTISED,
+    },
+    ", or take a schedule with one replica of the model",
+)
+_QUANTISED = "quantised weights are cached once per step and have no versions"
+ASYNCHRONOUS = Refusals(
+    " by asynchronous schedules",
+    {
+        "use_distributed_optimizer": "its parameters are views of one buffer, so they cannot point at another version of the "
+        "weights; drop --use-distributed-optimizer",
+        "fp8": _QUANTISED,
+        "fp4": _QUANTISED,
+        "moe_router_enable_expert_bias": "the bias is not a weight and has no versions",
+        "qk_clip": "it scales weights outside of the optimizer, and older versions would stay unscaled",
+        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} counts the tokens of one batch, and forwards of the next "
+        "batch run before it ends; pass --moe-router-load-balancing-type aux_loss",
+        "optimizer_cuda_graph": "the graph would update the same version of the weights in every step",
+        "mtp_num_layers": "a step logs the losses of all depths, and forwards of the next batch run before it ends",
+    },
+)
+_ONE_COUNT = "the plan of consecutive steps is for one number of microbatches"
+OVERLAPPED = Refusals(
+    " without a barrier between steps",
+    {
+        "rerun_mode": "all ranks agree on the results of a step before any rank updates its weights; pass --rerun-mode "
+        "disabled",
+        "fp16": "all ranks decide together whether the loss scale was too large, before any rank updates its weights; train in "
+        "bf16 or fp32",
+        "loss_scale": "all ranks look for infinite gradients together, before any rank updates its weights",
+        "calculate_per_token_loss": "gradients are divided by the tokens of the whole step, which the last stage counts last",
+        "log_num_zeros_in_grad": "all ranks count zeros together before any rank updates its weights",
+        "log_params_norm": "all ranks sum up their weights together after every step",
+        "rampup_batch_size": _ONE_COUNT,
+        "step_batch_size_schedule": _ONE_COUNT,
+        "use_layer_wise_distributed_optimizer": "it shards the weights by layers, and gathers them in its own step; take "
+        "--use-distributed-optimizer with --optimizer adam",
+        "optimizer_cuda_graph": "the graph would replay a step that may have to be rolled back",
+        "cuda_graph_impl": f"a graph replays a step as it was captured, with its end{_NO_GRAPHS}",
+    },
+)
+_OFFLOADED = "the offloaded optimizer updates copies on the host at its own pace"
+DELAYED = Refusals(
+    " by an asynchronous schedule without a barrier between steps",
+    {
+        "grad_norm_skip_threshold": "the training loop changes the learning rate before the gradients' norm is known; leave "
+        "grad_norm_skip_threshold out",
+        "optimizer_cpu_offload": _OFFLOADED,
+        "save_params_interval": "it would write weights without the update of the last batch",
+    },
+)
+_COUNTED_TWICE = "counts the tokens or scores of every forward, and the first forwards of a step may run again"
+_WRITTEN_EARLY = "it would write the results of a step that may have to be rolled back"
+_SCALED = "weights have scales that the step changes and that cannot be restored"
+ROLLED_BACK = Refusals(
+    " without a barrier between steps if gradients are clipped",
+    {
+        "optimizer": "only the changes of adam and sgd can be rolled back; pass --optimizer adam, or --clip-grad 0",
+        "optimizer_cpu_offload": f"{_OFFLOADED}; drop --optimizer-cpu-offload, or pass --clip-grad 0",
+        "use_precision_aware_optimizer": "its state has scales of its own and cannot be restored; drop "
+        "--use-precision-aware-optimizer, or pass --clip-grad 0",
+        "grad_norm_skip_threshold": "a step above the threshold must not be taken at all; leave grad_norm_skip_threshold out, "
+        "or pass --clip-grad 0",
+        "overlap_param_gather_with_optimizer_step": "weights would be gathered before the step is final",
+        "reuse_grad_buf_for_mxfp8_param_ag": "gathered weights overwrite the gradients that a repeated step needs",
+        "fp8_param_gather": f"8-bit {_SCALED}",
+        "fp4_param_gather": f"4-bit {_SCALED}",
+        "qk_clip": "it scales weights outside of the optimizer, and the step may have to be rolled back",
+        "log_max_attention_logit": f"it {_COUNTED_TWICE}",
+        "moe_router_enable_expert_bias": f"it {_COUNTED_TWICE}",
+        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} {_COUNTED_TWICE}; drop it, as with "
+        "--moe-router-load-balancing-type aux_loss",
+        "moe_routing_trace_path": f"it {_COUNTED_TWICE}",
+        "save_params_interval": _WRITTEN_EARLY,
+        "save_activations_interval": _WRITTEN_EARLY,
+        "save_tokens_per_expert_interval": _WRITTEN_EARLY,
+    },
+)
+_BIAS = "balance experts by --moe-router-load-balancing-type none and --moe-router-enable-expert-bias"
+_WHOLE = (*_UNCOUNTED, "sinkhorn")
+_PACKED = "a packed document may lie in two slices"
+SLICED = Refusals(
+    " in sequence slices",
+    {
+        "context_parallel_size": "every rank has a part of the sequence already; pass --context-parallel-size 1",
+        "attention_dropout": "dropout masks are drawn for whole sequences, and slices would draw others; pass "
+        "--attention-dropout 0",
+        "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the sequences",
+        "mtp_num_layers": "the last tokens of a slice would have no tokens to predict from",
+        "moe_aux_loss_coeff": f"it is a loss of whole microbatches; {_BIAS}",
+        "moe_z_loss_coeff": "it is a loss of whole microbatches",
+        "moe_expert_capacity_factor": "experts drop tokens of whole microbatches",
+        "moe_router_load_balancing_type": f"{' or '.join(_WHOLE)} needs whole microbatches; {_BIAS}",
+        "experimental_attention_variant": "it does not take the keys and values of earlier slices",
+        "sft": _PACKED,
+        "dataloader_inter_document_masking": _PACKED,
+    },
+    ", or take a schedule without sequence slices",
+    only={"moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _WHOLE)},
+)
+LAYERWISE_SLICED = Refusals(
+    " in sequence slices with layerwise random numbers",
+    {
+        "hidden_dropout": "slices draw other masks than stock draws for whole sequences; pass --hidden-dropout 0, or "
+        "--pipemem-random stock",
+    },
+    ", or take a schedule without sequence slices",
+)
+PER_MICROBATCH = Refusals(
+    " by a schedule that updates after every microbatch",
+    {
+        "overlap_grad_reduce": "every microbatch waits for its own reduction before its update, so they cannot overlap",
+        "calculate_per_token_loss": "gradients would be scaled by the tokens of a whole batch, which are counted after them",
+        "clip_grad": "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
+        "fp16": "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
+        "log_num_zeros_in_grad": "gradients are gone when the step ends",
+    },
+)
+SPLIT_BACKWARD = Refusals(
+    " by a schedule that splits the backward",
+    {
+        "use_transformer_engine_op_fuser": "its fused operations compute their own weight gradients, and W would not run",
+        "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of the experts would run within I, and not in W",
+        "tp_comm_overlap": "the next layer overwrites the user buffers that W would read; drop --tp-comm-overlap, or take a "
+        "schedule that does not split, like 1f1b or interleaved",
+        "mtp_use_repeated_layer": "its layers run once per depth, and W would compute the weight gradients of one run; drop "
+        "--mtp-use-repeated-layer, or pass --transformer-impl local",
+    },
+)
+_FUSED = "the fused kernels are Transformer Engine's, for a GPU"
+CPU = Refusals(
+    " on CPU ranks",
+    {
+        "moe_token_dispatcher_type": "DeepEP, HybridEP and NCCL EP are kernels of a GPU; pass --moe-token-dispatcher-type "
+        "alltoall",
+        "moe_permute_fusion": _FUSED,
+        "moe_router_fusion": _FUSED,
+    },
+)
+TIED = (
+    "a schedule that updates after every microbatch cannot tie the embedding to the head: their stages update at different "
+    "times; pass --untie-embeddings-and-output-weights"
+)
+_DELAYED_SCALING = (
+    "fp8 with delayed scaling does not go with recomputation in the schedule: a second forward would count its values "
+    "twice; pass --fp8-recipe tensorwise, or --pipemem-recompute none"
+)
+_DELAYED_SCALES = (
+    "fp8 with delayed scaling does not go without a barrier between steps if gradients are clipped: repeated forwards would "
+    "count their values twice; pass --fp8-recipe tensorwise, or --clip-grad 0"
+)
+
+
+def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
+    """Raise an UnsupportedError if one of the features ``wanted`` refuses the value of an attribute.
+
+    ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
+    exist.
+    """
+    for each in wanted:
+        for attribute, sentence in each.sentences.items():
+            value = value_of(attribute)
+            if each.only.get(attribute, _REFUSED.get(attribute, bool))(value):
+                raise UnsupportedError(
+                    "unsupported-setting",
+                    f"{attribute} = {shortened(value)} is not supported{each.feature}: {sentence}",
+                )
+
+
+def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
+    """Raise an UnsupportedError for settings that every schedule of this package refuses, or the requested one does."""
+    tables = (
+        (request.has_only_passes, GRAPHS),
+        (request.may_be_captured, WHOLE_STEP),
+        (value_of("cuda_graph_impl") in (None, "none"), CAPTURED),
+        (request.pairs, UNPAIRED),
+        (not request.pairs, PAIRS),
+    )
+    refuse(value_of, SCHEDULES, *(table for allowed, table in tables if not allowed))
+    if _is_packed(value_of) and (value_of("micro_batch_size") or 1) > 1:
+        raise UnsupportedError(
+            "unsupported-setting",
+            "Megatron joins the packed sequences of a microbatch into one, and stages would receive it in the shape of "
+            "several; pass --micro-batch-size 1, and a longer --seq-length",
+        )
+    if _recomputes_biased_mlps(value_of):
+        raise UnsupportedError(
+            "unsupported-setting",
+            "Megatron's backward of a recomputed MLP never ends if linear layers have biases; pass --disable-bias-linear, or "
+            "leave mlp out of --recompute-modules",
+        )
+    if value_of("dataloader_inter_document_masking") and not value_of("sft") and _is_shared(value_of):
+        raise UnsupportedError(
+            "unsupported-setting",
+            "context-parallel ranks would get parts of every sequence, where attention and rotary positions expect parts of "
+            "every document; pass --sft, which pads documents, or --context-parallel-size 1",
+        )
+
+
+def _is_shared(value_of: Callable[[str], Any]) -> bool:
+    return _REFUSED["context_parallel_size"](value_of("context_parallel_size"))
+
+
+def _recomputes_biased_mlps(value_of: Callable[[str], Any]) -> bool:
+    """Return whether Megatron checkpoints MLPs that also return a bias, which makes the bias its own ancestor in autograd."""
+    asked = value_of("recompute_granularity") == "selective" and "mlp" in (value_of("recompute_modules") or ())
+    in_bytes = value_of("fp8") or value_of("fp4")  # checkpointed by Transformer Engine
+    return asked and not in_bytes and bool(value_of("add_bias_linear")) and not value_of("disable_bias_linear")
+
+
+def _is_packed(value_of: Callable[[str], Any]) -> bool:
+    return bool(value_of("sft") or value_of("dataloader_inter_document_masking"))
+
+
+def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:
+    """Raise an UnsupportedError for settings that a schedule cannot have with Transformer Engine's layers.
+
+    ``splits`` says that the schedule splits the backward, and ``recomputes`` that it recomputes activations.
+    """
+    if recomputes and value_of("fp8") and value_of("fp8_recipe") == "delayed":
+        raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALING)
+    if splits:
+        refuse(value_of, SPLIT_BACKWARD)
+
+
+def refuse_sliced(value_of: Callable[[str], Any]) -> None:
+    """Raise an UnsupportedError for settings that sequence slices cannot have."""
+    refuse(value_of, SLICED)
+    if value_of("multi_latent_attention") and value_of("apply_rope_fusion"):
+        raise UnsupportedError(
+            "slices-attention",
+            "the fused rotary embeddings of latent attention begin every sequence slice at position 0; pass --no-rope-fusion, "
+            "or take a schedule without sequence slices",
+        )
+
+
+def refuse_asynchronous(run: Run, name: str) -> None:
+    """Raise an UnsupportedError if a run cannot train with the asynchronous schedule ``name``."""
+    cut, per_batch = run.parallelism, updates_per_batch(name)
+    check_batch(name, cut.pp, cut.microbatches)
+    refuse(flag_values(run.flags | {run.precision: True}), *asynchronous(per_batch))
+    if run.model.tied and not per_batch:
+        raise UnsupportedError("tied-embedding", TIED)
+    if run.schedule.overlap_steps:
+        check_delays(name)
+
+
+def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
+    """Raise an UnsupportedError for settings that need a barrier between steps.
+
+    ``delays`` says that optimizer steps are taken only when their norm is known, so that they are never undone.
+    """
+    refuse(value_of, OVERLAPPED)
+    if delays:
+        refuse(value_of, DELAYED)
+    elif (value_of("clip_grad") or 0) > 0:
+        refuse(value_of, ROLLED_BACK)
+        if value_of("fp8") and value_of("fp8_recipe") == "delayed":
+            raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALES)
+
+
+def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
+    """Return the refusals of asynchronous schedules.
+
+    With ``per_batch`` the schedules update weights once per batch, and otherwise after every microbatch.
+    """
+    return (ASYNCHRONOUS,) if per_batch else (ASYNCHRONOUS, PER_MICROBATCH)
+
+
+def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
+    """Return a function that returns the value of a configuration attribute, given the flags of a run.
+
+    The names of ``flags`` have no dashes in front. A flag that is missing or ``False`` has the value in ``_DEFAULTS``, or
+    ``None``. The function raises an UnsupportedError if a value of ``_NUMBERS`` is not a number.
+    """
+
+    def value_of(attribute: str) -> object:
+        given = flags.get(_flag(attribute))
+        if given is None or given is False:
+            return _DEFAULTS.get(attribute)
+        if attribute in _NUMBERS:
+            return (
+                [_number(attribute, each) for each in given] if isinstance(given, list) else _number(attribute, given)
+            )
+        return 0 if given == "0" else given
+
+    return value_of
+
+
+def _number(attribute: str, given: object) -> float:
+    try:
+        number = float(str(given))
+    except ValueError as error:
+        raise UnsupportedError(
+            "bad-number", f"--{_flag(attribute)} {shortened(given)} is not a number; give one"
+        ) from error
+    return int(number) if number.is_integer() else number
+
+
+_JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
+    (
+        lambda of: int(of("log_interval") or 0) == 1,
+        "with --log-interval 1 every step is logged, and a logged step ends on all ranks together; pass --log-interval 10, for "
+        "example",
+    ),
+    (
+        lambda of: int(of("timing_log_level") or 0) > 0 and of("barrier_with_L1_time"),
+        "with --timing-log-level 1 or 2 timers begin on all ranks together; add --no-barrier-with-level-1-timing",
+    ),
+    (
+        lambda of: of("exit_duration_in_mins"),
+        "with --exit-duration-in-mins all ranks compare their clocks after every step; end the run by --exit-interval or a "
+        "signal",
+    ),
+    (
+        lambda of: of("num_experts"),
+        "with experts the loop sums up their losses over all ranks after every step, to log them",
+    ),
+    (
+        lambda of: of("mtp_num_layers"),
+        "with multi-token prediction the loop sums up its losses over all ranks after every step, to log them",
+    ),
+    (
+        _is_packed,
+        "with packed sequences the loop counts their tokens over all ranks after every step, to log FLOPs",
+    ),
+)
+
+
+def joined_anyway(value_of: Callable[[str], Any]) -> list[str]:
+    """Return sentences about settings that make all ranks wait for each other after a step even without a barrier."""
+    return [sentence for joins, sentence in _JOINED if joins(value_of)]

@@ -1,0 +1,301 @@
+"""Describe a run: a model on a cluster, its parallelism, its schedule, and the other flags of its training script.
+
+For example:
+
+model: llama3-8b
+cluster: h100-80g
+parallelism: {tp: 4, pp: 4, dp: 2, micro_batch: 1, global_batch: 64}
+schedule: {name: v-half}
+training: {iterations: 1000, save_interval: 100}
+megatron: {lr: 3.0e-4, bf16: true}
+output: out/runs/mine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
+from megatron_pipemem.schedule.options import AUTO, GATHERED, OFF, SHARDED, STOCK, Offload, early_weights
+from megatron_pipemem.schedule.registry import family, register_module
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.model import Execution, Fp8, Model, Recomputable, Recompute, Trainable
+from megatron_pipemem.tools.config.values import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited, refuse_if
+
+
+@dataclass(frozen=True)
+class Parallelism(Limited):
+    """The number of ranks for each kind of parallelism, and the batch sizes."""
+
+    tp: Devices = 1  # tensor parallelism
+    pp: Devices = 1  # pipeline
+    dp: Devices = 1  # data parallelism
+    cp: Devices = 1  # context parallelism
+    ep: Devices = 1  # expert parallelism, within tp x cp x dp
+    etp: Devices | None = None  # tensor-parallel ranks over which an expert is cut; default: tp
+    chunks: Count | None = None  # stages per pipeline rank, for schedules that allow several numbers
+    micro_batch: Count = 1  # sequences per microbatch
+    global_batch: Count = 1  # sequences per step, over all data-parallel ranks
+    sequence_parallel: bool = False
+    # Tokens of the fullest rank's experts, as a multiple of even routing. Plans reserve memory for them.
+    expert_load: Amount = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        too_many = f"makes {self.ranks:,} ranks; give at most {MOST_DEVICES:,}"
+        refuse_if(self.ranks > MOST_DEVICES, "too-large", "tp", too_many)
+
+    @property
+    def ranks(self) -> int:
+        """The number of devices of the whole run."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    def why_not_experts(self) -> str | None:
+        """Return the reason why experts cannot be divided among these ranks; ``None`` if they can."""
+        ranks, etp = self.tp * self.dp * self.cp, self.etp or self.tp
+        if ranks % (etp * self.ep) == 0:
+            return None
+        return (
+            f"tp x dp x cp = {ranks} is not a multiple of etp x ep = {etp} x {self.ep}; change one of these sizes, such as "
+            "etp to 1, which leaves experts whole"
+        )
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches that each pipeline runs in a step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    def with_microbatches(self, count: int) -> Parallelism:
+        """Return the same ranks with a global batch that gives each pipeline ``count`` microbatches."""
+        return replace(self, global_batch=count * self.micro_batch * self.dp)
+
+
+MOCK = "mock"
+"""The name of made-up tokens in place of a dataset."""
+
+SCRIPTS = (Path(__file__).parents[2] / "scripts").resolve()
+"""The folder with the training script and the scripts that start it."""
+
+REPORT = "report.json"
+"""The name of a run's report in its output folder."""
+
+FREEZES: dict[Trainable, str] = {
+    "language": "freeze-language-model",
+    "tower": "freeze-vision-model",
+    "projection": "freeze-vision-projection",
+}
+"""Flags, named after Megatron-Bridge's settings, that freeze a part of a model with a vision tower."""
+
+ADAPTERS = "adapter-rank"
+"""The key of the rank of low-rank adapters among a run's flags. They freeze the language model. Megatron has no such flag."""
+
+TP_OVERLAP, EP_OVERLAP = OVERLAPS = ("tp-comm-overlap", "overlap-moe-expert-parallel-comm")
+"""Flags that hide messages within layers. Only Megatron's own schedules allow the first one. With the second one forwards
+and backwards run in pairs.
+"""
+
+BY_ACTION = ("core_attn", "layernorm", "activation")
+"""The modules that ``--pipemem-recompute selective`` recomputes, if attention is unfused and norms are modules of their
+own.
+"""
+
+
+@dataclass(frozen=True)
+class ScheduleChoice(ScheduleOptions, Limited):
+    """The schedule of a run and its options. ``ScheduleOptions`` has the fields that are also flags."""
+
+    name: str = STOCK  # a family, a schedule file (.csv), auto for a search, or stock for Megatron's own schedule
+    memory_cap: str | None = field(default=None, metadata={"flag": CAP})
+    slices: Count | None = None  # pieces into which sequences are cut, for schedules that allow several numbers
+    offload: Offload = field(default=OFF, metadata={"flag": SENT})
+    microbatch_costs: str | None = field(default=None, metadata={"flag": WEIGHTS})
+    recompute: Recompute = "none"
+    # modules that ``selective`` recomputes (see Execution)
+    recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
+    module: str | None = None  # Python file or module that registers the family
+
+    @property
+    def recomputes_by_action(self) -> bool:
+        """Whether selective recompute is an action of the schedule, RS.
+
+        Otherwise Megatron itself recomputes, if ``recompute`` is not ``none``. ``full`` is always Megatron's.
+        """
+        return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_fixed = self.name == STOCK or self.name.endswith(FILE_SUFFIX)
+        fixed = f"is {self.slices}, but schedule {self.name} has no option slices; name one that has, or auto"
+        refuse_if((self.slices or 1) > 1 and is_fixed, "no-slices", "slices", fixed)
+        with _at("early_weights"):
+            early_weights(self.early_weights, 0, 0)
+        with _at("module"):
+            if self.module is not None:
+                register_module(self.module)
+
+
+@contextmanager
+def _at(key: str) -> Iterator[None]:
+    """Turn an error of this package that the block raises into a ConfigError about ``key``."""
+    try:
+        yield
+    except PipememError as error:
+        raise ConfigError(error.code, str(error), key=key) from error
+
+
+@dataclass(frozen=True)
+class Training(Limited):
+    """The number of training steps, the data, and the checkpoints."""
+
+    iterations: Count = 10  # all training steps of the run, over all restarts
+    save_interval: CountOrZero = 0  # steps between checkpoints, 0 for none; a restarted run resumes from the last one
+    load: str | None = None  # folder of the checkpoint to start from, until the run has a checkpoint of its own
+    data: str = MOCK
+    """The prefix of a Megatron dataset (files ``.bin`` and ``.idx``), several prefixes as ``weight prefix weight
+    prefix``, or ``mock`` for made-up tokens.
+    """
+    cache: str | None = None  # folder of the datasets' index files
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that is needed to start a training run."""
+
+    config_folder: ClassVar[str] = "runs"
+
+    model: Model
+    cluster: Cluster
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
+    training: Training = field(default_factory=Training)
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Every other flag of the training script: ``lr: 1e-4`` is ``--lr 1e-4``, ``true`` gives a bare flag, ``false`` and
+    ``null`` leave the flag out, a list gives several values."""
+    environment: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
+    output: str = "out/runs/run"  # folder of the report, timelines and checkpoints, relative to the working directory
+    trace: bool = False  # draw the timelines of the plan and of the run
+    script: str | None = None  # path of the training script; default: pretrain_gpt.py in SCRIPTS
+
+    @property
+    def report(self) -> Path:
+        """Path of the JSON report that the run writes."""
+        return Path(self.output) / REPORT
+
+    @property
+    def checkpoints(self) -> str:
+        """Path of the folder with the run's checkpoints."""
+        return f"{self.output}/checkpoints"
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the run saves checkpoints and has one from before its last step, from which a restart continues."""
+        try:
+            saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return self.training.save_interval > 0 and saved < self.training.iterations
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.cluster.backend == "gloo"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags under ``megatron``. Names have dashes and no leading dashes, for example ``clip-grad``."""
+        return {key.replace("_", "-"): value for key, value in self.megatron.items()}
+
+    @property
+    def pairs(self) -> bool:
+        """Whether forwards run together with backwards, which hides the exchange of the experts' tokens."""
+        return bool(self.flags.get(EP_OVERLAP))
+
+    @property
+    def delays_updates(self) -> bool:
+        """Whether the optimizer step of a batch waits for its gradient norm while the next batch already runs."""
+        name = self.schedule.name
+        if not self.schedule.overlap_steps or name in (AUTO, STOCK) or name.endswith(FILE_SUFFIX):
+            return False
+        return family(name).asynchronous
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether an optimizer step may have to be undone, because it was taken before its gradient norm was known."""
+        clip = self.flags.get("clip-grad")  # Megatron clips by default
+        may_clip = clip is None or float(clip) > 0
+        return self.schedule.overlap_steps and may_clip and not self.delays_updates
+
+    @property
+    def schedule_options(self) -> dict[str, Any]:
+        """Options of the schedule, including chunks and slices, except for a schedule file, which has its own."""
+        if self.schedule.name.endswith(FILE_SUFFIX):
+            return self.schedule.options
+        given = {"chunks": self.parallelism.chunks, "slices": self.schedule.slices}
+        return self.schedule.options | {key: value for key, value in given.items() if value is not None}
+
+    @property
+    def execution(self) -> Execution:
+        """The settings that decide the costs of a microbatch on one rank."""
+        cut, choice = self.parallelism, self.schedule
+        return Execution(
+            micro_batch=cut.micro_batch,
+            tp=cut.tp,
+            sequence_parallel=cut.sequence_parallel,
+            cp=cut.cp,
+            ep=cut.ep,
+            etp=cut.etp,
+            recompute=choice.recompute,
+            recompute_modules=choice.recompute_modules,
+            attention="unfused" if self.on_cpu else "flash",
+            precision=self.precision,
+            fp8=cast(Fp8, self.flags.get("fp8-recipe", "delayed") if self.flags.get("fp8-format") else "none"),
+            implementation=self.implementation,
+            fused_rotations=not (self.on_cpu or self.flags.get("no-rope-fusion")),
+            rotary_percent=float(str(self.flags.get("rotary-percent", 1.0))),
+            expert_load=self._expert_load(),
+            tp_overlap=choice.name == STOCK and bool(self.flags.get(TP_OVERLAP)),
+            weight_inputs=self._weight_inputs(),
+            early_weights=choice.early_weights,
+            frozen=tuple(part for part, flag in FREEZES.items() if self.flags.get(flag)),
+            adapters=int(str(self.flags.get(ADAPTERS, 0))),
+        )
+
+    def _weight_inputs(self) -> Literal["sharded", "gathered"]:
+        if self.schedule.weight_inputs == AUTO:
+            return SHARDED if self.parallelism.tp <= self.cluster.devices_per_node else GATHERED
+        return self.schedule.weight_inputs
+
+    def _expert_load(self) -> float:
+        """Return the number of tokens that the experts of the fullest rank get, as a multiple of even routing.
+
+        It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity
+        for an ``expert_load`` of at most 1. If experts are padded to their capacity, it is the capacity. Otherwise it
+        is 1 if a rank has all experts.
+        """
+        load, capacity = self.parallelism.expert_load, self.flags.get("moe-expert-capacity-factor")
+        if capacity is not None and self.flags.get("moe-pad-expert-input-to-capacity"):
+            return float(str(capacity))
+        if self.parallelism.ep == 1:
+            return 1.0
+        return load if capacity is None else min(load if load > 1 else inf, float(str(capacity)))
+
+    @property
+    def implementation(self) -> Literal["local", "transformer_engine"]:
+        """Whether layers are Megatron's own or Transformer Engine's. The default is ``local`` on CPU ranks only."""
+        default = "local" if self.on_cpu else "transformer_engine"
+        return "local" if self.flags.get("transformer-impl", default) == "local" else "transformer_engine"
+
+
+def resolve_script(run: Run) -> Path:
+    """Return the path of the run's training script. Raise a ConfigError if the file does not exist."""
+    if run.script is None:
+        return SCRIPTS / "pretrain_gpt.py"
+    path = Path(run.script)
+    refuse_if(not path.is_file(), "no-file", "script", f"there is no training script {path}; give the path of one")
+    return path

@@ -1,0 +1,412 @@
+"""Build the command that starts a run, and parse the ``--pipemem-*`` flags in it.
+
+Only this module translates the keys of a run's configuration into flags of the training script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.request import Request, flags_of
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
+from megatron_pipemem.tools.config.runs import ADAPTERS, BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
+from megatron_pipemem.tools.config.values import refuse_if
+from megatron_pipemem.tools.launch.cut_flags import VIRTUAL_STAGES
+
+Flags = dict[str, Any]
+"""Values by the names of flags without leading dashes, as in the ``megatron:`` section of a run's configuration."""
+
+EXIT_SIGNAL = "SIGUSR1"
+"""The signal at which a run saves a checkpoint and ends. Batch systems send it before they end a job."""
+_NODE_RANK, _MASTER_ADDR = "$NODE_RANK", "$MASTER_ADDR"
+"""Variables that a shell replaces on every node."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The number of nodes of a run, the rank of this node, and the address of node 0."""
+
+    count: int = 1
+    rank: int | str | None = None  # of this node, or a variable of the shell
+    address: str | None = (
+        None  # of node 0, or a variable of the shell; None if torchrun takes any free port of this node
+    )
+    port: int = 29500  # on node 0
+
+    def with_variables(self) -> Nodes:
+        """Return these nodes; if several, with ``$NODE_RANK`` and ``$MASTER_ADDR`` for an unknown rank and address."""
+        if self.count == 1:
+            return self
+        rank = _NODE_RANK if self.rank is None else self.rank
+        return replace(self, rank=rank, address=self.address or _MASTER_ADDR)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program with its arguments, and the environment variables to set in addition to those of its caller."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def text(self) -> str:
+        """Return the command as text for a shell, with one flag on each line."""
+        lines: list[list[str]] = [["env", *(f"{key}={value}" for key, value in self.environment.items())]]
+        for number, word in enumerate(self.words):
+            if number == 0 or re.match("-+[a-z]", word):
+                lines.append([])
+            lines[-1].append(word)
+        if not self.environment:
+            del lines[0]
+        return " \\\n    ".join(" ".join(map(_quoted, line)) for line in lines)
+
+
+def command(run: Run, nodes: Nodes | None = None) -> Command:
+    """Return the torchrun command that starts the ranks of a run on one of its nodes.
+
+    By default it runs on the smallest number of nodes on which the ranks fit. Raise a ConfigError if a key of the
+    configuration has no flag or contradicts another key, or if several nodes lack a rank or an address.
+    """
+    nodes = nodes or Nodes(count=min_nodes(run))
+    own = "is not part of pretrain_gpt.py; give the run's script, or start your own program"
+    for key, given in (("model.tower", run.model.tower), (ADAPTERS, run.execution.adapters)):
+        refuse_if(bool(given) and run.script is None, "unsupported-model", key, own)
+    start = [sys.executable, "-m", "megatron_pipemem.tools.cli.ranks", *_rendezvous(run, nodes)]
+    ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
+    words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
+    return Command(tuple(words), {key: str(value) for key, value in run.environment.items()})
+
+
+def min_nodes(run: Run) -> int:
+    """Return the smallest number of nodes on which the ranks of a run fit, with equally many ranks on each node.
+
+    The number may exceed that of the cluster's nodes.
+    """
+    ranks = run.parallelism.ranks
+    least = -(-ranks // run.cluster.devices_per_node)
+    return next(count for count in range(least, ranks + 1) if ranks % count == 0)
+
+
+def ranks_per_node(run: Run, count: int) -> int:
+    """Return the number of ranks per node on ``count`` nodes, or raise a ConfigError if that is not a whole number."""
+    ranks = run.parallelism.ranks
+    uneven = f"{ranks} ranks cannot be shared evenly by {count} nodes; change one of the two numbers"
+    refuse_if(ranks % count, "does-not-divide", "parallelism", uneven)
+    return ranks // count
+
+
+def script_flags(run: Run) -> list[str]:
+    """Return all flags of a run as words of a command line."""
+    return words(all_flags(run))
+
+
+def all_flags(run: Run) -> Flags:
+    """Return all flags of a run's training script.
+
+    The ``megatron:`` section of the configuration overrides defaults of this package. Raise a ConfigError if it repeats
+    another key.
+    """
+    fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
+    return {**fixed, **_defaults(run), **run.flags}
+
+
+def planned_flags(run: Run) -> list[str]:
+    """Return the flags on which a plan depends, as words of a command line.
+
+    They are those of model, parallelism, schedule, precision, and of the ``megatron:`` section.
+    """
+    return words({**_fixed(run, _planned(run)), **run.flags})
+
+
+def _planned(run: Run) -> dict[str, Flags]:
+    """Return the flags that a plan decides, by the key of the run's configuration that sets them."""
+    return {
+        "model": _model_flags(run),
+        "parallelism": _parallelism_flags(run),
+        "schedule": _schedule_flags(run),
+        "precision": {} if run.precision == "fp32" else {run.precision: True},
+    }
+
+
+def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
+    for name in run.flags:
+        refuse_if(name.startswith("-"), "bad-syntax", name, "is written without dashes in front")
+        for key, names in flags.items():
+            twice = f"is set by the run's key {shortened(key)} already; change it there"
+            refuse_if(name in names, "conflicting-options", name, twice)
+    return {name: value for names in flags.values() for name, value in names.items()}
+
+
+def words(flags: Flags) -> list[str]:
+    """Return flags as words of a command line.
+
+    ``True`` gives a flag without a value, ``False`` and ``None`` leave the flag out, and a list gives several values.
+    """
+    result: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, (list, tuple)) else [value]
+        result += [f"--{name}", *map(_word, values)]
+    return result
+
+
+def model_flags(model: Model) -> Flags:
+    """Return the training script's flags for the sizes of a model.
+
+    Raise a ConfigError for geglu, which has no flag.
+    """
+    no_flag = "the training script has no flag for geglu; use swiglu to launch this run"
+    refuse_if(model.activation == "geglu", "unsupported-setting", "model.activation", no_flag)
+    flags: Flags = {
+        "num-layers": model.layers if model.pattern is None else None,
+        layout.PATTERN: layout.pattern_of(model),
+        "mtp-num-layers": model.mtp_layers or None,
+        "hidden-size": model.hidden,
+        "num-attention-heads": model.heads,
+        "group-query-attention": model.key_heads != model.heads,
+        "num-query-groups": model.key_heads if model.key_heads != model.heads else None,
+        "kv-channels": model.head_channels,
+        "ffn-hidden-size": model.ffn_width,
+        "qk-layernorm": model.qk_norm,
+        "swiglu": model.activation == "swiglu",
+        "squared-relu": model.activation == "squared_relu",
+        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
+        "position-embedding-type": {"learned": "learned_absolute"}.get(model.position, model.position),
+        "max-position-embeddings": model.sequence,
+        "seq-length": model.sequence,
+        "vocab-size": model.vocabulary,
+        "untie-embeddings-and-output-weights": not model.tied,
+        "attention-dropout": model.dropout,
+        "hidden-dropout": model.dropout,
+        "disable-bias-linear": model.bias != "all",
+        **({"add-qkv-bias": True} if model.bias == "qkv_only" else {}),
+        **({"attention-output-gate": True} if model.attention_gate else {}),
+    }
+
+    def sizes(fields: Mapping[str, str]) -> Flags:
+        return {name.replace("_", "-"): getattr(model, field) or None for field, name in fields.items()}
+
+    blocks = "".join(model.all_kinds)
+    if model.kv_lora_rank is not None:
+        flags |= {"multi-latent-attention": True, **sizes(LATENT)}
+    if model.dsa_indexer_topk:
+        flags |= {"experimental-attention-variant": "dsa", **sizes(INDEX)}
+    if Sublayer.DELTA_NET in blocks:
+        flags |= sizes(DELTA)
+    if model.attention_every > 1:
+        flags |= {"experimental-attention-variant": "gated_delta_net", "linear-attention-freq": model.attention_every}
+    if Sublayer.MAMBA in blocks:
+        flags |= sizes(MAMBA)
+    if model.experts:
+        flags |= {
+            "num-experts": model.experts,
+            **sizes(EXPERTS),
+            "moe-ffn-hidden-size": model.expert_width,
+            "moe-layer-freq": _expert_layers(model),
+            "moe-router-score-function": model.router_score,
+            "moe-router-enable-expert-bias": model.router_bias,
+            "moe-router-topk-scaling-factor": model.router_scale if model.router_scale != 1 else None,
+            "no-bias-swiglu-fusion": not model.fuses_experts,
+        }
+    return flags
+
+
+def _model_flags(run: Run) -> Flags:
+    """Return the flags of a run's model. Its layer pattern is left out if ``megatron:`` has it, cut into stages."""
+    flags = model_flags(run.model)
+    cut = str(run.flags.get(layout.PATTERN, ""))
+    return {
+        key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(layout.SEGMENTS, "") != value
+    }
+
+
+def _expert_layers(model: Model) -> int | str | None:
+    """Return the value of ``--moe-layer-freq``: ``2`` for experts in every second layer, or ``([0]*1+[1]*3)``.
+
+    The result is ``None`` if every layer has experts, or if a hybrid model's pattern places them.
+    """
+    if model.pattern is not None:
+        return None
+    if not model.dense_layers:
+        return model.moe_every if model.moe_every > 1 else None
+    groups = groupby(int(Sublayer.EXPERTS in kind) for kind in model.kinds)
+    return f"({'+'.join(f'[{has}]*{len(list(same))}' for has, same in groups)})"
+
+
+def _parallelism_flags(run: Run) -> Flags:
+    cut = run.parallelism
+    # Megatron refuses the number of chunks next to a layout, which says it too.
+    says_chunks = run.schedule.name == STOCK and run.flags.get(layout.FLAG) is None
+    return {
+        "tensor-model-parallel-size": cut.tp,
+        "pipeline-model-parallel-size": cut.pp,
+        "context-parallel-size": cut.cp if cut.cp > 1 else None,
+        "expert-model-parallel-size": cut.ep if cut.ep > 1 else None,
+        "expert-tensor-parallel-size": cut.etp,
+        "sequence-parallel": cut.sequence_parallel,
+        "micro-batch-size": cut.micro_batch,
+        "global-batch-size": cut.global_batch,
+        VIRTUAL_STAGES: cut.chunks if says_chunks else None,
+    }
+
+
+def _schedule_flags(run: Run) -> Flags:
+    choice = run.schedule
+    options = choice.options if choice.name == STOCK else run.schedule_options
+    flags = {key: flag.name.removeprefix("--") for key, flag in flags_of(ScheduleChoice).items() if not flag.repeated}
+    given = {key: getattr(choice, key) for key in flags if getattr(choice, key) != getattr(ScheduleChoice, key)}
+    switches = run.cluster.switches if choice.offload != "off" else ()
+    return {
+        "pipemem-schedule": choice.name,
+        "pipemem-schedule-module": choice.module,
+        **{flags[key]: value for key, value in given.items()},
+        **_recompute_flags(choice),
+        # A flag for each option, as --name=value because a list would be several values of one flag.
+        **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},
+        **(
+            {f"pipemem-offload-option=switches={json.dumps(switches, separators=(',', ':'))}": True} if switches else {}
+        ),
+    }
+
+
+def _recompute_flags(choice: ScheduleChoice) -> Flags:
+    if choice.recompute == "none":
+        return {}
+    if choice.recompute == "full":
+        return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    if choice.recomputes_by_action:
+        return {"pipemem-recompute": "selective"}
+    alone = (
+        "has activation, which Megatron cannot recompute alone; name activation together with the others of "
+        f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave activation out to launch"
+    )
+    activation = "activation" in choice.recompute_modules
+    refuse_if(activation, "unsupported-setting", "schedule.recompute_modules", alone)
+    return {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
+
+
+def _training_flags(run: Run) -> Flags:
+    training = run.training
+    data: Flags = {"mock-data": True} if training.data == MOCK else {"data-path": training.data.split()}
+    saving: Flags = {}
+    if training.save_interval:
+        saving = {"save": run.checkpoints, "save-interval": training.save_interval}
+        # At EXIT_SIGNAL, a rank saves its state and ends.
+        saving |= {"exit-signal-handler": True, "exit-signal": EXIT_SIGNAL}
+    load = saving.get("save", training.load)
+    if saving and training.load is not None:
+        # Megatron starts from the pretrained checkpoint only while the run has none of its own.
+        saving["pretrained-checkpoint"] = training.load
+    return {"train-iters": training.iterations, **data, "data-cache-path": training.cache, **saving, "load": load}
+
+
+def _output_flags(run: Run) -> Flags:
+    return {
+        "pipemem-report": str(run.report),
+        "pipemem-trace": f"{run.output}/timelines" if run.trace else None,
+    }
+
+
+def _defaults(run: Run) -> Flags:
+    """Return the default flags of this package, which the ``megatron:`` section of a run may override."""
+    flags: Flags = {
+        "tokenizer-type": "NullTokenizer",
+        "log-interval": 1,
+        "eval-iters": 0,
+        "eval-interval": 1000,
+        "lr": 1e-4,
+    }
+    if run.schedule.overlap_steps:  # a step that is logged or checked ends on all ranks together
+        flags |= {"log-interval": 10, "rerun-mode": "disabled"}
+    return flags | (CPU_FLAGS if run.on_cpu else {})
+
+
+CPU_FLAGS: Flags = {
+    "distributed-backend": "gloo",
+    "transformer-impl": "local",
+    "num-workers": 0,
+    "no-persist-layer-norm": True,
+    "no-gradient-accumulation-fusion": True,
+    "no-masked-softmax-fusion": True,
+    "no-bias-dropout-fusion": True,
+    "no-bias-gelu-fusion": True,
+    "no-bias-swiglu-fusion": True,
+    "no-rope-fusion": True,
+}
+"""The flags with which the training script runs without CUDA, Transformer Engine and Apex."""
+
+
+def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
+    """Return torchrun's own flags. They give each node's rank, so that a restarted rank runs on the same node.
+
+    Raise a ConfigError if there are several nodes and this node's rank or the address of node 0 is unknown.
+    """
+    flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
+    if nodes.count > 1 and (nodes.address is None or nodes.rank is None):
+        raise ConfigError(
+            "missing-option",
+            f"{run.parallelism.ranks} ranks fill {nodes.count} nodes of the cluster; give the address of the first "
+            "node (--master-addr or MASTER_ADDR) and the number of this node (--node-rank or NODE_RANK)",
+        )
+    if nodes.address is None:
+        return words({"standalone": True, "local-addr": "127.0.0.1", **flags})
+    where: Flags = {"nnodes": nodes.count, "node-rank": nodes.rank or 0}
+    return words({**where, **flags, "master-addr": nodes.address, "master-port": nodes.port})
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if word in (_NODE_RANK, _MASTER_ADDR) else shlex.quote(word)
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of ``--pipemem-*`` flags among others. A wrong flag raises an UnsupportedError and does not exit."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
+
+    def error(self, message: str):
+        raise UnsupportedError(
+            "bad-syntax", f"{message}; pipemem run --help lists the --pipemem-* flags and their values"
+        )
+
+
+CHECK = "--pipemem-check"
+"""The flag with which ``pipemem run`` only checks the other flags. Nothing is trained, and no device is used."""
+
+
+def plan_parser() -> Parser:
+    """Return a parser of ``--pipemem-plan``, which is read before all other flags, because a plan adds flags."""
+    parser = Parser()
+    parser.add_argument(
+        "--pipemem-plan",
+        metavar="FILE",
+        help="add the flags of a plan that pipemem plan --output wrote: parallelism, layout, schedule; other flags must agree",
+    )
+    return parser
+
+
+def flag_parser() -> Parser:
+    """Return a parser of all ``--pipemem-*`` flags. Its namespace has the fields of ``Request`` that are given."""
+    parser = Parser(parents=[plan_parser()], argument_default=argparse.SUPPRESS)
+    for field, flag in flags_of(Request).items():
+        form: dict[str, Any] = {"action": "store_true"}
+        if flag.metavar:
+            form = {"metavar": flag.metavar, "action": "append" if flag.repeated else "store"}
+        parser.add_argument(flag.name, dest=field, help=flag.help.replace("%", "%%"), **form)
+    return parser

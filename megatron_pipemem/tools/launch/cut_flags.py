@@ -1,0 +1,466 @@
+"""Read from the training script's flags how a model is cut into stages, and refuse flags that exclude a placement.
+
+A run does this when it reads its command line, and the launcher before it starts ranks. Both get the layers per stage
+here: by the flags, or computed with ``--pipemem-layout auto``. Names of flags have no leading dashes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_pipemem.choose.model_cut import Cut, check_cut, is_folded, known_chunks, placements_of
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.model import Sizes, Sublayer
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.counts import layer_weight
+
+if TYPE_CHECKING:
+    from megatron_pipemem.tools.planner.balance import Balance
+
+Flags = Mapping[str, Any]
+"""Values by the names of flags, as text or as in a run's configuration; ``True`` for a flag without a value."""
+
+VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
+LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
+_LAYOUT = "pipemem-layout"
+CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *layout.PATTERN_FLAGS)
+REPLACED_BY_LAYOUT = (*CUTS, *layout.FIRST_OR_LAST, *layout.ACCOUNTED)
+"""Flags that cut a model. A layout replaces them."""
+
+
+def given(flags: Flags, name: str) -> bool:
+    """Return whether a flag is given. In a run's configuration, ``false`` and ``null`` mean that it is not."""
+    return flags.get(name) not in (None, False)
+
+
+def without_cut(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without the flags that a layout replaces, and without their values."""
+    kept, drops = [], False
+    for word in arguments:
+        drops = word[2:].partition("=")[0] in REPLACED_BY_LAYOUT if word.startswith("--") else drops
+        if not drops:
+            kept.append(word)
+    return kept
+
+
+def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
+    """Return the cut of a model that the flags ask for; ``None`` if they ask for none, or if Megatron will refuse it.
+
+    Flags that give layers per stage count only if the number of ``layers`` is known.
+    """
+    name, pattern = given_pattern(flags)
+    if name is not None:
+        if not layout.is_cut(pattern):
+            return None
+        segments = len(layout.segments(pattern))
+        return Cut(
+            segments / num_devices,
+            f"the {segments} segments of --{name} on {num_devices} pipeline ranks",
+            lambda chunks: f"write {num_devices * chunks} segments with | between them, or no |, for an automatic cut",
+        )
+    if given(flags, layout.FLAG):
+        stages = len(layout.read(str(flags[layout.FLAG])))
+        return Cut(
+            stages / num_devices,
+            f"the {stages} stages of --{layout.FLAG} on {num_devices} pipeline ranks",
+            lambda chunks: f"write {num_devices * chunks} stages{_example(flags, layers, num_devices * chunks)}",
+        )
+    number = _whole(flags.get(VIRTUAL_STAGES))
+    if number is not None:
+        if layers is not None and number * num_devices > layers + accounted(flags):
+            raise UnsupportedError(
+                "too-few-layers",
+                f"--{VIRTUAL_STAGES} {number} makes {number * num_devices:,} stages on {num_devices} pipeline ranks, more than "
+                f"{counted_layers(flags, layers)}; pass a smaller number, or the layers of each stage by --{layout.FLAG}",
+            )
+        return Cut(number, f"--{VIRTUAL_STAGES} {number}", lambda chunks: _pass_virtual_stages(chunks, "instead"))
+    number = _whole(flags.get(LAYERS_PER_STAGE))
+    if number is not None and layers is not None:
+        total = layers + accounted(flags)
+        return Cut(
+            total / (num_devices * number) if number > 0 else 0,
+            f"--{LAYERS_PER_STAGE} {number} for {total} layers on {num_devices} pipeline ranks",
+            lambda chunks: _pass_virtual_stages(chunks, "in its place"),
+        )
+    return None
+
+
+def given_pattern(flags: Flags) -> tuple[str | None, str]:
+    """Return the name of the flag with a hybrid model's layer pattern, and the pattern; ``(None, "")`` if not given."""
+    name = next((name for name in layout.PATTERN_FLAGS if given(flags, name)), None)
+    return (None, "") if name is None else (name, str(flags[name]))
+
+
+def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
+    """Return the flag with a hybrid model's layer pattern, cut so that the slowest device is as fast as possible.
+
+    Every rank gets a layer with experts if ``check_experts`` demands that. The result is ``None`` for other models, and
+    for a pattern that Megatron refuses, or that is cut already or by other flags. With ``with_head``, the last stage
+    also has the LM head.
+    """
+    from megatron_pipemem.tools.planner.partition import Loads, partition  # numpy takes a while to load
+
+    name, pattern = given_pattern(flags)
+    first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
+    if name is None or layout.is_cut(pattern) or first_or_last:
+        return None
+    sizes, sequence = sizes_of(flags), _whole(flags.get("seq-length")) or 0
+    layers = layout.pattern_layers(pattern)
+    seconds = [layer_weight(symbol, sizes, sequence) for symbol in layers]
+    if not any(seconds):
+        return None  # and Megatron refuses the pattern
+    rows = _whole(flags.get("padded-vocab-size")) or _whole(flags.get("vocab-size")) or 0
+    head = sizes("hidden_size") * rows if with_head else 0.0
+    # Two replicas have their stages on the devices in opposite orders, so each is cut for itself.
+    alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
+    needed = layout.needed_layers(pattern, flags)
+    return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
+
+
+_RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num-experts"}
+"""Flags by attribute of Megatron's configuration, if they have another name."""
+_DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
+"""Megatron's values of attributes without a flag, if ``Model`` has other ones."""
+
+
+def sizes_of(flags: Mapping[str, object]) -> Sizes:
+    """Return a function that maps an attribute of Megatron's configuration to its value by a script's flags.
+
+    ``flags`` has names without leading dashes. An attribute without a flag has Megatron's default. A
+    flag without a value gives 1, and a value that is not a number gives 0.
+    """
+
+    def of(attribute: str) -> float:
+        given = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
+        if given in (None, False):
+            return _DEFAULTS.get(attribute, 0)
+        if given is True:
+            return 1
+        try:
+            return float(str(given))
+        except ValueError:  # Megatron refuses it
+            return 0
+
+    return of
+
+
+def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
+    """Raise an UnsupportedError if a cut pattern leaves a rank without experts, and Megatron would therefore hang.
+
+    Megatron hangs when it logs the losses of the experts of all ranks.
+    """
+    if not any(layout.needed_layers(pattern, flags)):
+        return
+    segments = layout.segments(pattern)
+    for device, stages in enumerate(placement.stages):
+        held = [segments[stage % len(segments)] for stage in stages]
+        if Sublayer.EXPERTS not in "".join(held):
+            raise UnsupportedError(
+                "bad-layout",
+                f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron hangs when it "
+                "logs the losses of all ranks' experts; end the stages by | so that every rank has an E, or pass "
+                "--moe-router-load-balancing-type none",
+            )
+
+
+def accounted(flags: Flags) -> int:
+    """Return how many layers (0, 1 or 2) Megatron adds for embedding and loss when it cuts a model evenly."""
+    return sum(given(flags, name) for name in layout.ACCOUNTED)
+
+
+def counted_layers(flags: Flags, layers: int) -> str:
+    """Return a text for messages with the number of layers that Megatron cuts evenly."""
+    names = " and ".join(f"--{name}" for name in layout.ACCOUNTED if given(flags, name))
+    return f"{layers} layers" + (f" with those that {names} adds" if names else "")
+
+
+def checked_placements(
+    flags: Flags,
+    schedule: str,
+    options: Mapping[str, Any],
+    num_devices: int,
+    layers: int | None,
+    file: Schedule | None = None,
+) -> tuple[Placement, ...]:
+    """Return the placements that a family, ``auto`` or the schedule of a file may have on a model with these flags.
+
+    Raise an UnsupportedError if the schedule cannot run a model that is cut like this, or if a flag excludes the
+    placement.
+    """
+    cut = cut_of(flags, num_devices, layers)
+    if file is None:
+        placements = placements_of(schedule, options, num_devices, cut)
+    else:
+        placements = (file.placement,)
+        if cut is not None:
+            check_cut(cut, schedule, file.placement)
+    check_placements(flags, schedule, placements)
+    if layers is not None:
+        _check_enough(flags, layers, num_devices, known_chunks(placements[0]))
+    return placements
+
+
+def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
+    """Raise an UnsupportedError if Megatron cannot share out the layers evenly over the stages and no flag cuts them.
+
+    ``layers`` is the number of layers of the model, and ``chunks`` the number of stages per pipeline rank.
+    """
+    if (reason := why_not_even(flags, layers, num_devices, chunks)) is not None:
+        raise UnsupportedError(
+            "does-not-divide",
+            f"{reason}; give the layers of each stage, for example by --{layout.FLAG} "
+            f"'{_written(flags, layout.spread(layers, num_devices * chunks))}', or pass --pipemem-layout auto",
+        )
+
+
+def why_not_even(flags: Flags, layers: int, num_devices: int, chunks: int) -> str | None:
+    """Return the reason why Megatron cannot share out the layers evenly over the stages.
+
+    It is ``None`` if Megatron can, or if a flag cuts the model. ``layers`` is the number of layers of the model, and
+    ``chunks`` the number of stages per pipeline rank. Raise an UnsupportedError for fewer layers than stages.
+    """
+    _check_enough(flags, layers, num_devices, chunks)
+    stages = num_devices * chunks
+    if _is_cut(flags) or (layers + accounted(flags)) % stages == 0:
+        return None
+    return (
+        f"{counted_layers(flags, layers)} cannot be split evenly over {stages} stages ({num_devices} pipeline ranks x {chunks} "
+        "chunks)"
+    )
+
+
+def _check_enough(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
+    """Raise an UnsupportedError for a model with fewer layers than stages, if no flag cuts the model."""
+    stages = num_devices * chunks
+    if not _is_cut(flags) and layers < stages and (layers + accounted(flags)) % stages:
+        raise UnsupportedError(
+            "too-few-layers",
+            f"{layers} layers are too few for {stages} stages ({num_devices} pipeline ranks x {chunks} chunks); take fewer "
+            "ranks, or a schedule with fewer chunks per rank",
+        )
+
+
+def _is_cut(flags: Flags) -> bool:
+    cuts_itself = flags.get(_LAYOUT) == AUTO
+    return cuts_itself or any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
+
+
+class LayoutFlag(NamedTuple):
+    """A layout that replaces other flags that cut the model."""
+
+    text: str
+    why: str
+
+
+def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placement) -> LayoutFlag | None:
+    """Return the layout that the stages need in place of Megatron's own cut; ``None`` if none is needed or possible.
+
+    A layout is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or
+    wave. There the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last
+    stage likewise. The other stages share the rest evenly. ``layers`` is the number of layers of the model. Raise an
+    UnsupportedError if there are too few layers for that.
+    """
+    chunks = known_chunks(placement)
+    stages = num_devices * chunks
+    of_ends = [_whole(flags.get(name)) for name in layout.FIRST_OR_LAST]
+    for name, count in zip(layout.FIRST_OR_LAST, of_ends, strict=True):
+        if count is not None and count % chunks and not is_folded(placement):
+            raise UnsupportedError(
+                "does-not-divide",
+                f"--{name} {count} does not divide by {chunks} chunks per pipeline rank; pass a multiple of {chunks}, or the "
+                f"layers of each stage by --{layout.FLAG}",
+            )
+    has_ends = any(each is not None for each in of_ends)
+    if any(given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
+        return None
+    total = layers + accounted(flags)
+    if not has_ends and (total % stages == 0 or layers < stages):
+        return None
+    first, last = (None if each is None else each // chunks for each in of_ends)
+    rest, others = total - (first or 0) - (last or 0), stages - 2 + of_ends.count(None)
+    counts = [*([] if first is None else [first]), *layout.spread(rest, others), *([] if last is None else [last])]
+    counts[0] -= given(flags, layout.ACCOUNTED[0])
+    counts[-1] -= given(flags, layout.ACCOUNTED[1])
+    if rest < others or min(counts) < 0:
+        raise UnsupportedError(
+            "too-few-layers",
+            f"{layers} layers are too few for {stages} stages if flags set the layers of the first or last pipeline "
+            "rank; take fewer ranks, a schedule with fewer chunks per rank, or other numbers for these flags",
+        )
+    why = (
+        f"the ranks of {placement.name} hold other stages than Megatron's"
+        if has_ends
+        else f"{counted_layers(flags, layers)} do not divide evenly by {stages} stages"
+    )
+    return LayoutFlag(_written(flags, counts), why)
+
+
+PRICED_FOR = "h100-80g"
+"""The cluster by whose prices a run computes its layout. Only their ratios matter, and the memory of a device."""
+
+
+def at_start(run: Run) -> Balance:
+    """Return the layouts that a run with ``--pipemem-layout auto`` compares when it starts.
+
+    A run does not know its cluster, so the prices are those of ``PRICED_FOR``, for as many nodes and devices.
+    """
+    from megatron_pipemem.tools.planner.balance import balance  # numpy takes a while to load
+
+    nodes, devices = run.cluster.nodes, run.cluster.devices_per_node
+    cluster = replace(load(PRICED_FOR, Cluster), nodes=nodes, devices_per_node=devices)
+    return balance(replace(_uncut(run), cluster=cluster))
+
+
+def laid_out(run: Run) -> Run:
+    """Return the run with the layout that it gets by ``--pipemem-layout auto``; the run unchanged without that flag.
+
+    With one pipeline rank, only the flags that cut the model are dropped.
+    """
+    if run.flags.get(_LAYOUT) != AUTO:
+        return run
+    uncut = _uncut(run)
+    return uncut if run.parallelism.pp == 1 else layout.with_cut(uncut, at_start(run).best.layers)
+
+
+def _uncut(run: Run) -> Run:
+    replaced = (*REPLACED_BY_LAYOUT, _LAYOUT)
+    return replace(run, megatron={k: v for k, v in run.megatron.items() if k.replace("_", "-") not in replaced})
+
+
+def layers_of(run: Run, placement: Placement) -> tuple[int, ...] | None:
+    """Return the number of layers of every stage, by a run's flags or by the layout that this package adds to them.
+
+    Multi-token prediction counts as one more layer. The result is ``None`` if the layers are unknown.
+    """
+    counts = layout.pieces_of(run, placement.model_stages)
+    if counts is not None or run.schedule.name == STOCK or run.model.pattern is not None:
+        return counts
+    needed = needed_layout(run.flags, run.model.layers, placement.num_devices, placement)
+    return None if needed is None else layout.read(needed.text)
+
+
+def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
+    """Raise an UnsupportedError if a given flag does not work on one of these placements.
+
+    ``_REFUSED`` lists these flags, the placements on which they fail, and the reasons.
+    """
+    for names, refused, sentence in _REFUSED:
+        name = next((name for name in names if given(flags, name)), None)
+        placement = next((each for each in placements if refused(each)), None)
+        if name is not None and placement is not None:
+            raise UnsupportedError(
+                "unsupported-setting",
+                f"--{name} does not go with schedule {schedule} (placement {placement.name}): {sentence}",
+            )
+
+
+def remarks(flags: Flags, schedule: str) -> list[str]:
+    """Return a sentence on each flag without effect, and on those that tie checkpoints to runs of this placement."""
+    found = [
+        f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
+        for name in _WITHOUT_EFFECT
+        if given(flags, name)
+    ]
+    if given(flags, GROUP_SIZE) and not any(
+        "group_size" in each.options for each in families() if each.name == schedule
+    ):
+        found.append(f"--{GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
+    if (
+        given(flags, "save")
+        and given(flags, "use-distributed-optimizer")
+        and not any(given(flags, name) for name in (_RESHARDABLE, "no-save-optim", "use-megatron-fsdp"))
+    ):
+        found.append(
+            "the distributed optimizer's state is saved in a form that only a run with the same placement, layout and sizes "
+            f"can load; pass --{_RESHARDABLE} to resume under other schedules"
+        )
+    if flags.get("ckpt-format") == "torch":
+        found.append(
+            "--ckpt-format torch writes a file with the chunks of each rank, which only a run with the same placement can load"
+            "; pass --ckpt-format torch_dist to load it under other schedules"
+        )
+    return found
+
+
+def _has_chunks(placement: Placement) -> bool:
+    return known_chunks(placement) > 1
+
+
+_ONE_CHUNK = ", or use a schedule with one model chunk per rank, such as zb-h1"
+_REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] = (
+    (
+        ("iterations-to-skip",),
+        _has_chunks,
+        "Megatron skips batches of one data iterator per rank, and here every model chunk has its own iterator; drop "
+        f"the flag{_ONE_CHUNK}",
+    ),
+    (
+        ("full-validation",),
+        _has_chunks,
+        "Megatron measures the length of the validation data on every model chunk, and chunks in the middle of the "
+        f"model have no data; pass --eval-iters{_ONE_CHUNK}",
+    ),
+    (
+        ("multiple-validation-sets",),
+        _has_chunks,
+        "Megatron mistakes the iterators of the model chunks for those of the validation sets; drop the "
+        f"flag{_ONE_CHUNK}",
+    ),
+    (
+        ("logits-save-dir", "logits-load-dir"),
+        lambda placement: True,
+        "Megatron looks for logits on every pipeline rank, and only the last stage has them; train without a pipeline",
+    ),
+    (
+        ("inprocess-restart",),
+        lambda placement: True,
+        "the schedule's channels of the failed attempt would stay open; drop the flag, and let the launcher restart "
+        "ranks (torchrun --max-restarts)",
+    ),
+    (
+        ("perform-rl-step",),
+        lambda placement: is_folded(placement) or placement.replicas > 1,
+        "generation looks for the model's last stage on the last pipeline rank, and here it is on another rank; use a "
+        "schedule with linear or interleaved placement",
+    ),
+)
+GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
+_RESHARDABLE = "dist-ckpt-optim-fully-reshardable"
+_WITHOUT_EFFECT = (
+    "use-ring-exchange-p2p",
+    "pipeline-model-parallel-comm-backend",
+    "no-overlap-p2p-communication",
+    "overlap-p2p-communication-warmup-flush",
+)
+
+
+def _written(flags: Flags, counts: Sequence[int]) -> str:
+    """Return the layout with these layers per stage, and with multi-token prediction on the last stage."""
+    ahead = _whole(flags.get("mtp-num-layers")) or 0
+    return layout.written((*counts[:-1], counts[-1] + (ahead > 0)), ahead)
+
+
+def _example(flags: Flags, layers: int | None, stages: int) -> str:
+    if layers is None or layers < stages:
+        return ""
+    return f", for example '{_written(flags, layout.spread(layers, stages))}'"
+
+
+def _pass_virtual_stages(chunks: int, instead: str) -> str:
+    return "leave it out" if chunks == 1 else f"pass --{VIRTUAL_STAGES} {chunks} {instead}"
+
+
+def _whole(value: object) -> int | None:
+    try:
+        return None if value is None else int(str(value))
+    except ValueError:
+        return None

@@ -1,0 +1,461 @@
+"""The bytes that one microbatch keeps on a rank, tensor by tensor, with the pass that needs each tensor.
+
+The tensors are those that Megatron's modules keep after F. I needs the inputs of norms, the queries, keys and values,
+and the softmax's sums. W needs the inputs of linear layers, which are outputs of norms and activations. A tensor that
+two operations keep counts once. With 16-bit elements and no dropout, a GPT layer keeps ``32bsh``; with dropout masks it
+keeps ``34bsh``. If norms, activation and masks are recomputed, it keeps ``20bsh`` (arXiv 2503.01328). Tests count the
+same on Megatron's own modules, with fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_pipemem.tools.config.model import Execution, Model, Sublayer, Summed
+from megatron_pipemem.tools.planner.counts import Matrix, MatrixCut, early_modules, matrices
+
+_AHEAD = "next token's embedding"
+_ATTENDED = "attention's output"
+_CHOSEN = 4  # bytes of the number of a token that sparse attention chooses
+_SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that a layer keeps after F, for one microbatch."""
+
+    name: str
+    nbytes: float  # on one rank, for one microbatch
+    needed: Literal["I", "W"]  # the last pass that needs it: ``W`` for inputs of linear layers, else ``I``
+    recompute: tuple[str, ...] = ()  # modules of ``Recomputable`` that would make it again
+    statistic: bool = False  # whether it has one or two numbers per token and norm, head or chosen expert
+    early: bool = False  # whether the weight gradient that needs it is computed in I
+
+
+@dataclass(frozen=True)
+class Kept(Summed):
+    """The bytes of one microbatch that a part of a stage keeps after F and after I."""
+
+    saved: float = 0.0  # from F to I
+    after_input: float = 0.0  # from I to W: the inputs of linear layers, and the gradients of their outputs
+
+
+def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
+    """Return the tensors that one layer keeps, also those that recomputation drops. The layer's input is the first.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
+    shrinks = execution.product_element / execution.element
+    return tuple(
+        each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
+        for block in kind or model.kinds[0]
+        for each in _block_tensors(model, execution, Sublayer(block))
+    )
+
+
+def _block_tensors(model: Model, execution: Execution, block: Sublayer) -> Iterable[Saved]:
+    if block is Sublayer.MERGE:
+        yield from _merge_tensors(model, execution)
+        return
+    between = message_bytes(model, execution)
+    yield Saved("input", between, "I")
+    yield _statistics("norm's statistics", model, execution, ("layernorm",))
+    # The router's weight gradient does not wait, and its input is never quantised.
+    of_experts = model.shared_expert_ffn or model.expert_latent
+    waits = block is not Sublayer.EXPERTS or (of_experts and execution.fp8 == "none")
+    yield Saved("norm's output", between, "W" if waits else "I", ("layernorm",))
+    yield from _WITHIN[block](model, execution)
+    if model.dropout:
+        yield Saved("dropout's mask", between / execution.element, "I", ("activation",))
+
+
+def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[str, ...] = ()) -> Saved:
+    rows = execution.tokens(model) / execution.sequence_ranks
+    return Saved(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, statistic=True)
+
+
+def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """Yield the tensors that an attention block keeps, except its norm's input and output.
+
+    Queries, keys and values are views of the projection's output, so each keeps the whole output. Transformer Engine's
+    norms and its flash attention copy them instead, and its kernel of rotations keeps one table for all layers. If
+    there are fewer key heads than tensor-parallel ranks, every rank gathers the output of all ranks to find its own
+    part.
+    """
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    groups = execution.key_groups(model)
+    heads, keys = (n * count * model.channels * e for count in (model.heads / tp, groups))
+    projected = model.qkv_width + model.query_width * model.attention_gate
+    output = n * projected * e / (1 if model.key_heads < tp else tp)
+    rotated = model.position == "rope"
+    copies = execution.implementation == "transformer_engine" and execution.attention == "flash"
+    yield Saved(_ATTENDED, heads, "W")
+    if model.attention_gate:
+        yield Saved("attention's output before its gate", heads, "I")
+        yield Saved("attention's gate", heads * _SUM / e, "I")
+    yield from _unquantised_output(execution, heads)
+    fused = copies and execution.fused if execution.fused_rotations is None else execution.fused_rotations
+    if rotated and not fused:
+        yield _rotations(model, execution, model.channels)
+    yield from _score_tensors(model, execution)
+    if model.qk_norm:
+        if groups > 1 or copies:  # with a single group they are a view
+            yield Saved("queries before their norm", heads, "I")
+        if copies:
+            yield Saved("keys before their norm", keys, "I")
+        yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", statistic=True)
+    own = rotated or model.qk_norm  # whether queries and keys are not views of the projection's output
+    if execution.attention == "unfused" and model.heads / tp > groups and not execution.recomputes("core_attn"):
+        yield Saved("repeated keys and values", 2 * heads * _key_shards(execution), "I")
+        # With a single group they are a view of the projection's output.
+        views = groups == 1 and not own
+        yield Saved("queries", output if views else heads, "I")
+        if model.qk_norm:
+            yield Saved("keys before their norm", output, "I")
+        return
+    if _key_shards(execution) > 1:
+        yield Saved("keys and values of the whole sequence", 2 * keys * _key_shards(execution), "I")
+        yield Saved("queries", heads if rotated and not model.qk_norm else output, "I")
+        return
+    if copies and not execution.recomputes("core_attn"):
+        yield Saved("queries, keys and values", heads + 2 * keys, "I")
+        return
+    yield Saved("queries, keys and values", output, "I")
+    if own:
+        yield Saved("rotated or normal queries and keys", heads + keys, "I")
+    elif model.heads / tp > groups > 1:  # with a single group they are a view
+        yield Saved("queries of all groups", heads, "I")
+
+
+def _key_shards(execution: Execution) -> int:
+    """Return the number of context-parallel ranks whose keys and values a layer keeps; 1 with flash attention."""
+    return execution.cp if execution.attention == "unfused" else 1
+
+
+def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
+    """Yield the 16-bit output of flash attention if the next projection keeps it in 8 bits and so does not share it.
+
+    ``nbytes`` are the bytes of this output.
+    """
+    if execution.fp8 != "none" and execution.attention == "flash":
+        yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
+
+
+def _rotations(model: Model, execution: Execution, channels: int, recompute: tuple[str, ...] = ()) -> Saved:
+    """Return the tables that a layer keeps unless a kernel rotates: sines and cosines, for queries and for keys."""
+    rotated = int(channels * execution.rotary_percent)
+    nbytes = 4 * model.sequence / execution.cp * rotated * execution.element
+    return Saved("tables of rotations", nbytes, "I", recompute)
+
+
+def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    if execution.attention == "flash":
+        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", ("core_attn",), statistic=True)
+        return
+    scores = n * model.sequence * model.heads / tp
+    yield Saved("softmax's output", scores * _SUM, "I", ("core_attn",))
+    if e != _SUM:
+        yield Saved("softmax's output, rounded", scores * e, "I", ("core_attn",))
+    # A layer's own, unless the batch brings one.
+    yield Saved("causal mask", model.sequence**2 / execution.cp, "I", ("core_attn",))
+    if model.dropout:
+        yield Saved("attention's dropout", scores * (1 + e), "I", ("core_attn",))
+
+
+def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """Yield the tensors that multi-head latent attention keeps, except its norm's input and output.
+
+    Every tensor-parallel rank has whole latents, of all tokens or with sequence parallelism of a part of them.
+    """
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    rows = n / execution.sequence_ranks * e
+    # Megatron's own layers gather the latents. A rank's part of the queries' latent is a view of all of it.
+    gathered = n * e if execution.implementation == "local" else rows
+    # Transformer Engine's norm of a latent is part of the projection that follows.
+    in_projection = ("mla_up_proj",) if execution.implementation == "transformer_engine" else ()
+    positions = 0 if execution.sequence_parallel else model.qk_pos_emb_head_dim  # in one tensor with the latent
+    for name, rank, before in (
+        ("queries'", model.q_lora_rank or 0, gathered * (model.q_lora_rank or 0)),
+        ("keys' and values'", model.kv_lora_rank or 0, rows * ((model.kv_lora_rank or 0) + positions)),
+    ):
+        if rank and model.qk_norm:
+            yield Saved(f"{name} latent before its norm", before, "I")
+            yield _statistics(f"{name} latent's statistics", model, execution, in_projection)
+        if rank:
+            again = in_projection if model.qk_norm else ()
+            yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W", again)
+    if not execution.fused_rotations:
+        yield _rotations(model, execution, model.qk_pos_emb_head_dim, ("mla_up_proj",))
+    yield from _score_tensors(model, execution)
+    heads = n * model.heads / tp * e
+    shards = _key_shards(execution)
+    yield Saved("queries and keys", (1 + shards) * heads * model.latent_query_channels, "I", ("mla_up_proj",))
+    yield Saved("values", shards * heads * model.v_head_dim, "I", ("mla_up_proj",))
+    yield Saved(_ATTENDED, heads * model.v_head_dim, "W")
+    yield from _unquantised_output(execution, heads * model.v_head_dim)
+
+
+def _sparse_tensors(model: Model, execution: Execution, indexed: bool) -> Iterable[Saved]:
+    """Yield the tensors that sparse attention keeps with its fused kernels, except its norm's input and output.
+
+    Heads share one key, the latent. ``indexed`` says whether the layer has an indexer. Its queries are those of every
+    tensor-parallel rank.
+    """
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    # No kernel rotates for this attention.
+    kept = _latent_tensors(model, replace(execution, attention="flash", fused_rotations=False))
+    yield from (each for each in kept if each.name not in ("queries and keys", "values", _ATTENDED))
+    heads, latent = n * model.heads / tp * e, model.kv_lora_rank or 0
+    yield Saved("queries", heads * model.latent_query_channels, "I", ("mla_up_proj",))
+    yield Saved("queries for the latent", heads * (latent + model.qk_pos_emb_head_dim), "I", ("mla_up_proj",))
+    yield Saved("keys", n * (latent + model.qk_pos_emb_head_dim) * e, "I", ("mla_up_proj",))
+    yield Saved("attended latents", heads * latent, "I")
+    yield Saved(_ATTENDED, heads * model.v_head_dim, "W")
+    yield Saved("chosen tokens", n * min(model.sequence, model.dsa_indexer_topk) * _CHOSEN, "I", ("core_attn",))
+    if indexed:
+        width, ranks = model.dsa_indexer_n_heads * model.dsa_indexer_head_dim, execution.sequence_ranks
+        yield Saved("queries of the index", n * width * e, "I")
+        yield Saved("keys of the index", 2 * n * model.dsa_indexer_head_dim * e, "I")
+        yield Saved("weights of the index", 2 * n * model.dsa_indexer_n_heads * e, "I")
+        if ranks > 1:  # the indexer gathers its inputs
+            yield Saved("gathered inputs of the index", n * (model.hidden + (model.q_lora_rank or 0)) * e, "W")
+
+
+def _delta_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """Yield the tensors that a gated delta net keeps with the kernels of ``fla``, except its norm's input and output.
+
+    The kernels keep their inputs, and a triangular matrix for each part of 64 tokens.
+    """
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    keys, values = (n * width / tp * e for width in model.linear_widths)
+    heads = n * model.linear_num_value_heads / tp
+    projected = next(iter(matrices(model, execution, Sublayer.DELTA_NET))).width(tp)
+    yield Saved("projected input", n * projected * e, "I")
+    yield Saved("normal queries and keys", 2 * keys, "I")
+    yield Saved("queries and keys of all heads", 2 * heads * model.linear_key_head_dim * e, "I")
+    yield Saved("values and gate", 2 * values, "I")
+    yield Saved("decays and steps", heads * (2 * _SUM + 2 * e), "I", statistic=True)
+    yield Saved("triangular matrices", heads * 64 * e, "I")
+    yield Saved("recurrence's output", values, "I")
+    yield Saved("gated norm's statistics", heads * _SUM, "I", statistic=True)
+    yield Saved("normal output", values, "I")
+    if not execution.fused:
+        yield Saved("gate in fp32", 2 * values * _SUM / e, "I")
+    yield Saved("output projection's input", values, "W")
+
+
+def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
+    """Yield the tensors that a dense FFN of this width keeps, except the norm's input and output.
+
+    ``within`` names the modules whose recomputation makes all of these tensors again.
+    """
+    inner = execution.tokens(model) * width / execution.tp * execution.element
+    yield Saved("activation's input", inner * (model.projections - 1), "I", within)
+    yield Saved("second projection's input", inner, "W", (*within, "activation"))
+    if model.gated and not execution.fused:
+        yield Saved("gate", 2 * inner, "I", within)
+
+
+def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """Yield the tensors that a mixture-of-experts block keeps, except its norm's input and output.
+
+    A rank of an expert-tensor-parallel group has all tokens of the group, and a part of each expert.
+    """
+    n, e = execution.tokens(model), execution.element
+    visits = n * execution.expert_visits(model)
+    inner = visits * model.expert_width / execution.expert_tp * e
+    early = early_modules(model, execution)
+    yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
+    yield Saved("experts' shares", visits * e, "I", ("moe",), statistic=True)
+    yield Saved("experts' inputs", visits * model.expert_channels * e, "W", ("moe",), early="experts_fc1" in early)
+    if model.expert_latent:
+        yield Saved("experts' sum", n / execution.sequence_ranks * model.expert_latent * e, "W", ("moe",))
+    yield Saved("experts' activation's input", inner * (model.projections - 1), "I", ("moe",))
+    again = ("moe", "moe_act", "activation")
+    yield Saved("experts' second projection's input", inner, "W", again, early="experts_fc2" in early)
+    if not (execution.fused and model.fuses_experts):
+        yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", ("moe", "moe_act"))
+    if model.shared_expert_ffn:
+        yield from _ffn_tensors(model, execution, model.shared_expert_ffn, ("moe", "shared_experts"))
+
+
+def _router_bytes(model: Model) -> float:
+    """Return the router's bytes per token: scores, chosen experts, and the order that sorts tokens by expert."""
+    chosen, index = model.experts_per_token, 8
+    sorting = index * (model.experts + chosen)
+    if model.router_score == "softmax":
+        return sorting + chosen * (index + _SUM)
+    mask = model.experts * (model.router_groups > 0)
+    return sorting + model.experts * _SUM + chosen * index + _SUM + mask
+
+
+def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """Yield the tensors that a Mamba block keeps with Megatron's default kernel, except its norm's input and output.
+
+    ``mamba_split_conv1d_scan_combined`` of the package mamba_ssm keeps its input and its output before the gate, and
+    scans again in I.
+    """
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    inner = n * model.mamba_width / tp * e
+    projected = next(iter(matrices(model, execution, Sublayer.MAMBA))).width(tp)
+    yield Saved("projected input", n * projected * e, "I")
+    yield Saved("scan's output", inner, "I")
+    yield Saved("gated output", inner, "I")
+    yield Saved("gated norm's statistics", n * model.mamba_groups / tp * _SUM, "I", statistic=True)
+    yield Saved("output projection's input", inner, "W")
+
+
+def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """Yield the tensors that multi-token prediction keeps outside its layer: before it, and for the norm after it."""
+    between = message_bytes(model, execution)
+    yield Saved("hidden states", between, "I")
+    for name in ("hidden states'", "embedding's", "final"):
+        yield _statistics(f"{name} norm's statistics", model, execution)
+    yield Saved(_AHEAD, between, "I")
+    yield Saved("joined states", 2 * between, "W")
+    yield Saved("final norm's input", between, "I")
+    if execution.implementation == "local":  # a rank's part of the layer's input is a view of the gathered tensor
+        yield Saved("gathered input", between * (execution.sequence_ranks - 1), "I")
+
+
+_WITHIN = {
+    Sublayer.ATTENTION: _attention_tensors,
+    Sublayer.LATENT_ATTENTION: _latent_tensors,
+    Sublayer.SPARSE_ATTENTION: lambda model, execution: _sparse_tensors(model, execution, True),
+    Sublayer.REUSED_INDEX: lambda model, execution: _sparse_tensors(model, execution, False),
+    Sublayer.DELTA_NET: _delta_tensors,
+    Sublayer.FFN: lambda model, execution: _ffn_tensors(model, execution, model.ffn_width, ("mlp",)),
+    Sublayer.EXPERTS: _expert_tensors,
+    Sublayer.MAMBA: _mamba_tensors,
+}
+
+
+def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
+    """Return the bytes that one layer keeps on one rank for one microbatch, with the run's recomputation.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer. If the language model
+    is frozen, nothing is kept after I.
+    """
+    kind = kind or model.kinds[0]
+    tensors = layer_tensors(model, execution, kind)
+    if not execution.layers_have_weights:
+        return Kept(sum(each.nbytes for each in _kept(tensors, execution)))
+    after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
+    after_input += _gradient_bytes(model, execution, kind) + _gathered_bytes(model, execution, kind)
+    return Kept(sum(each.nbytes for each in _kept(tensors, execution)), after_input)
+
+
+def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
+    """Return the bytes of one layer that offload moves to the host for one microbatch; as many come back.
+
+    These are all bytes that the layer keeps, except the few of norm statistics, softmax sums and experts' shares.
+    ``kind`` names the layer's blocks, by default those of the model's first layer.
+    """
+    return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
+
+
+def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
+    if execution.recompute == "full":
+        return [each for number, each in enumerate(tensors) if number == 0 or each.name == _AHEAD]
+    kept = [each for each in tensors if not execution.recomputes(*each.recompute)]
+    if not execution.layers_have_weights:  # flash attention's backward reads its output too
+        kept = [each for each in kept if each.needed == "I" or each.name == _ATTENDED]
+    return kept
+
+
+def head_bytes(model: Model, execution: Execution) -> Kept:
+    """Return the bytes that final norm, output layer and loss keep on one rank for one microbatch.
+
+    Most of them are the fp32 exponentials of the logits. With multi-token prediction, all but the norm's input and
+    statistics count once for each predicted token.
+    """
+    between = message_bytes(model, execution)
+    statistics = _statistics("final norm's statistics", model, execution).nbytes
+    logits = execution.tokens(model) * execution.vocabulary_rows(model)
+    once = Kept(between + statistics, 0.0)
+    waits = 0.0 if "head" in early_modules(model, execution) else between + logits * execution.element
+    return once + Kept(between + logits * _SUM, waits) * model.heads_of_output
+
+
+def embedding_bytes(model: Model, execution: Execution) -> Kept:
+    """Return the bytes that the embedding keeps: only a dropout mask, because its output counts for the first layer."""
+    mask = execution.tokens(model) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
+    return Kept(mask, 0.0)
+
+
+def message_bytes(model: Model, execution: Execution) -> float:
+    """Return the bytes of one microbatch's activations between two stages, on one rank; a gradient has as many."""
+    return execution.tokens(model) * model.hidden / execution.sequence_ranks * execution.element
+
+
+def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
+    """Return the bytes of the output gradients that a layer keeps from I to W on one rank, for one microbatch.
+
+    Linear layers whose weight gradient does not wait for W keep none. With sequence parallelism, I gathers the output
+    gradient of a linear layer whose inputs are cut. The whole is kept, unless W gathers it again.
+    """
+    widths = sum(
+        each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
+        for block in kind
+        for each in matrices(model, execution, block)
+        if each.waits and not each.early
+    )
+    return execution.product_element * execution.tokens(model) * widths
+
+
+def _gathered_bytes(model: Model, execution: Execution, kind: str) -> float:
+    """Return the bytes by which pass I enlarges the kept inputs of a layer's linear layers, for one microbatch.
+
+    With sequence parallelism, a linear layer with cut outputs keeps its rank's part of the sequence, and computes on
+    all of it. Transformer Engine gathers the parts in I, and keeps the whole until W, unless W gathers it again.
+    Megatron's own layers always gather again in W.
+    """
+    inputs = sum(
+        each.inputs
+        for block in kind
+        for each in matrices(model, execution, block)
+        if _is_gathered(each, "columns") and not _input_is_shard(each, execution)
+    )
+    return inputs * execution.tokens(model) * execution.product_element * (1 - 1 / execution.sequence_ranks)
+
+
+def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
+    """Return the bytes of each tensor that W gathers over tensor-parallel ranks, for these linear layers.
+
+    They are the bytes of a microbatch's whole tensors, as the gather returns them. Without sequence parallelism, the list
+    is empty.
+    """
+    if not execution.sequence_parallel:
+        return []
+    layers = list(layers)
+    widths = [each.inputs for each in layers if _input_is_shard(each, execution)]
+    widths += [each.outputs for each in layers if _output_is_shard(each, execution)]
+    return [width * execution.tokens(model) * execution.product_element for width in widths]
+
+
+def _input_is_shard(matrix: Matrix, execution: Execution) -> bool:
+    """Return whether only a shard of a gathered input is kept until W, as always in Megatron's own layers.
+
+    W then gathers the input again.
+    """
+    kept = execution.weight_inputs == "sharded" or execution.implementation == "local"
+    return kept and _is_gathered(matrix, "columns")
+
+
+def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
+    """Return whether only a shard of the output gradient is kept until W, which gathers it.
+
+    A gradient that is quantised while it is gathered is kept whole.
+    """
+    return execution.weight_inputs == "sharded" and execution.fp8 == "none" and _is_gathered(matrix, "rows")
+
+
+def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
+    """Return whether a matrix has this cut, and sequence parallelism, if it is on, gathers a tensor of the matrix.
+
+    The tensor is the input of a matrix cut by columns, and the output gradient of one cut by rows.
+    """
+    return matrix.cut == cut and matrix.waits and not matrix.routed

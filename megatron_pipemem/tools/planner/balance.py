@@ -1,0 +1,345 @@
+"""Find the layers of every stage with which one schedule's step is shortest, and compare them with the even split.
+
+The partition makes the slowest rank as fast as whole layers allow. Short steps may need other splits. The search
+starts from several layouts: the partition's, the even one, and one with equally many layers on stage after stage and
+the rest on the last. The last two are also changed by moving layers away from the slowest rank. From the best start,
+pieces move to other stages as long as the simulated step gets shorter (``planner.partition``). A layout whose
+fullest rank fits its device is preferred. The moves count only if they gain more than ``AS_GOOD``.
+
+There are no moves with vocabulary passes, slices or asynchronous schedules: the best start is the result. For ``auto``,
+a short search finds an order for a model with equal stages, and the layout is for that order. All ranks of a run must
+find the same one, so the search ends after a number of trials and not after some seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from itertools import accumulate, pairwise
+from math import inf
+from operator import ge
+
+from megatron_pipemem.choose.choice import choose, vocabulary_ways
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.request import Request, prices_of
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.display import shortened, tell
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.early_head import decided
+from megatron_pipemem.tools.planner.memory import request_of, schedule_of, sliced
+from megatron_pipemem.tools.planner.planning import asynchronous_price
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.replay import OrderPrice, Replay, Timing, priced, shortest
+from megatron_pipemem.tools.planner.slices import sliced_step
+from megatron_pipemem.tools.planner.step import PlannedStep, loads_of, pieces_of, price, shared_out
+from megatron_pipemem.tools.planner.variants import vocabulary_step
+
+AS_GOOD = 0.005
+"""The least gain for which pieces are moved from the best start, as a fraction of a step."""
+_SIMULATED = 300  # steps, at most
+_EFFORT, _UNLIMITED = 0.1, 1e9  # of the search for the order of ``auto``, in seconds
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A division of a model's layers among stages, with its predicted times and bytes."""
+
+    name: str  # ``best``, ``even`` or ``given``
+    layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
+    step: PlannedStep = field(repr=False)  # prices of stages and ranks
+    seconds: float  # of a step
+    held: tuple[float, ...] = field(repr=False)  # peak bytes of every rank, everything included, without offload
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """Seconds of forward and backward of one microbatch on every stage."""
+        seconds = self.step.costs.seconds(self.step.placement)
+        return tuple(map(sum, zip(seconds[Kind.F], seconds[Kind.B], strict=True)))
+
+    @property
+    def slowest(self) -> float:
+        """Seconds that the busiest rank computes per microbatch."""
+        return max(self.step.work)
+
+    @property
+    def imbalance(self) -> float:
+        """Fraction by which the busiest rank computes longer than the mean of all ranks."""
+        return self.slowest * len(self.step.work) / sum(self.step.work) - 1
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The best, the even and the given layout of a run."""
+
+    best: Layout  # the layout with the shortest step found
+    even: Layout  # layers divided evenly, or nearly so
+    given: Layout | None = None  # the layout of the user or the run, if there is one
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return tuple(each for each in (self.best, self.even, self.given) if each is not None)
+
+    @property
+    def even_is_as_good(self) -> bool:
+        """Whether the even layout's step is longer than the best layout's by at most the fraction ``AS_GOOD``."""
+        return self.even.seconds <= self.best.seconds * (1 + AS_GOOD)
+
+
+def balance(
+    run: Run, given: str | None = None, room: float | None = None, pace: MeasuredSlowdown | None = None
+) -> Balance:
+    """Return the best, the even and the given layout of a run under its schedule.
+
+    ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
+    default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured to
+    predicted seconds. If ``auto`` decides whether the vocabulary is cut, the layouts are those of the setting with
+    the shortest step. Raise a ConfigError if ``given`` does not fit the model and the stages.
+    """
+    run.execution.check(run.model)
+    room = run.cluster.memory_bytes if room is None else room
+
+    def weighed(request: Request) -> Balance:
+        scale = _Scale(run, request, room, pace)
+        counts = _given(run, given, scale.placement.model_stages)
+        return Balance(
+            best=scale.layout("best", scale.best()),
+            even=scale.layout("even", layout.even(run.model, scale.placement.model_stages)),
+            given=None if counts is None else scale.layout("given", counts),
+        )
+
+    request = _request(run)
+    if request.vocab_parallel != AUTO:
+        return weighed(request)
+    ways = vocabulary_ways(request, weighed, lambda *_: None)
+    return min(ways.values(), key=lambda way: way.best.seconds)
+
+
+def as_cut(
+    run: Run, layers_of: Callable[[Placement], tuple[int, ...] | None], pace: MeasuredSlowdown | None = None
+) -> Layout:
+    """Return a run's layout with an uncut vocabulary, and its predicted times and bytes.
+
+    Its pieces per stage are those that ``layers_of`` returns for the run's placement; if it returns ``None``, those of
+    the planner's partition. ``pace`` has the ratios of measured to predicted seconds.
+    """
+    scale = _Scale(run, _request(run).decided(0), run.cluster.memory_bytes, pace)
+    return scale.layout("given", layers_of(scale.placement) or scale.partitioned)
+
+
+class _Scale:
+    """Predicts the times and bytes of one run with different layouts."""
+
+    def __init__(self, run: Run, request: Request, room: float, pace: MeasuredSlowdown | None) -> None:
+        self.run, self._room, self._pace, cut = run, room, pace, run.parallelism
+        self._barriers = request.barriers
+        # A schedule file fixes the number of microbatches, and vocabulary passes are fitted to all of them.
+        whole = request.file is not None or self._barriers
+        self._count = cut.microbatches if whole else shortest(cut.pp, cut.microbatches)
+        self._further = cut.microbatches - self._count
+        if request.searches:
+            request = replace(request, file=_found(run, request, self._count))
+        self._request = request
+        self._replay = cache(lambda count: Replay(schedule_of(_with_microbatches(run, count), request)))
+        self._order = self._replay(self._count).schedule
+        self._cut = run if self._order.slices == 1 else sliced(run, self._order.slices)
+        self._is_plain = not self._barriers and self._order.slices == 1 and not request.is_asynchronous
+        self.placement = self._order.placement
+        self.stages = self.placement.model_stages
+        self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
+
+    def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
+        """Return the layout with these layers per stage, and predict its times and bytes."""
+        step = self._step(layers)
+        if self._request.is_asynchronous:
+            step, found = asynchronous_price(self.run, step)
+        elif self._barriers:
+            shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
+            whole = choose(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
+            found = Replay(whole).timing(step.costs).price
+        else:
+            found = self._price(step)
+        return Layout(name, layers, step, found.seconds + step.outside, step.held(found.peaks))
+
+    def _price(self, step: PlannedStep) -> OrderPrice:
+        def timing(count: int) -> Timing:
+            return self._replay(count).timing(step.costs)
+
+        cut = self.run.parallelism
+        if self._request.file is None:
+            return priced(timing, cut.pp, cut.microbatches)
+        found = timing(self._count).price
+        return found._replace(seconds=found.seconds + self._further * max(step.work))
+
+    @cached_property
+    def partitioned(self) -> tuple[int, ...]:
+        """The pieces of every stage by the planner's partition."""
+        return self._step(None).layers
+
+    def best(self) -> tuple[int, ...]:
+        """Search the layout with the shortest step that fits the memory, and return its number of pieces per stage.
+
+        If no start fits the memory, the search begins with a fast one that takes least. With vocabulary passes, slices
+        or an asynchronous schedule, the best start is returned.
+        """
+        own = self._step(None)
+        by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
+        cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
+        starts = [self.layout("", each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
+        start = _shortest([each for each in starts if self._is_full(each.layers)] or starts, self._room)
+        if not self._is_plain:
+            return start.layers
+        moved = self._moved(start, starts)
+        return (moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start).layers
+
+    def _alike(self, slowest: float) -> tuple[int, ...]:
+        """Return the layout with equally many layers on all stages but the last, which has all that are left.
+
+        Multi-token prediction is on the last stage too. If layers run out, stages have fewer or none.
+        The number is the most that a rank can compute in ``slowest`` seconds per microbatch on all its stages, and at
+        least 1. Embedding and head are not counted.
+        """
+        share = slowest * self.placement.num_devices / self.stages
+        each = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))
+        left, counts = len(self._loads.seconds), []
+        for stage in range(self.stages):
+            counts.append(left if stage == self.stages - 1 else min(each, left))
+            left -= counts[-1]
+        return (*counts[:-1], counts[-1] + self._stays)
+
+    def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the layers per stage after single layers of ``layers`` have moved away from the slowest rank."""
+        return shared_out(self._loads, self._stays, self.placement, layers)
+
+    def _moved(self, start: Layout, others: Sequence[Layout]) -> Layout:
+        """Return the layout found from ``start`` by moving pieces between stages as long as a step gets faster.
+
+        A layout must fit the memory, if this is known, or take no more than ``start``. ``others`` are simulated
+        first, because their chains are bounds for all further layouts.
+        """
+        from megatron_pipemem.tools.planner.partition import Bounds, descend  # not above: numpy is slow to load
+
+        replay = self._replay(self._count)
+        bounds = Bounds(pieces_of(self.run), self.placement, self._further)
+        most, lacking = max(self._room, *start.held) if self._room else inf, self._lacking(start.layers)
+
+        @cache
+        def seconds(layers: tuple[int, ...]) -> float:
+            tell(partial("{} layouts simulated".format, seconds.cache_info().misses))
+            step = self._step(layers)
+            timeline = replay.timeline(step.costs)
+            bounds.add(replay.longest_chain(timeline))
+            fits = most == inf or max(step.held(timeline.peaks)) <= most
+            fits = fits and self._lacking(layers) <= lacking
+            return timeline.makespan + self._further * max(step.work) + step.outside if fits else inf
+
+        for each in others:
+            seconds(each.layers)
+        return self.layout("", descend(start.layers, bounds, seconds, self._least, _SIMULATED))
+
+    @property
+    def _least(self) -> list[int]:
+        """Return the least number of pieces that each stage may have, in the order of the stages."""
+        # An empty middle stage only forwards its input, and stock Megatron may hang there.
+        least = [int(0 < stage < self.stages - 1) for stage in range(self.stages)]
+        return [self.run.model.least_first, *least[1:-1], least[-1] + self._stays]
+
+    def _is_full(self, layers: tuple[int, ...]) -> bool:
+        return all(map(ge, layers, self._least))
+
+    def _lacking(self, layers: tuple[int, ...]) -> int:
+        """Return the number of faults: ranks without a layer of the kind that all need, and layers cut from theirs."""
+        ends = list(accumulate(layers, initial=0))
+        torn = sum(begin < end and begin in self.run.model.tied_layers for begin, end in pairwise(ends))
+        if not any(self._loads.needed):
+            return torn
+        has = [any(self._loads.needed[a:b]) for a, b in pairwise(ends)]
+        return torn + sum(not any(has[stage % self.stages] for stage in owned) for owned in self.placement.stages)
+
+    def _step(self, layers: tuple[int, ...] | None) -> PlannedStep:
+        if self._barriers:
+            return vocabulary_step(self._barriers, self._cut, self.placement, self._pace, layers)
+
+        def step_of(run: Run) -> PlannedStep:
+            return (price if self._cut is self.run else sliced_step)(run, self.placement, layers, self._pace)
+
+        if not self._order.splits_backward:
+            return step_of(self._cut)
+
+        def held(step: PlannedStep) -> OrderPrice:
+            return OrderPrice(0.0, peaks(self._order, step.costs))
+
+        return decided(self._cut, True, step_of, held, self._order.slices)[1]
+
+
+def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
+    """Return the layout with the shortest step among those that fit into ``room`` bytes.
+
+    If none fits, take the layouts with about the shortest step, and of these the one with the lowest peak.
+    """
+    if fitting := [each for each in layouts if max(each.held) <= room]:
+        return min(fitting, key=lambda each: each.seconds)
+    most = min(each.seconds for each in layouts) * (1 + AS_GOOD)
+    return min((each for each in layouts if each.seconds <= most), key=lambda each: (max(each.held), each.seconds))
+
+
+def _with_microbatches(run: Run, count: int) -> Run:
+    return replace(run, parallelism=run.parallelism.with_microbatches(count))
+
+
+def _request(run: Run) -> Request:
+    """Return the request of a run for which layouts are compared: without offload and recomputation.
+
+    Raise an UnsupportedError if there is no pipeline.
+    """
+    if run.parallelism.pp == 1:
+        raise UnsupportedError(
+            "no-pipeline",
+            "one pipeline rank has no layers to share; give more, by --devices or, in a run, parallelism.pp",
+        )
+    # The prices of layers include recomputation.
+    return replace(request_of(run).without_offload(), recompute="none")
+
+
+def _found(run: Run, request: Request, microbatches: int) -> Schedule:
+    """Return the order that ``auto`` finds for a step with that many microbatches, by the costs that the run begins with.
+
+    A memory cap in bytes is left out, because only the run counts bytes. A cap that no order keeps is left out
+    too. The vocabulary is uncut.
+    """
+    options = request.options | {"seconds": _UNLIMITED, "effort": min(_EFFORT, request.options.get("effort", _EFFORT))}
+    request = replace(request.decided(0), options=options)
+    uncapped, shape = replace(request, memory_cap=None), Shape(run.parallelism.pp, None, microbatches)
+    known = Knowledge(*prices_of(request.costs))
+    found = choose(uncapped if request.in_bytes else request, shape, known)
+    return (choose(uncapped, shape, known) if found.notes else found).schedule
+
+
+def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
+    """Return the number of pieces of every stage in the user's layout ``text``, or else in the run's.
+
+    Return ``None`` if neither is given, or if the run's hybrid pattern is not cut into stages. Raise a ConfigError if
+    the layout does not fit the model and ``stages``.
+    """
+    pattern = run.model.pattern is not None
+    key = layout.PATTERN if pattern else layout.FLAG
+    asked = text if text is not None else run.flags.get(key)
+    if asked is None or (text is None and pattern and not layout.is_cut(str(asked))):
+        return None
+    counts = layout.pieces_of(replace(run, megatron={key: asked}), stages)
+    if counts is None:
+        raise ConfigError(
+            "bad-layout",
+            f"{shortened(asked)} is not a layout of {run.model.pieces} pieces (layers, and multi-token "
+            f"prediction as one) on {stages} "
+            "stages; write one stage per pipeline rank and chunk, with | between them",
+            key=key,
+        )
+    return counts

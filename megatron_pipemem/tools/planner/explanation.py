@@ -1,0 +1,209 @@
+"""Compute the facts of ``pipemem explain``: the time of a measured step by cause, and the best changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_pipemem.choose.knowledge import UNIT
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.files import read_json
+from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
+from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.model import Passes
+from megatron_pipemem.tools.config.runs import REPORT, Run
+from megatron_pipemem.tools.config.values import MOST_LAYERS, check_magnitudes
+from megatron_pipemem.tools.planner.changes import Case, best_changes
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.profile import slowdown_of
+from megatron_pipemem.tools.planner.step import price
+from megatron_pipemem.tools.report.run import measured_bubble, opened_report
+
+SHOWN = 3
+"""The number of changes that the explanation shows."""
+_LACKS_STEP = (
+    "has no times of actions: an earlier version wrote it, an asynchronous schedule or steps without a barrier ran, or some "
+    "actions could not be timed; train a few steps again with --pipemem-report"
+)
+"""Why a report without a recorded step cannot be explained."""
+
+
+def read_case(path: Path, search_seconds: float) -> Case:
+    """Return the measured step in a report, with its schedule and costs. ``path`` is the report file or its folder.
+
+    ``search_seconds`` is the time limit of each search that ``explain`` does with the case. Nothing is searched here.
+    Raise a ConfigError if the report has no recorded step.
+    """
+    path = path / REPORT if path.is_dir() else path
+    with opened_report(path) as report:
+        case = case_of_report(report, search_seconds)
+    if case is None:
+        raise ConfigError("wrong-file", _LACKS_STEP, file=path)
+    return case
+
+
+def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
+    """Return the last step of a run from its parsed ``--pipemem-report`` file; ``None`` if the file has no step.
+
+    ``search_seconds`` is the time limit for each search of an order; 0 for none. Raise a KeyError, TypeError or
+    ValueError if the file is not a report.
+    """
+    recorded, plans = report.get("last_step"), report["plans"]
+    if recorded is None:
+        return None
+    check_magnitudes(recorded)
+    schedule = Schedule.from_csv(recorded["orders"], name=str(recorded["schedule"]))
+    spans = tuple(
+        tuple((int(start), int(end)) for start, _, end in (span.partition("-") for span in spans.split()))
+        for spans in recorded["spans"]
+    )
+    step = MeasuredStep(schedule, spans, _split(plans[-1], schedule))
+    memory, layers = recorded["memory"], recorded["layers"]
+    if memory is not None:
+        memory = {Kind(kind): tuple(map(float, changes)) for kind, changes in memory.items()}
+    if layers is not None:
+        layers = tuple(map(int, layers))
+    ahead, whole = int(recorded["mtp_layers"]), report.get("bytes_of_1f1b")
+    if not all(0 <= count <= MOST_LAYERS for count in (*(layers or ()), ahead)):
+        raise ValueError(f"layers or mtp_layers of last_step are not numbers from 0 to {MOST_LAYERS}")
+    stages, slices = schedule.num_stages, schedule.slices
+    if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
+        cut = f" of {slices} slices" * (slices > 1)
+        raise ValueError(f"layers or memory of last_step do not have one value for each of {stages} stages{cut}")
+    iteration = recorded["iteration_seconds"]
+    return Case(
+        step,
+        layers,
+        memory or None,
+        {str(name): str(why) for name, why in recorded["refused"].items()},
+        bool(recorded["ordered"]),
+        max(0.0, float(iteration) - step.length / NANOSECONDS) if iteration else 0.0,
+        ahead,
+        schedule.name == STOCK,
+        search_seconds,
+        measured_bubble(report),
+        None if whole is None else int(whole),
+        *_counted(recorded, schedule),
+    )
+
+
+def _counted(
+    recorded: Mapping[str, Any], schedule: Schedule
+) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[int, ...]]:
+    """Return the bytes that every device held after its passes, and its peaks; nothing if the report lacks them."""
+    held = recorded.get("held")
+    if held is None:
+        return None, ()
+    levels = tuple(tuple(map(int, each)) for each in held)
+    passes = [sum(action.kind in COMPUTE for action in order) for order in schedule.orders]
+    peaks = tuple(map(int, recorded["peaks"]))
+    if [*map(len, levels)] != passes or len(peaks) != len(passes):
+        raise ValueError(f"held or peaks of last_step do not fit the passes of {len(passes)} devices")
+    return levels, peaks
+
+
+def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
+    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage.
+
+    ``plan`` is the entry of the plan in the report.
+    """
+    prices = plan["costs"]
+    if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
+        schedule.num_stages,
+        schedule.num_stages * schedule.slices,
+    ):
+        return Costs()
+    forward, inputs, weights = (tuple(prices[name]) for name in ("forward", "backward_input", "backward_weight"))
+    return Costs(forward, inputs, weights)
+
+
+def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
+    """Return the ratios of measured to predicted seconds, from a profile of a run's model or from a report of the run.
+
+    Raises:
+        ConfigError: the profile is of another model, or the report of a run with another number of pipeline ranks or
+            with slices (``other-model``); or the file has no measured passes (``wrong-file``).
+    """
+    report = read_json(path, "a profile or a report")
+    if not isinstance(report, dict) or "last_step" not in report:
+        return slowdown_of(path, run)
+    case = read_case(path, 0.0)
+    placement = case.step.schedule.placement
+    if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
+        raise ConfigError(
+            "other-model",
+            "is of a run with another number of pipeline ranks, or with slices; give the report of a run that has as "
+            "many pipeline ranks as the run to plan, and no slices",
+            file=path,
+        )
+    step = price(run, placement, layout.pieces_of(run, placement.model_stages))
+    predicted, measured = step.costs.seconds(placement), case.step.of_stages()
+    # Messages within layers are in the measured passes, and their predictions have no ratio.
+    messages = sum(step.communication) / sum(step.work)
+    pace = Passes(*(_ratio(sum(measured[kind]), sum(predicted[kind]), messages) for kind in (Kind.F, Kind.I, Kind.W)))
+    return MeasuredSlowdown(pace, pace)
+
+
+def _ratio(measured: float, predicted: float, messages: float) -> float:
+    """Return measured over predicted seconds of computing alone, at least 0.1; 1 if none are predicted.
+
+    ``messages`` is the share of messages in the predicted seconds.
+    """
+    return max(0.1, (measured / predicted - messages) / (1 - messages)) if predicted else 1.0
+
+
+def explain(case: Case) -> dict[str, Any]:
+    """Return the JSON object of ``pipemem explain``.
+
+    It has the time of a step by cause, and the first ``SHOWN`` of ``best_changes``.
+    """
+    step, schedule = case.step, case.schedule
+    changes = best_changes(case)[:SHOWN]
+    usual, n = case.step.of_stages(), schedule.slices
+    return {
+        "schedule": schedule.name,
+        "devices": schedule.num_devices,
+        "chunks": schedule.placement.num_chunks,
+        "microbatches": schedule.num_microbatches,
+        "bubble_rate": case.as_ran.bubble_rate if case.bubble_rate is None else case.bubble_rate,
+        "seconds": step.length / NANOSECONDS,
+        "outside_seconds": case.outside,
+        "simulated_seconds": case.own.makespan,
+        "stages": [
+            sum(sum(seconds[stage * n : (stage + 1) * n]) for seconds in usual.values())
+            for stage in range(schedule.num_stages)
+        ],
+        "layers": case.layers,
+        "slowest_microbatch": max(step.weights),
+        "links": {f"{a}-{b}": seconds for (a, b), seconds in step.links.items()},
+        "idle": _idle(step),
+        "in_bytes": case.in_bytes,
+        "peak": case.own.peak,
+        "bytes_of_1f1b": case.bytes_of_1f1b,
+        "refused": dict(case.refused),
+        "changes": [asdict(each) | {"saves": case.own.makespan - each.seconds} for each in changes],
+    }
+
+
+def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
+    """Return for every device the nanoseconds of work in a step, and of idle time by cause.
+
+    Together these are the length of the step.
+    """
+    work: Sequence[int] = step.work_of(step.seconds)
+    return [
+        {
+            "device": each.device,
+            "work_ns": work[each.device],
+            "idle_ns": each.idle,
+            "causes_ns": {cause: each.causes[cause] for cause in CAUSES},
+            "late_ns": {str(device): nanoseconds for device, nanoseconds in each.late.items()},
+        }
+        for each in idle_causes(step)
+    ]

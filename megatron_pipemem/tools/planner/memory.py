@@ -1,0 +1,134 @@
+"""Predict the memory that a configured run needs, on devices and on hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from megatron_pipemem.choose.choice import choose
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.conflicts import requested
+from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.request import Request, ScheduleOptions
+from megatron_pipemem.schedule.bounds import least_held
+from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import megatrons_own
+from megatron_pipemem.schedule.schedule import Schedule, versions_held
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.early_head import has_early_head, with_early_head
+from megatron_pipemem.tools.planner.slices import sliced_step, why_not_sliced, with_slices
+from megatron_pipemem.tools.planner.step import price
+from megatron_pipemem.tools.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The peak bytes of every pipeline rank on its device and on its host."""
+
+    device: tuple[float, ...]  # on its device, everything included
+    host: tuple[float, ...]  # of its activations on the host
+    room: float  # bytes on the host for activations of a rank
+
+
+def held(run: Run, request: Request | None = None) -> MemoryUse | None:
+    """Return the peak bytes of a run; ``None`` if its flags do not give the layers of each stage.
+
+    For ``auto`` schedules, these are the least bytes that any order of the stages of ``interleaved`` needs. For
+    ``auto`` vocabulary parallelism, they are those of the setting that needs least on its fullest rank. Raise an error if
+    no setting is possible.
+    """
+    choice, cut = run.schedule, run.parallelism
+    request = request or request_of(run)
+    schedule = request.file
+    if schedule is None and choice.name != AUTO:
+        schedule = schedule_of(run, request)
+    placement = Placement.interleaved(cut.pp, cut.chunks or 2) if schedule is None else schedule.placement
+    layers = layout.pieces_of(run, placement.model_stages)
+    if layers is None:
+        return None
+    request = replace(request, file=schedule, recompute="none")  # the prices of layers include recomputation
+    ways: list[MemoryUse] = []
+    refused: PipememError | None = None
+    for barriers in _barriers(run, schedule):
+        try:
+            ways.append(_held(run, placement, request.decided(barriers), layers))
+        except (ScheduleError, UnsupportedError) as error:
+            refused = error
+    if refused is not None and not ways:
+        raise refused
+    return min(ways, key=lambda way: max(way.device))
+
+
+def request_of(run: Run) -> Request:
+    """Return the schedule request of a run. Stock's schedule becomes our schedule with the same order."""
+    choice, cut = run.schedule, run.parallelism
+    recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
+    given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
+    given |= {"options": run.schedule_options, "microbatch_costs": choice.microbatch_costs, "offload": choice.offload}
+    given |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
+    given["pairs"] = choice.name != STOCK and run.pairs
+    request = requested(choice.name, **given)
+    if choice.name != STOCK:
+        return request
+    return replace(request, schedule=megatrons_own(cut.chunks))
+
+
+def schedule_of(run: Run, request: Request) -> Schedule:
+    """Return the schedule that a run names, without offload and vocabulary passes."""
+    cut = run.parallelism
+    shape = Shape(cut.pp, None, cut.microbatches)
+    return choose(request.decided(0).without_offload(), shape, Knowledge()).schedule
+
+
+def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
+    """Return the possible numbers of vocabulary barriers of a run; 0 means an uncut vocabulary.
+
+    There are several only for ``auto``. One pipeline rank has 0, and a schedule file with vocabulary passes has its own.
+    """
+    asked = run.schedule.vocab_parallel
+    if run.parallelism.pp == 1:
+        return (0,)
+    if schedule is not None and schedule.vocabulary_barriers:
+        return (schedule.vocabulary_barriers,)
+    if asked == AUTO:
+        return (0, *BARRIERS_OF_ALGORITHM.values())
+    return (0,) if asked == OFF else (BARRIERS_OF_ALGORITHM[int(asked)],)
+
+
+def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
+    schedule, microbatches = request.file, run.parallelism.microbatches
+    if schedule is not None and not request.barriers and has_early_head(run, schedule, layers):
+        run = with_early_head(run)
+    cut = run if schedule is None or schedule.slices == 1 else sliced(run, schedule.slices)
+    if request.barriers:
+        step = vocabulary_step(request.barriers, cut, placement, layers=layers)
+    elif request.offload != OFF or (schedule is not None and schedule.offloads):
+        step = offload_step(run, placement, layers=layers)
+        if request.cap_in_units is not None:
+            unit = sum(step.saved)
+            caps = tuple(cap * unit for cap in request.caps(placement.num_devices) or ())
+            request = replace(request, memory_cap=MemoryCap(caps, True))
+    else:
+        step = (price if cut is run else sliced_step)(cut, placement, layers)
+    if schedule is not None:
+        shape = Shape(placement.num_devices, None, microbatches)
+        schedule = choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+        kept, host = peaks(schedule, step.costs), peaks(schedule, step.costs, host=True)
+    else:
+        kept, host = tuple(least_held(placement, microbatches, step.costs)), (0.0,) * placement.num_devices
+        if request.offload != OFF:  # the activations of one stage at a time
+            kept = tuple(max(step.saved[stage] for stage in owned) for owned in placement.stages)
+    versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
+    older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
+    device = tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True)))
+    return MemoryUse(device, host, step.host)
+
+
+def sliced(run: Run, slices: int) -> Run:
+    """Return the run with that many slices; the run unchanged if slices cannot be priced for it."""
+    cut = with_slices(run, slices, run.schedule.slice_cut)
+    return cut if why_not_sliced(cut) is None else run

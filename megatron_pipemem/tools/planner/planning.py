@@ -1,0 +1,539 @@
+"""The planner: a best-first search for the fastest ways to run a model on a cluster within its memory.
+
+A cut is a choice of tensor, pipeline, data and other parallelism. Every cut first enters a queue with a cheap lower
+bound of its step time: all its work, divided evenly. The cut with the lowest bound is then priced stage by stage. It
+enters the queue again with the proved bound of its placement within the memory left for activations. After that its
+schedules enter the queue with their simulated times. An entry that leaves the queue with a simulated time is the next
+best plan, because no waiting entry can be faster. There are two exceptions. A variant of an order is assumed to be no
+faster than the order alone, which is tested and not proved. Offload that takes long to plan is put aside until the
+queue is empty. At the end, searches for better orders start from cuts whose bound leaves a possible gain.
+
+Asynchronous schedules are priced only if the limits name them. They train differently, so they never compete with the
+others. A step takes the makespan of a window of microbatches, because the training loop joins all ranks at its end. So
+there are still bubbles. Without that barrier it takes the period of windows, and the gradients of a second batch take
+memory. A rank holds several versions of its parameters, and the whole optimizer, which cannot be sharded. A family that
+updates after every microbatch pays for reduction and optimizer each time, with nothing to hide them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron_pipemem.choose.choice import choose
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.display import doing, rare_collection, tell
+from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families, family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.stream import family_window, steady, stream, updates_per_batch
+from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config.refusals import refuse_asynchronous
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.early_head import decided, with_early_head
+from megatron_pipemem.tools.planner.plans import Answer, Base, Entry, Group, Plan
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, all_reduce
+from megatron_pipemem.tools.planner.replay import (
+    MOST_ACTIONS,
+    OrderPrice,
+    Replay,
+    Timing,
+    family_schedule,
+    measured,
+    priced,
+    same_passes,
+    shortest,
+)
+from megatron_pipemem.tools.planner.slices import sliced_step
+from megatron_pipemem.tools.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, is_stocks, orders
+from megatron_pipemem.tools.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, least_seconds, least_static, price
+from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, variants
+
+_SHARED = (DISTRIBUTED, "overlap-param-gather")
+_PER_MICROBATCH = ("overlap-grad-reduce",)
+
+
+Priced = tuple[Base, float, tuple[float, ...]]
+"""A parallelism with a family, whose static bytes include all parameter versions; seconds of a step in the middle of the
+run; bytes of activations per device."""
+
+
+def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
+    """Yield the priced asynchronous families that the limits name and that can run with the run's parallelism.
+
+    ``pace`` has the ratios of measured to predicted seconds. ``rejected`` counts the families that cannot run, by
+    reason. Flags that these families do not support, such as a sharded optimizer, are removed from the run.
+    """
+    named = limits.allowed.get("schedule", ())
+    p = run.parallelism.pp
+    for each in families():
+        if not each.asynchronous or each.name not in named or p == 1 or not limits.admits(chunks=1):
+            continue
+        per_batch = updates_per_batch(each.name)
+        dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
+        clipping = {} if per_batch else {"clip-grad": 0}
+        flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
+        own = replace(run, megatron=flags, schedule=replace(run.schedule, name=each.name))
+        try:
+            refuse_asynchronous(own, each.name)
+        except UnsupportedError as error:
+            rejected[f"{each.name}: {error}"] += 1
+            continue
+        step, found = asynchronous_price(own, price(own, Placement.linear(p), pace=pace))
+        group = Group(own, step, (), None, found.seconds + step.outside, 0.0)
+        yield Base(group, Order(each.name)), found.seconds, found.peaks
+
+
+def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderPrice]:
+    """Return a step of a run with an asynchronous schedule, with the bytes of all parameter versions, and its price.
+
+    ``step`` is the step with one version. The price is that of a step in the middle of the run.
+    """
+    name, p, m = run.schedule.name, run.parallelism.pp, run.parallelism.microbatches
+    batch = min(m, 2 * p)
+
+    middle = family_window(name, p, batch, steady(p, batch))
+    timeline = middle.simulate(step.costs)
+    seconds = timeline.makespan
+    if run.delays_updates:
+        one = build_schedule(name, num_devices=p, num_microbatches=batch, update_every=batch)
+        seconds = stream(one, step.costs).period
+    # In the middle of a step the busiest device never waits.
+    makespan = seconds + (m - batch) * max(timeline.work) / batch
+    more = tuple((versions - 1) * nbytes for versions, nbytes in zip(middle.versions_held, step.weights, strict=True))
+    static = tuple(map(sum, zip(step.static, more, strict=True)))
+    if not updates_per_batch(name):
+        execution, cluster = run.execution, run.cluster
+        replicas = run.parallelism.dp * run.parallelism.cp
+        link = cluster.link(replicas, execution.tp)
+        gradients = max(step.weights) / execution.element * GRADIENT
+        step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
+    return replace(step, static=static), OrderPrice(makespan, timeline.peaks)
+
+
+logger = logging.getLogger(__name__)
+
+TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory of a device"
+TOO_MUCH_KEPT = (
+    "one microbatch's activations exceed the memory that parameters, gradients and optimizer leave on a device"
+)
+TOO_HIGH = "the schedule's activations exceed the memory that parameters, gradients and optimizer leave on a device"
+SLOWER = "slower than the listed plans, by a lower bound or by simulated time"
+WAITS = "two replicas of the model need a barrier between steps, and the run has overlap_steps"
+NO_PAIRS = "no pair of a forward and a backward makes the step of the schedule shorter"
+UNTRIED = "offload that takes long to plan was not tried, and could be faster; narrow the choice by --only"
+_LARGEST_SEARCH = 60_000  # most passes of a step for which a search is tried
+_SEARCHES = 3
+_EFFORT = 20_000  # passes times chunks for which copies are planned while other ways are left
+_ROUNDING = 1e-12  # of the sum of some thousand times, at most
+_WORTH_SEARCHING = 0.005  # least possible gain of a better order, as a share of the time
+
+
+def plan(
+    run: Run,
+    memory: float | None = None,
+    limits: Limits | None = None,
+    top: int = 10,
+    search_seconds: float = 5.0,
+    pace: MeasuredSlowdown | None = None,
+) -> Answer:
+    """Return the ``top`` fastest ways to run a model on the run's cluster; none if no plan is possible.
+
+    ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` is the time limit for
+    each of at most three searches of an order; 0 for no search. ``pace`` has the ratios of measured to predicted
+    seconds.
+    """
+    started = time.perf_counter()
+    memory = run.cluster.memory_bytes if memory is None else memory
+    limits = limits or Limits()
+    limits.check(run)
+    with rare_collection():
+        planner = _Planner(run, memory, limits, pace)
+        plans = planner.best(top)
+        if search_seconds > 0 and limits.admits(schedule=SEARCHED):
+            plans += planner.search(plans, search_seconds)
+    plans = sorted(plans, key=lambda each: each.seconds)[:top]
+    rejected = planner.rejected + Counter({SLOWER: _count(planner.queue), UNTRIED: _count(planner.aside)})
+    return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
+
+
+class _Planner:
+    """The queue of a search, its entries put aside, and the number of rejected choices by reason."""
+
+    def __init__(self, run: Run, memory: float, limits: Limits, pace: MeasuredSlowdown | None) -> None:
+        self._pace = pace
+        self._memory, self.limits = memory, limits
+        self.rejected: Counter[str] = Counter()
+        self._groups: list[Group] = []
+        self._serial = itertools.count()
+        self.queue: list[Entry] = []
+        self.aside: list[Entry] = []
+        self._effort: float = _EFFORT
+        self._times: dict[object, OrderPrice] = {}
+        for cut in cuts(run, limits, self.rejected):
+            if least_static(cut) > memory:
+                self.rejected[TOO_MUCH_STATIC] += 1
+            else:
+                self._put(least_seconds(cut, pace), cut)
+
+    def best(self, count: int) -> list[Plan]:
+        """Return the next ``count`` plans, the fastest first; fewer if no entry is left."""
+        found: list[Plan] = []
+        while (self.queue or self.aside) and len(found) < count:
+            if not self.queue:
+                self.queue, self.aside, self._effort = self.aside, [], float("inf")
+            bound, _, entry = heapq.heappop(self.queue)
+            if isinstance(entry, Plan):
+                found.append(entry)
+                continue
+            tell(partial(_standing, len(found), count, len(self.queue), bound))
+            if isinstance(entry, Group | Base) and not self._affords(entry):
+                heapq.heappush(self.aside, (bound, next(self._serial), entry))
+            elif isinstance(entry, Group):
+                self._run_orders(entry)
+            elif isinstance(entry, Base):
+                self._vary(entry)
+            else:
+                self._price(entry)
+        return found
+
+    def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
+        """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
+
+        There are at most three searches, and each ends after ``seconds`` seconds. One that finds no order is skipped.
+        """
+        slowest = plans[-1].seconds if plans else float("inf")
+        reached: dict[int, float] = {}
+        for each in plans:
+            reached[id(each.step)] = min(each.seconds, reached.get(id(each.step), float("inf")))
+        hopeful = [
+            group
+            for group in sorted(self._groups, key=lambda group: group.bound)
+            if group.variant in (None, IN_PAIRS)
+            and not is_stocks(group.run)
+            and group.step.placement.replicas == 1
+            and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
+            and 3 * _units(group.run) * group.step.placement.num_stages <= _LARGEST_SEARCH
+        ]
+        for group in hopeful[:_SEARCHES]:
+            p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
+            try:
+                with doing(f"searching an order for p = {p}, m = {m}"):
+                    options = {
+                        "seconds": seconds,
+                        "period": group.run.schedule.overlap_steps,
+                        "slices": _slices(group.run),
+                    }
+                    request = Request.for_search(MemoryCap(group.step.room(self._memory), True), options)
+                    request = replace(request, pairs=group.run.pairs)
+                    known = Knowledge(group.step.costs, placement=group.step.placement)
+                    found = choose(request, Shape(p, None, m), known)
+            except PipememError as error:
+                logger.info("no order found: %s", error)
+                continue
+            if (made := self._found(Base(group, Order(SEARCHED)), found.schedule)) is not None:
+                yield made
+
+    def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
+        """Put an entry into the queue, by its time or lower bound in seconds.
+
+        A bound sums the same seconds in another order, and rounding may make it greater than the time. So it is lowered
+        slightly.
+        """
+        if not isinstance(entry, Plan):
+            seconds *= 1 - _ROUNDING
+        heapq.heappush(self.queue, (seconds, next(self._serial), entry))
+
+    def _price(self, run: Run) -> None:
+        varies = not (run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run))
+        for placement, found in orders(run, self.limits, self.rejected).items():
+            if run.schedule.overlap_steps and placement.replicas > 1:
+                self.rejected[WAITS] += len(found)
+                continue
+            if run.pairs:
+                if self.limits.admits(variant=IN_PAIRS.name):
+                    self._bound(run, placement, found, IN_PAIRS)
+                continue
+            if self.limits.admits(variant=PLAIN):
+                self._bound(run, placement, found, None)
+            for variant in variants() if varies and placement.replicas == 1 and run.parallelism.pp > 1 else ():
+                is_whole = run.model.tower is not None and variant.cuts_vocabulary
+                if self.limits.admits(variant=variant.name) and not is_whole:
+                    self._bound(run, placement, found, variant)
+        for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected) if varies else ():
+            self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))
+
+    def _step(self, run: Run, placement: Placement, variant: Variant | None) -> PlannedStep:
+        """Predict the step of a run on a placement with a variant."""
+        if variant is not None:
+            return variant.prepare(run, placement, self._pace)
+        return (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
+
+    def _bound(self, run: Run, placement: Placement, found: list[Order], variant: Variant | None) -> None:
+        """Queue the orders of a placement with a variant, by a lower bound of their seconds."""
+        step = self._step(run, placement, variant)
+        room = step.room(self._memory)
+        if min(room) <= 0:
+            self.rejected[TOO_MUCH_STATIC] += len(found)
+            return
+        m, slices, pairs = run.parallelism.microbatches, _slices(run), variant is IN_PAIRS
+        if step.placement.replicas > 1:  # the orders decide how replicas share the microbatches
+            free = m * sum(step.work) * (1 - pairs * step.exchange_share) / step.placement.num_devices
+        elif run.schedule.overlap_steps:  # the other bounds hold for steps that end together
+            free = m * _busiest(step)
+        else:
+            free = lower_bound(step.placement, m, step.costs, slices=slices, pairs=pairs)
+            free = max(free, m * _busiest(step, slices))
+        bound = free
+        if variant is not None and variant.frees_memory:
+            if any(step.saved[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
+                self.rejected[TOO_MUCH_KEPT] += len(found)
+                return
+        elif step.placement.replicas == 1:
+            try:
+                bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices, pairs=pairs))
+                if bound > free and _leaves_head_open(run, variant):
+                    lean = replace(step.costs, memory=self._step(with_early_head(run), placement, variant).costs.memory)
+                    bound = max(free, lower_bound(placement, m, lean, room, slices=slices, pairs=pairs))
+                if run.schedule.overlap_steps:
+                    bound = free
+            except PipememError:
+                self.rejected[TOO_MUCH_KEPT] += len(found)
+                return
+        group = Group(run, step, tuple(found), variant, bound + step.outside, bound - free)
+        self._groups.append(group)
+        self._put(group.bound, group)
+
+    def _with_decided_head(self, group: Group, order: Order) -> Group:
+        """Return the group with the head's decision for this order, if ``early_weights`` leaves it to ``auto``."""
+        cut, slices, known = group.run.parallelism, _slices(group.run), family(order.name)
+        if not (known.splits_backward and _leaves_head_open(group.run, group.variant)):
+            return group
+
+        def step_of(run: Run) -> PlannedStep:
+            return group.step if run is group.run else self._step(run, group.step.placement, group.variant)
+
+        def of_order(step: PlannedStep) -> OrderPrice:
+            if slices == 1 and "costs" not in known.options:
+                return self._measured(replace(group, step=step), order)
+            costs = None if slices > 1 else step.costs
+            few = family_schedule(order.name, cut.pp, _short(group.run), order.chunks, costs, slices)
+            return Replay(few).timing(step.costs).price
+
+        run, step, _ = decided(group.run, True, step_of, of_order)
+        return replace(group, run=run, step=step)
+
+    def _run_orders(self, whole: Group) -> None:
+        for order in whole.orders:
+            try:
+                group = self._with_decided_head(whole, order)
+                if group.variant is None:
+                    self._wait(self._run_order(group, order))
+                else:
+                    self._consider(group, group.variant, order)
+            except PipememError:
+                self.rejected[f"{order.name} has no schedule for the number of pipeline ranks or microbatches"] += 1
+
+    def _wait(self, made: Plan | None) -> None:
+        if made is None:
+            self.rejected[TOO_HIGH] += 1
+        else:
+            self._put(made.seconds, made)
+
+    def _run_order(self, group: Group, order: Order) -> Plan | None:
+        """Return the plan of an order; ``None`` if it does not fit into the memory."""
+        cut, slices = group.run.parallelism, _slices(group.run)
+        if slices == 1 and "costs" not in family(order.name).options:
+            return self._plan(Base(group, order), None, self._measured(group, order))
+
+        def build(count: int) -> Schedule:
+            costs = None if slices > 1 else group.step.costs
+            return family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
+
+        found = self._built(Base(group, order), build, cut.microbatches)
+        if found is None or slices == 1:
+            return found
+        return replace(found, passes=None)  # its name and the number of slices are enough
+
+    def _measured(self, group: Group, order: Order) -> OrderPrice:
+        """Return the time and peaks of an order without a variant, from a cache.
+
+        Offload and both algorithms of vocabulary parallelism start from the same order.
+        """
+        cut, costs = group.run.parallelism, group.step.costs
+        if costs.have_exchanges:
+            costs = costs.of_computing(group.step.placement)
+        key = (order, cut.pp, cut.microbatches, same_passes(costs))
+        if key not in self._times:
+            passes = (order.name, cut.pp, cut.microbatches, order.chunks, costs)
+            self._times[key] = measured(*passes, overlaps=group.run.schedule.overlap_steps)
+        return self._times[key]
+
+    def _consider(self, group: Group, variant: Variant, order: Order) -> None:
+        """Queue the variant of an order, with the time of the order alone as a lower bound.
+
+        Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
+        """
+        seconds, peaks, _ = self._measured(group, order)
+        if variant.frees_memory and self._fits(group, peaks):
+            self.rejected[f"{variant.name} is not needed, because the schedule fits into memory without it"] += 1
+        elif not variant.frees_memory and not self._fits(group, peaks):
+            self.rejected[TOO_HIGH] += 1
+        else:
+            self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
+
+    def _affords(self, entry: Group | Base) -> bool:
+        """Return whether to try an entry now, or later because its offload takes long to plan.
+
+        Planning takes longest with many chunks. Trying an order now lowers the effort that is left.
+        """
+        group = entry.group if isinstance(entry, Base) else entry
+        if group.variant is None or not group.variant.frees_memory or (isinstance(entry, Base) and entry.whole):
+            return True
+        placement = group.step.placement
+        effort = 3 * _short(group.run) * placement.num_stages * placement.num_chunks
+        if effort > self._effort:
+            return False
+        if isinstance(entry, Base):
+            self._effort -= effort
+        return True
+
+    def _vary(self, base: Base) -> None:
+        """Simulate the variant of an order, and queue its plan or count its rejection.
+
+        With few microbatches, queue the order again with a lower bound: each further microbatch of the run adds the
+        busiest device's work to the time.
+        """
+        most = base.group.run.parallelism.microbatches
+        microbatches = most if base.whole else _short(base.group.run)
+        group, order, variant = base.group, base.order, base.group.variant
+        assert variant is not None
+
+        def build(count: int) -> Schedule:
+            fitted = "costs" in family(order.name).options and variant is IN_PAIRS
+            costs = group.step.costs if fitted else None
+            alone = family_schedule(order.name, group.run.parallelism.pp, count, order.chunks, costs)
+            return variant.apply(alone, group.step, group.step.room(self._memory))
+
+        try:
+            found = self._built(base, build, microbatches)
+        except PipememError as error:
+            self.rejected[f"{variant.name} cannot be combined with {order.name}: {error}"] += 1
+            return
+        if found is not None and variant is IN_PAIRS and found.passes is not None and not found.passes.pairs:
+            self.rejected[NO_PAIRS] += 1
+            return
+        if found is not None and microbatches < most:
+            makespan = found.makespan + (most - microbatches) * _busiest(group.step)
+            self._put(makespan + group.step.outside, replace(base, whole=True))
+        else:
+            self._wait(found)
+
+    def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
+        """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
+
+        A long step is predicted from shorter ones, and its plan has no list of actions.
+        """
+        run, step = base.group.run, base.group.step
+        if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
+            return self._found(base, build(microbatches))
+        overlaps = run.schedule.overlap_steps
+
+        def timing(count: int) -> Timing:
+            return Replay(build(count)).timing(step.costs, overlaps)
+
+        return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
+
+    def _found(self, base: Base, schedule: Schedule) -> Plan | None:
+        """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""
+        costs, overlaps = base.group.step.costs, base.group.run.schedule.overlap_steps
+        return self._plan(base, schedule, Replay(schedule).timing(costs, overlaps).price)
+
+    def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
+        """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory.
+
+        ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
+        """
+        group, step = base.group, base.group.step
+        if not self._fits(group, price.peaks):
+            return None
+        name = PLAIN if group.variant is None else group.variant.name
+        made = (_configured(base), base.order, step, price.seconds, step.held(price.peaks), price.hidden)
+        return Plan(*made, name, schedule, group.memory_seconds)
+
+    def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
+        return max(group.step.held(peaks)) <= self._memory
+
+
+def _standing(found: int, count: int, waiting: int, bound: float) -> str:
+    return f"{found} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
+
+
+def _leaves_head_open(run: Run, variant: Variant | None) -> bool:
+    """Return whether ``auto`` may compute the head's weight gradient in I; not if the head is cut over the ranks."""
+    is_cut = variant is not None and variant.cuts_vocabulary
+    return run.schedule.early_weights == AUTO and run.parallelism.pp > 1 and not is_cut
+
+
+def _short(run: Run) -> int:
+    """Return the number of microbatches of the shortest step by which the run's step can be predicted."""
+    return shortest(run.parallelism.pp, run.parallelism.microbatches)
+
+
+def _slices(run: Run) -> int:
+    return run.schedule.slices or 1
+
+
+def _units(run: Run) -> int:
+    """Return the number of forwards of a stage in a step: one per microbatch, or per slice of one."""
+    return run.parallelism.microbatches * _slices(run)
+
+
+def _busiest(step: PlannedStep, slices: int = 1) -> float:
+    """Return the seconds that the busiest device computes per microbatch, including vocabulary passes.
+
+    For orders with pairs, the exchanges of experts' tokens are left out.
+
+    ``slices`` is the number of slices of a microbatch for which the step is priced.
+    """
+    costs = step.costs.of_computing(step.placement) if step.costs.have_exchanges else step.costs
+    prices, vocabulary = costs.seconds(step.placement, slices), costs.vocabulary
+    cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
+    return max(
+        sum(sum(prices[k][s * slices : (s + 1) * slices]) for k in (Kind.F, Kind.I, Kind.W) for s in stages)
+        + sum(seconds[device] for kind, seconds in cut.items() if kind is not Kind.LOSS)
+        for device, stages in enumerate(step.placement.stages)
+    )
+
+
+def _count(entries: Sequence[Entry]) -> int:
+    return sum(len(entry.orders) if isinstance(entry, Group) else 1 for _, _, entry in entries)
+
+
+def _configured(base: Base) -> Run:
+    """Return the run with this order's schedule, and with a layout if its stages differ from Megatron's default cut.
+
+    A hybrid model in a pipeline always gets its pattern, cut into the stages. Without a pipeline, or with messages
+    hidden within layers, the schedule is Megatron's own.
+    """
+    group, order = base.group, base.order
+    # Without a pipeline Megatron takes its own step, which our schedules do not replace.
+    choice = replace(group.run.schedule, name=order.name)
+    if group.run.parallelism.pp == 1 or is_stocks(group.run):
+        choice = replace(choice, name=STOCK, overlap_steps=False)
+    if group.variant is not None:
+        choice = group.variant.choice(choice)
+    cut = replace(group.run.parallelism, chunks=order.chunks)
+    return layout.with_cut(replace(group.run, parallelism=cut, schedule=choice), group.step.layers)

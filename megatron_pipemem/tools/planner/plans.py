@@ -1,0 +1,226 @@
+"""The planner's results and queue entries, and the output of a plan as JSON or as a run for ``pipemem launch``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import floor, log10
+from pathlib import Path
+from typing import Any
+
+from megatron_pipemem.schedule.baseline import bytes_of_1f1b
+from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.tools.config.cluster import GIB
+from megatron_pipemem.tools.config.loading import settings_of, write_yaml
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.replay import measured
+from megatron_pipemem.tools.planner.space import Order, hides_messages
+from megatron_pipemem.tools.planner.step import PlannedStep, mfu, price
+from megatron_pipemem.tools.planner.variants import PLAIN, Variant
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run with its parallelism, schedule and variant, and its predicted times and bytes."""
+
+    run: Run = field(repr=False)
+    """The run for ``pipemem launch``. If there are ``passes``, ``run_files`` names their file as the schedule."""
+    order: Order  # the family of the schedule and its chunks per rank; ``search`` for an order that was searched
+    step: PlannedStep = field(repr=False)  # the predicted costs of its stages
+    makespan: float  # seconds of the schedule alone; the period if no barrier stands between steps
+    peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
+    hidden: tuple[float, ...] = field(default=(), repr=False)
+    """Per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs."""
+    variant: str = PLAIN  # such as ``offload`` or ``vocabulary-2``
+    passes: Schedule | None = field(default=None, repr=False)  # if a family's name is not enough
+    memory_seconds: float = 0.0  # part of the seconds that is due to the memory limit, by a lower bound
+
+    @property
+    def schedule(self) -> str:
+        """The name of the plan's order of passes: a family, or ``search`` for an order that was searched."""
+        return self.order.name
+
+    @property
+    def slices(self) -> int:
+        return self.run.schedule.slices or 1
+
+    @property
+    def hides_messages(self) -> bool:
+        """Whether the plan hides messages within layers."""
+        return hides_messages(self.run)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a whole training step."""
+        return self.makespan + self.step.outside
+
+    @cached_property
+    def gain_without_barrier(self) -> float | None:
+        """The ratio of the makespan with a barrier between steps to the period without it.
+
+        Above 1, steps are faster without the barrier. ``None`` for a plan with the barrier.
+        """
+        if not self.run.schedule.overlap_steps:
+            return None
+        cut, costs = self.run.parallelism, self.step.costs
+        if self.passes is not None:
+            return simulate(self.passes, costs).makespan / self.makespan
+        return measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs).seconds / self.makespan
+
+    @property
+    def peak(self) -> float:
+        return max(self.peaks)
+
+    @cached_property
+    def share_of_1f1b(self) -> float | None:
+        """The peak bytes of activations as a fraction of 1F1B's with the same parallelism; ``None`` if that is 0."""
+        cut = self.run.parallelism
+        linear = Placement.linear(cut.pp)
+        whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
+        besides = self.step.held((0.0,) * cut.pp)
+        return max(peak - rest for peak, rest in zip(self.peaks, besides, strict=True)) / whole if whole else None
+
+    @property
+    def mfu(self) -> float:
+        return mfu(self.run, self.seconds)
+
+    @property
+    def work(self) -> float:
+        """Seconds of a step in which the busiest rank computes."""
+        return self.run.parallelism.microbatches * max(self.step.work) - self.hides
+
+    @property
+    def hides(self) -> float:
+        """Seconds of a step by which pairs shorten the work of the busiest rank."""
+        return self.hidden[self.step.busiest] if self.hidden else 0.0
+
+    @property
+    def bubble_rate(self) -> float:
+        """Fraction of the makespan in which the busiest rank idles."""
+        return max(0.0, 1 - self.work / self.makespan)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Seconds of a step beyond the model's evenly divided computation, by cause, the largest first."""
+        m, step = self.run.parallelism.microbatches, self.step
+        busiest = step.busiest
+        found = {
+            "bubble": self.makespan - self.work,
+            "uneven stages": m * (step.work[busiest] - sum(step.work) / len(step.work)),
+            "messages within layers": m * step.communication[busiest] - self.hides,
+            "recompute": m * step.again[busiest],
+            "gradient reduction": step.reduction,
+            "optimizer": step.optimizer,
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def binds(self) -> str:
+        """The cause that costs most, and its fraction of the step, as text.
+
+        If more memory would save 1 % or more of the step, the text says so.
+        """
+        cause, seconds = next(iter(self.losses.items()))
+        text = f"{cause} {seconds / self.seconds:.1%}"
+        gained = self.memory_seconds / self.seconds
+        return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
+
+
+def run_files(plan: Plan, path: Path) -> dict[Path, str]:
+    """Return the texts of the files that a plan's run needs, by path. No file is written.
+
+    ``path`` is that of the run file. An order that is more than a family's name becomes a schedule file next to it.
+    """
+    run, files = plan.run, {}
+    if plan.passes is not None and run.schedule.name != STOCK:
+        order = path.with_suffix(".csv")
+        files[order] = plan.passes.to_csv()
+        choice = replace(run.schedule, name=str(order))
+        if plan.passes.offloads:  # the file has the offload already, and a flag would plan it again
+            choice = replace(choice, offload="off")
+        run = replace(run, schedule=choice)
+    return files | {path: f"{_heading(plan)}{write_yaml(settings_of(run))}"}
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """Return a plan's seconds, bytes and settings as a JSON object. ``peak_bytes`` has a value per pipeline rank."""
+    cut = plan.run.parallelism
+    return {
+        "schedule": plan.schedule,
+        "hides_messages": plan.hides_messages,
+        "variant": plan.variant,
+        "recompute": plan.run.schedule.recompute,
+        "slices": plan.slices,
+        "slice_cut": plan.run.schedule.slice_cut,
+        **{key: getattr(cut, key) for key in ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "microbatches")},
+        "layers": list(plan.step.layers),
+        "seconds": plan.seconds,
+        "mfu": plan.mfu,
+        "bubble_rate": plan.bubble_rate,
+        "gain_without_barrier": plan.gain_without_barrier,
+        "peak_bytes": list(plan.peaks),
+        "share_of_1f1b": plan.share_of_1f1b,
+        "rollback_bytes": list(plan.step.rollback),
+        "losses_seconds": plan.losses,
+        "binds": plan.binds,
+        "run": settings_of(plan.run),
+    }
+
+
+def gibibytes(nbytes: float) -> str:
+    """Return a number of bytes in GiB as text, rounded up so that it is safe as a limit.
+
+    From 1 GiB it has one decimal, below that two significant digits.
+    """
+    amount = nbytes / GIB
+    digits = 1 if amount >= 1 or amount <= 0 else 1 - floor(log10(amount))
+    tenths = floor(amount * 10**digits)
+    while float(text := f"{tenths / 10**digits:.{digits}f}") * GIB < nbytes:
+        tenths += 1
+    return text
+
+
+def _heading(plan: Plan) -> str:
+    return (
+        f"# Planned: {plan.seconds:.4g} s a step, {plan.mfu:.1%} MFU, bubble {plan.bubble_rate:.1%}, at most "
+        f"{gibibytes(plan.peak)} GiB a rank; largest loss: {plan.binds}.\n"
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plans that the planner has found, and why it rejected all other cuts, schedules and variants."""
+
+    plans: tuple[Plan, ...] = field(repr=False)  # the fastest first
+    rejected: Counter[str] = field(repr=False)  # number of rejected choices, by reason
+    considered: int  # number of all choices, plans included
+    seconds: float  # that planning took
+
+
+@dataclass(frozen=True)
+class Group:
+    """A run's parallelism with one placement and variant, and the families of schedules to try."""
+
+    run: Run  # with its parallelism
+    step: PlannedStep
+    orders: tuple[Order, ...]  # schedules with this placement
+    variant: Variant | None  # the variant to apply to them
+    bound: float  # seconds that no step of the group can beat
+    memory_seconds: float  # part of the bound that is due to the memory limit
+
+
+@dataclass(frozen=True)
+class Base:
+    """A family of schedules for a run's parallelism, before the variant is applied."""
+
+    group: Group = field(repr=False)  # cut, placement and variant
+    order: Order
+    whole: bool = False  # whether the variant is simulated next with all microbatches, and not with a few
+
+
+Entry = tuple[float, int, Run | Group | Base | Plan]
+"""Seconds of a step or their lower bound, a serial number for equal seconds, and the entry."""

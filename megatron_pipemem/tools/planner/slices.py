@@ -1,0 +1,259 @@
+"""Predict a run whose microbatches are cut along their sequences into slices (arXiv 2406.03488, 2504.14519).
+
+A slice is priced as a microbatch with a shorter sequence. Its matrix products lose as much to partly filled waves of
+GPU blocks, and its messages have the same latency. Only attention differs:
+
+* causal attention of a slice sees the slices before it. A slice from ``x0`` to ``x1``, as shares of the sequence, takes
+  ``x1^2 - x0^2`` of the time of the whole sequence. Of ``n`` equal slices, the last one takes ``2 n - 1`` times as long
+  as the first;
+* F of a microbatch's first slice allocates all its keys and values, ``2 groups head_dim s b e / tp`` bytes per layer. I
+  of its last slice, the first to run backward, allocates all their gradients. I of the first slice frees both.
+
+The other tensors that F keeps scale with tokens. Buffers are those of a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.slices.prices import slice_tokens
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.options import AUTO, TOKENS, SliceCut
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.tools.config.model import Execution, Model, Passes, Sublayer
+from megatron_pipemem.tools.config.refusals import flag_values, refuse_sliced
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner import counts, prices
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.step import PlannedStep, price
+
+SLICES, SHORTEST_SLICE, MICROBATCHES = (2, 4, 8), 4096, 4
+"""Numbers of slices that are proposed, the fewest tokens of a proposed slice, and the number of microbatches per pipeline
+rank from which the bubble is too small for slices.
+"""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The seconds and bytes of attention, in a layer or a stage, that are not proportional to the tokens of a slice.
+
+    They are for one microbatch. Its slices get unequal parts of the seconds. The first slice allocates all the bytes.
+    """
+
+    seconds: Passes = Passes()  # for the whole sequence, the part of F and I that grows with its square
+    keys: float = 0.0  # bytes of keys and values
+
+    def __add__(self, other: Attention) -> Attention:
+        return Attention(self.seconds + other.seconds, self.keys + other.keys)
+
+
+def proposed_slices(run: Run) -> tuple[tuple[int, ...], str | None]:
+    """Return the numbers of slices that may shorten the steps of a run, and the reason if the run can have none of them.
+
+    Slices may shorten steps with few microbatches, of one long sequence each. Otherwise there is neither a number nor a
+    reason.
+    """
+    cut = run.parallelism
+    # Transformer Engine copies keys and values of several sequences for each slice, which is not priced.
+    if cut.pp == 1 or cut.micro_batch > 1 or cut.microbatches >= MICROBATCHES * cut.pp:
+        return (), None
+    reasons = {
+        count: why_not_sliced(with_slices(run, count))
+        for count in SLICES
+        if run.model.sequence >= count * SHORTEST_SLICE
+    }
+    counts = tuple(count for count, reason in reasons.items() if reason is None)
+    return counts, None if counts else next(iter(reasons.values()), None)
+
+
+def with_slices(run: Run, slices: int, cut: SliceCut = TOKENS) -> Run:
+    """Return a run with that many slices, whose schedule is chosen later."""
+    return replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices, slice_cut=cut))
+
+
+def why_not_sliced(run: Run) -> str | None:
+    """Return the reason why a run cannot be cut into its slices, or not be priced with them; ``None`` if it can."""
+    model, cut, slices = run.model, run.parallelism, run.schedule.slices or 1
+    if run.schedule.overlap_steps:
+        return "slices need a barrier between steps, and the run has overlap_steps"
+    if cut.pp == 1:
+        return "slices need several pipeline ranks"
+    if model.tower is not None:
+        return "slices need a model without a vision tower, because a tower needs whole sequences"
+    if cut.cp > 1:
+        return "slices are of no use with context parallelism, which cuts sequences too"
+    if model.mtp_layers or any(
+        set(kind) - {Sublayer.ATTENTION, Sublayer.FFN, Sublayer.EXPERTS} for kind in model.kinds
+    ):
+        return "slices are priced for plain attention alone, without latents, states and multi-token prediction"
+    if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
+        return f"{slices} equal slices of a sequence would not have an even number of tokens on every rank"
+    try:
+        refuse_sliced(flag_values({"attention-dropout": model.dropout} | run.flags))
+        run_slices(run, slices)
+    except UnsupportedError as error:
+        return f"{error}"
+    return None
+
+
+def run_slices(run: Run, slices: int) -> tuple[int, ...]:
+    """Return the number of tokens of each slice of a run's sequences; raise an UnsupportedError if they are too short."""
+    cut = run.parallelism
+    ranks = cut.tp if cut.sequence_parallel else 1
+    share = counts.attention_share(run.model)
+    return slice_tokens(run.model.sequence, slices, run.schedule.slice_cut, share, multiple=ranks)
+
+
+def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
+    """Return the seconds and bytes of attention in one layer for one microbatch.
+
+    The seconds are the part of F and I that grows with the square of the sequence length. The bytes are those of keys
+    and values. ``pace`` has the measured over the predicted seconds of each pass.
+    """
+    whole = counts.layer_flops(model, execution, kind)
+    half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
+    # FLOPs are the sum of a linear and a quadratic term in the sequence length. This is the quadratic one.
+    square = (whole + half * -2) * 2
+    seconds = prices.each_pass(lambda flops, slower: flops * slower / run.cluster.flops, square, pace)
+    keys = 2 * execution.tokens(model) * execution.key_groups(model) * model.channels * execution.element
+    return Attention(seconds, keys * kind.count(Sublayer.ATTENTION))
+
+
+def sliced_step(
+    run: Run,
+    placement: Placement,
+    layers: tuple[int, ...] | None = None,
+    pace: MeasuredSlowdown | None = None,
+    shared_ends: bool = False,
+) -> PlannedStep:
+    """Predict a step whose microbatches are cut into the run's slices. The arguments are those of ``price``.
+
+    The costs have one value per stage and slice. The values of a stage's slices are consecutive.
+    """
+    whole, model = price(run, placement, layers, pace, shared_ends), run.model
+    tokens = run_slices(run, run.schedule.slices or 1)
+    short = {
+        each: price(replace(run, model=replace(model, sequence=each)), placement, whole.layers, pace, shared_ends)
+        for each in dict.fromkeys(tokens)
+    }
+    slices = [
+        _Slice(short[each], end - each, end, model.sequence)
+        for each, end in zip(tokens, accumulate(tokens), strict=True)
+    ]
+    slower = (pace or MeasuredSlowdown()).layer
+    per_layer = {each: attention(model, run.execution, run, each, slower) for each in dict.fromkeys(model.kinds)}
+    ends = list(accumulate(whole.layers))
+    shared = [
+        sum((per_layer[each] for each in model.kinds[end - count : end]), Attention())
+        for end, count in zip(ends, whole.layers, strict=True)
+    ]
+    forward = _seconds(slices, Kind.F, [each.seconds.forward for each in shared])
+    inputs = _seconds(slices, Kind.I, [each.seconds.input for each in shared])
+    weights = _seconds(slices, Kind.W, [each.seconds.weight for each in shared])
+    memory = _memory(slices, [each.keys for each in shared], run.execution.recompute == "full")
+    n = len(slices)
+    work = tuple(
+        sum(sum(table[stage * n : stage * n + n]) for table in (forward, inputs, weights) for stage in owned)
+        for owned in placement.stages
+    )
+    return replace(
+        whole,
+        costs=replace(
+            slices[0].step.costs,
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
+            p2p=_links(slices),
+            memory=memory,
+        ),
+        buffers=_each(max, [each.step.buffers for each in slices]),
+        communication=_each(sum, [each.step.communication for each in slices]),
+        again=_again(run, placement, slices, shared),
+        work=work,
+    )
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A slice, its position in the sequence, and the predicted step of sequences with its length."""
+
+    step: PlannedStep  # of sequences with its length
+    begin: int  # its first token
+    end: int  # the first token after it
+    sequence: int  # tokens of the sequence
+
+    @property
+    def share(self) -> float:
+        """The slice's tokens as a fraction of the sequence's."""
+        return (self.end - self.begin) / self.sequence
+
+    @property
+    def earlier(self) -> float:
+        """The time of the slice's attention to earlier slices, as a fraction of the whole sequence's attention."""
+        return (self.end**2 - self.begin**2) / self.sequence**2 - self.share**2
+
+
+def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(map(combine, zip(*tables, strict=True)))
+
+
+def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
+    """Return the seconds of one kind of pass, per stage and slice.
+
+    They are those of a sequence as long as the slice, plus those of attention to earlier slices. ``square`` has the
+    seconds of attention of the whole sequence on each stage.
+    """
+    parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
+    return tuple(
+        part[stage] + of_whole * each.earlier
+        for stage, of_whole in enumerate(square)
+        for part, each in zip(parts, slices, strict=True)
+    )
+
+
+def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
+    """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices.
+
+    ``shared`` has the attention of every stage.
+    """
+    runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
+    # Pass I has twice the products of attention in F, and recomputation has them once.
+    rest = sum(each.earlier for each in slices) / 3 * runs_again
+    return tuple(
+        again + rest * sum(shared[stage].seconds.input for stage in owned)
+        for again, owned in zip(_each(sum, [each.step.again for each in slices]), placement.stages, strict=True)
+    )
+
+
+def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
+    """Return the seconds of the messages of all slices of a microbatch together, by link.
+
+    The costs give each slice an equal share.
+    """
+    found: dict[tuple[int, int], float] = {}
+    for each in slices:
+        assert isinstance(each.step.costs.p2p, Mapping), "the planner prices every link"
+        for link, seconds in each.step.costs.p2p.items():
+            found[link] = found.get(link, 0.0) + seconds
+    return found
+
+
+def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
+    """Return the bytes by which F, I and W change the held memory, one value per stage and slice.
+
+    ``keys`` are the bytes of a microbatch's keys and values on each stage. With ``apart``, the bytes of
+    F in ``slices`` do not contain them, because whole layers are recomputed.
+    """
+    changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
+    for stage, cached in enumerate(keys):
+        for place, each in enumerate(slices):
+            first, last = place == 0, place == len(slices) - 1
+            part = each.step.costs.memory_changes(each.step.placement)
+            own = 0.0 if apart else cached * each.share
+            changes[Kind.F].append(part[Kind.F][stage] - own + cached * first)
+            changes[Kind.I].append(part[Kind.I][stage] + own + cached * last - 2 * cached * first)
+            changes[Kind.W].append(part[Kind.W][stage])
+    return {kind: tuple(values) for kind, values in changes.items()}

@@ -1,0 +1,454 @@
+"""Predict a run on a placement: costs of its stages, bytes of its ranks, and seconds of a step outside the pipeline.
+
+A step takes the makespan of the schedule, then the part of the data-parallel reduction that no computing hides, then
+the optimizer:
+
+* with the distributed optimizer every rank reduces the fp32 gradients of its shard, and gathers parameters, over the
+  data-parallel (and context-parallel) ranks. Without it all gradients are reduced. The backward of the last microbatch
+  may hide the reduction, and the forward of the first may hide the gather. The rest is exposed;
+* the optimizer reads and writes gradients, master parameters and moments of the rank's shard once;
+* a message of the pipeline holds one microbatch's activations. It stays within a node if both ranks do, with ranks in
+  Megatron's order: tensor, context, data, pipeline.
+
+Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard, the activations that the schedule keeps, and
+buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and one layer's activations if
+whole layers are recomputed. If the devices hold several replicas of the model, all of that exists once per replica, but
+a microbatch runs through only one of them. The fp32 gradients of the replicas are summed, two ranks at a time, before
+the reduction, and no computing is left to hide either. If a step may be rolled back, its previous state takes memory on
+the device or the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import inf
+from typing import TYPE_CHECKING
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import PartPrices, listed
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.layout import needed_layers
+from megatron_pipemem.tools.config.model import Execution, Model, Passes
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner import prices
+from megatron_pipemem.tools.planner.activations import Kept, layer_bytes, message_bytes
+from megatron_pipemem.tools.planner.counts import model_flops
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, Price
+
+if TYPE_CHECKING:
+    from megatron_pipemem.tools.planner.partition import Loads
+
+DISTRIBUTED = "use-distributed-optimizer"
+"""The flag that shards the optimizer."""
+GRADIENT = 4  # bytes per parameter
+_OPTIMIZER = {"bf16": 12, "fp16": 12, "fp32": 8}  # two moments, and master parameters if the others are not fp32
+_ROLLBACK = 12
+"""Bytes per parameter updated on a rank: its fp32 value and two moments from before the last step."""
+_MESSAGES_IN_FLIGHT = 2  # per stage and direction: one in use, and one that arrives
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The predicted costs, bytes and seconds of a step that do not depend on the order of passes."""
+
+    placement: Placement
+    layers: tuple[int, ...]  # pieces of every stage of one replica of the model
+    moved: tuple[float, ...]  # per stage, bytes that offload of a microbatch's activations moves each way
+    costs: Costs  # seconds of F, I and W, bytes, messages
+    weights: tuple[float, ...]  # per device, bytes of one version of the parameters
+    static: tuple[float, ...]  # per device, bytes that are always held
+    buffers: tuple[float, ...]  # per device, bytes besides activations that are held at times
+    communication: tuple[float, ...]
+    """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
+    exchange: tuple[Passes, ...]
+    """Per stage, seconds of F and of I in which the experts' tokens travel; part of ``costs``."""
+    again: tuple[float, ...]  # per device, seconds per microbatch of recomputation
+    work: tuple[float, ...]  # per device, seconds of F, I and W per microbatch, with those messages
+    reduction: float  # exposed seconds of data-parallel messages, on the worst device
+    optimizer: float  # seconds, on the worst device
+    rollback: tuple[float, ...]
+    """Per device, bytes of the state for a rollback; part of ``static``."""
+    host: float = inf  # bytes of host memory for a rank
+
+    @property
+    def saved(self) -> Sequence[float]:
+        """The bytes that one microbatch's forward keeps on each stage."""
+        kept = (self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages)
+        assert not isinstance(kept, PartPrices), "a step is priced stage by stage"
+        return listed(kept)
+
+    @property
+    def busiest(self) -> int:
+        """The device with the most seconds per microbatch."""
+        return self.work.index(max(self.work))
+
+    @property
+    def exchange_share(self) -> float:
+        """The share of the work of all devices in which experts' tokens travel."""
+        return sum(each.total for each in self.exchange) / self.placement.replicas / sum(self.work)
+
+    def in_pairs(self) -> PlannedStep:
+        """Return the step with costs that price pairs, in which the experts' tokens travel while the device computes."""
+        forward, inputs = (tuple(getattr(each, kind) for each in self.exchange) for kind in ("forward", "input"))
+        return replace(self, costs=replace(self.costs, forward_exchange=forward, backward_exchange=inputs))
+
+    def held(self, kept: Sequence[float]) -> tuple[float, ...]:
+        """Return all bytes of each device, given ``kept``, the bytes of activations of each.
+
+        Limits are compared with this sum.
+        """
+        return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
+
+    def room(self, memory: float) -> tuple[float, ...]:
+        """Return the bytes of each device's ``memory`` that are left for activations, up to rounding."""
+        return tuple(memory - s - b for s, b in zip(self.static, self.buffers, strict=True))
+
+    @property
+    def outside(self) -> float:
+        """Seconds of a step outside the schedule: exposed reduction, and optimizer."""
+        return self.reduction + self.optimizer
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The settings of a run that the costs of its stages depend on."""
+
+    model: Model
+    execution: Execution
+    cluster: Cluster
+    dp: int  # data-parallel ranks
+    distributed: bool  # whether the optimizer is sharded
+    pace: MeasuredSlowdown
+    rolls_back: bool = False  # whether a step may be undone
+    gradients: int = 1  # copies of the fp32 gradients: 2 if updates are delayed
+    needed: tuple[bool, ...] = ()  # per layer, whether it is of the kind that every device needs
+    shared_ends: bool = False  # whether every device holds an equal share of embedding and head
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same parameters, except experts."""
+        return self.dp * self.execution.cp
+
+    def parts(self) -> list[Price]:
+        """Return the predictions for each layer of the model and, in a GPT, for multi-token prediction as one layer."""
+        layers = [
+            prices.layer(self.model, self.execution, self.cluster, kind, self.pace.layer) for kind in self.model.kinds
+        ]
+        return [*layers, self.ahead()][: self.model.pieces]
+
+    def ahead(self) -> Price:
+        """Return the prediction for all layers of multi-token prediction together.
+
+        Their copy of the embedding is included, unless all devices share the embedding.
+        """
+        return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
+
+    def ends(self) -> tuple[Price, Price]:
+        """Return the predictions for embedding and head, which are empty if all devices share them.
+
+        A vision tower is added to the embedding. In a hybrid model, multi-token prediction is added to the head,
+        because its pattern puts it on the last stage.
+        """
+        first, last = (Price(), Price()) if self.shared_ends else self.vocabulary()
+        first += prices.tower_price(self.model, self.execution, self.cluster)
+        return first, last + self.ahead() if self.model.pattern is not None else last
+
+    def share(self, devices: int) -> list[Price]:
+        """Return the predictions for one device's share of embedding and head; none if devices do not share them.
+
+        Their messages belong to the schedule.
+        """
+        if not self.shared_ends:
+            return []
+        return [
+            Price(
+                seconds=(part.seconds + part.communication * -1) * (1 / devices),
+                parameters=-(-part.parameters // devices),
+            )
+            for part in self.vocabulary()
+        ]
+
+    def vocabulary(self) -> tuple[Price, Price]:
+        """Return the predictions for the embedding and for the head."""
+        return (
+            prices.embedding(self.model, self.execution, self.cluster),
+            prices.head(self.model, self.execution, self.cluster, self.pace.head),
+        )
+
+    def everything(self) -> list[Price]:
+        """Return the predictions for all parts of the model, with the embedding and the head."""
+        return [*self.parts(), *replace(self, shared_ends=False).ends()]
+
+    def static(self, part: Price) -> float:
+        """Return the bytes of a part's parameters, their 8-bit copies, gradients and optimizer state on one rank.
+
+        If a step may be rolled back, the state for that is included.
+        """
+        element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
+        gradients = (part.parameters - part.frozen) * self.gradients * GRADIENT
+        held = part.parameters * element + gradients + part.cached
+        return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
+
+    def updated(self, part: Price) -> float:
+        """Return the number of a part's parameters that one rank's optimizer updates.
+
+        They are all that are trained or, with a sharded optimizer, the rank's share of them.
+        """
+        trained, experts = part.trained
+        if not self.distributed:
+            return trained
+        of_experts = experts / max(1.0, self.execution.expert_replicas(self.replicas))
+        return (trained - experts) / self.replicas + of_experts
+
+
+def price(
+    run: Run,
+    placement: Placement,
+    layers: tuple[int, ...] | None = None,
+    pace: MeasuredSlowdown | None = None,
+    shared_ends: bool = False,
+) -> PlannedStep:
+    """Predict a run's step on a placement.
+
+    ``layers`` has the pieces (layers, or multi-token prediction) of each stage of one replica, by default from the
+    planner's partition. ``pace`` has the ratios of measured to predicted seconds. With ``shared_ends``, every device
+    holds an equal share of embedding and head, and the costs leave out their seconds. Raise an UnsupportedError if the
+    first stage lacks layers to which a vision tower adds.
+    """
+    cut = replace(_cut(run, pace), shared_ends=shared_ends)
+    layers = layers or balanced(cut, placement)
+    if layers[0] < run.model.least_first:
+        raise UnsupportedError(
+            "too-few-layers",
+            f"the vision tower adds to the output of the model's first {run.model.least_first} layers, which must all "
+            f"be on the first stage, and that stage has {layers[0]} layers; give it at least {run.model.least_first}, "
+            "or use fewer stages",
+        )
+    return _step(cut, placement, layers)
+
+
+def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
+    return _Cut(
+        run.model,
+        run.execution,
+        run.cluster,
+        run.parallelism.dp,
+        distributed=bool(run.flags.get(DISTRIBUTED)),
+        pace=pace or MeasuredSlowdown(),
+        rolls_back=run.rolls_back,
+        gradients=2 if run.delays_updates else 1,
+        needed=tuple(needed_layers(run.model.pattern or "", run.flags)),
+    )
+
+
+def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
+    """Return a lower bound in seconds for every step of a run with this parallelism: all work, divided evenly."""
+    cut = _cut(run, pace)
+    work = sum(part.seconds.total - run.pairs * part.exchange.total for part in cut.everything())
+    return run.parallelism.microbatches * work / run.parallelism.pp
+
+
+def least_static(run: Run) -> float:
+    """Return a lower bound, for any placement, of the fullest rank's bytes of parameters, gradients and optimizer."""
+    cut = _cut(run, None)
+    return sum(cut.static(part) for part in cut.everything()) / run.parallelism.pp
+
+
+@lru_cache(maxsize=4096)
+def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
+    """Return the number of pieces of every stage that ``partition`` chooses. Multi-token prediction is one piece."""
+    return shared_out(*_loads(cut, placement), placement)
+
+
+def shared_out(
+    loads: Loads, stays: bool, placement: Placement, start: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Return the number of layers of every stage by ``partition``, with multi-token prediction as one layer.
+
+    With ``start`` layers per stage, only the slowest rank gives layers away. With ``stays``, multi-token prediction is
+    on the stage of the head, and counts there.
+    """
+    from megatron_pipemem.tools.planner.partition import partition  # only here, because numpy takes long to load
+
+    if start is not None:
+        start = (*start[:-1], start[-1] - stays)
+    # All replicas have the same layers per stage, and each replica has a stage on every device.
+    alone = placement if placement.replicas == 1 else Placement.linear(placement.num_devices)
+    counts = partition(loads, alone, start)
+    return (*counts[:-1], counts[-1] + stays)
+
+
+def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
+    """Return the loads to divide among stages, and whether multi-token prediction stays on the stage of the head.
+
+    If it stays there, its load is part of ``last``. Otherwise it is a layer.
+    """
+    return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
+
+
+def pieces_of(run: Run) -> list[Passes]:
+    """Return the seconds of the part before the layers, of every piece of the model, and of the part after them.
+
+    They are those of one microbatch.
+    """
+    cut = _cut(run, None)
+    first, last = cut.ends()
+    return [part.seconds for part in (first, *cut.parts(), last)]
+
+
+def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
+    from megatron_pipemem.tools.planner.partition import Loads
+
+    parts = cut.parts()
+    first, last = cut.ends()
+    # Multi-token prediction stays if all devices share the head, or if the placement is not round robin.
+    stays = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
+    if stays:
+        last += parts.pop()
+    loads = Loads(
+        seconds=[part.seconds.total for part in parts],
+        first=first.seconds.total,
+        last=last.seconds.total,
+        static=[cut.static(part) for part in parts],
+        kept=[part.kept.saved for part in parts],
+        first_bytes=cut.static(first) + first.kept.saved * placement.num_devices,
+        last_bytes=cut.static(last) + last.kept.saved,
+        needed=cut.needed,
+        least_first=cut.model.least_first,
+        tied=[part in cut.model.tied_layers for part in range(len(parts))],
+    )
+    return loads, stays
+
+
+@lru_cache(maxsize=1024)
+def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedStep:
+    parts = cut.parts()
+    ends = list(accumulate(layers))
+    stages = [parts[end - count : end] for end, count in zip(ends, layers, strict=True)]
+    first, last = cut.ends()
+    stages[0] = [first, *stages[0]]
+    stages[-1] = [*stages[-1], last]
+    stages *= placement.replicas
+    seconds = [sum((part.seconds for part in stage), Passes()) for stage in stages]
+    kept = [sum((part.kept for part in stage), Kept()) for stage in stages]
+    costs = Costs(
+        forward=tuple(each.forward for each in seconds),
+        backward_input=tuple(each.input for each in seconds),
+        backward_weight=tuple(each.weight for each in seconds),
+        p2p=_links(cut, placement),
+        memory={
+            Kind.F: tuple(each.saved for each in kept),
+            Kind.I: tuple(each.after_input - each.saved for each in kept),
+            Kind.W: tuple(-each.after_input for each in kept),
+        },
+    )
+    share = cut.share(placement.num_devices)
+    held = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
+    replicas = placement.replicas
+    updated = [sum(cut.updated(part) for part in device) for device in held]
+    return PlannedStep(
+        placement=placement,
+        layers=layers,
+        moved=tuple(sum(part.moved for part in stage) for stage in stages),
+        costs=costs,
+        weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in held),
+        static=tuple(sum(cut.static(part) for part in device) for device in held),
+        buffers=_buffers(cut, placement, layers),
+        communication=tuple(sum(part.communication.total for part in device) / replicas for device in held),
+        exchange=tuple(sum((part.exchange for part in stage), Passes()) for stage in stages),
+        again=tuple(sum(part.again for part in device) / replicas for device in held),
+        work=tuple(sum(part.seconds.total for part in device) / replicas for device in held),
+        reduction=max(_exposed(cut, device, replicas) for device in held)
+        + max(_sums(cut, device, placement) for device in held),
+        optimizer=max(updated) * prices.adam_seconds(cut.cluster),
+        rollback=tuple(_ROLLBACK * cut.rolls_back * count for count in updated),
+    )
+
+
+def _links(cut: _Cut, placement: Placement) -> dict[tuple[int, int], float]:
+    execution, cluster = cut.execution, cut.cluster
+    nbytes = message_bytes(cut.model, execution)
+    apart = execution.tp * execution.cp * cut.dp
+
+    def seconds(source: int, destination: int) -> float:
+        nodes = {device * apart // cluster.devices_per_node for device in (source, destination)}
+        return (cluster.intra_node if len(nodes) == 1 else cluster.inter_node).seconds(nbytes)
+
+    links: dict[tuple[int, int], float] = {}
+    for a, b in pairwise(placement.devices):
+        links |= {(a, b): seconds(a, b), (b, a): seconds(b, a)}
+    return links
+
+
+def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[float, ...]:
+    model, execution = cut.model, cut.execution
+    whole = 0.0
+    if execution.recompute == "full":
+        plain = replace(execution, recompute="none")
+        whole = max(layer_bytes(model, plain, kind).saved for kind in dict.fromkeys(model.all_kinds))
+    per_stage = 2 * _MESSAGES_IN_FLIGHT * message_bytes(model, execution) * (placement.num_devices > 1)
+    return tuple(
+        per_stage * len(owned)
+        + whole * any(layers[stage % placement.model_stages] for stage in owned)
+        + prices.logit_bytes(model, execution)
+        * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
+        for owned in placement.stages
+    )
+
+
+def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
+    """Return the seconds in which one rank sums its stages' gradients with those of their replicas on other ranks.
+
+    ``device`` has the prices of all parts of the model on this rank. With one replica, the result is 0.
+    """
+    if placement.replicas == 1:
+        return 0.0
+    nbytes = sum(part.trained[0] for part in device) * GRADIENT
+    link = cut.cluster.link(placement.num_devices, cut.execution.tp * cut.execution.cp * cut.dp)
+    return prices.all_reduce(nbytes, placement.replicas, link)
+
+
+def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
+    """Return the seconds of one rank's data-parallel messages in a step that no computing hides.
+
+    ``device`` has the prices of all parts of the model on this rank. ``replicas`` is the number of replicas of the
+    model in the pipeline. If there are several, no backward hides the reduction. The result is 0 for one data-parallel
+    rank.
+    """
+    if cut.replicas == 1:
+        return 0.0
+    experts = sum(part.trained[1] for part in device)
+    others = sum(part.trained[0] for part in device) - experts
+    of_experts = max(1, int(cut.execution.expert_replicas(cut.replicas)))
+    link = cut.cluster.link(cut.replicas, cut.execution.tp)
+    apart = cut.cluster.link(of_experts, cut.execution.expert_tp * cut.execution.ep)
+
+    def messages(nbytes: int) -> float:
+        return prices.gather(others * nbytes, cut.replicas, link) + prices.gather(experts * nbytes, of_experts, apart)
+
+    forward = sum(part.seconds.forward for part in device)
+    backward = sum(part.seconds.input + part.seconds.weight for part in device) if replicas == 1 else 0.0
+    if not cut.distributed:
+        return max(0.0, 2 * messages(GRADIENT) - backward)
+    return max(0.0, messages(GRADIENT) - backward) + max(0.0, messages(cut.execution.element) - forward)
+
+
+def mfu(run: Run, seconds: float) -> float:
+    """Return the model FLOPs utilisation of a step of ``seconds`` seconds, as a fraction of the devices' peak."""
+    flops = model_flops(run.model) * run.parallelism.global_batch
+    return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
+
+
+def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float, float]:
+    """Return the seconds per microbatch of the embedding and of the head, forward and backward, without messages.
+
+    Each is computed as a whole by one rank.
+    """
+    embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
+    return embedding, head

@@ -1,0 +1,223 @@
+"""Variants of a run besides its order of passes: offload, vocabulary parallelism, and registered ones.
+
+A variant changes the costs of stages, adds actions to an order, or both. It also changes the run's configuration.
+
+* Offload (arXiv 2503.01328): activations wait on the host. Copies are planned within the memory of each device and
+  host, the longest-lived activations first.
+* Vocabulary parallelism (arXiv 2411.05288): embedding and head are cut over all pipeline ranks. Every rank holds an
+  equal share of both, with its passes and collectives between those of layers. Collectives use the slowest link of the
+  pipeline. They also slow the layers' kernels (7 to 8 % of F and B in the paper's profile), which is not priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron_pipemem.choose.choice import choose
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.errors import MemoryCapError, UnsupportedError
+from megatron_pipemem.features.pairs.orders import with_pairs
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
+from megatron_pipemem.tools.config.runs import Run, ScheduleChoice
+from megatron_pipemem.tools.planner.activations import message_bytes
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, gather, logit_bytes
+from megatron_pipemem.tools.planner.slices import sliced_step, why_not_sliced
+from megatron_pipemem.tools.planner.step import PlannedStep, ends_seconds, price
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A change of a run that the planner tries with every order, such as offload."""
+
+    name: str  # for ``--only variant=NAME`` and tables
+    choice: Callable[[ScheduleChoice], ScheduleChoice]
+    """Returns the schedule's part of a run's configuration, given that part without the variant."""
+    prepare: Callable[[Run, Placement, MeasuredSlowdown | None], PlannedStep]
+    """Returns the step with other costs and bytes, given placement and pace. Its costs must be a lower bound for orders
+    from ``apply``, so that the planner may leave out slower ones."""
+    apply: Callable[[Schedule, PlannedStep, tuple[float, ...]], Schedule]
+    """Returns the order with further actions, within the given bytes per device, or raises a PipememError."""
+    frees_memory: bool = False
+    """Whether the variant is only for orders that exceed the memory. Otherwise it holds at least as much as the order alone.
+    In both cases it takes at least as long, unless it hides exchanges."""
+    cuts_vocabulary: bool = False  # which a model with a vision tower does not allow
+
+
+PLAIN = "plain"
+"""The name of a run without a variant."""
+_VARIANTS: dict[str, Variant] = {}
+
+
+def register_variant(variant: Variant) -> Variant:
+    """Add a variant to those that the planner tries, and return it; raise an UnsupportedError if its name is taken."""
+    if variant.name in _VARIANTS or variant.name == PLAIN:
+        raise UnsupportedError(
+            "exists-already", f"variant {shortened(variant.name)} is registered already; pick another name"
+        )
+    _VARIANTS[variant.name] = variant
+    return variant
+
+
+def variants() -> tuple[Variant, ...]:
+    """Return all registered variants. ``plain``, which changes nothing, is not among them."""
+    return tuple(_VARIANTS.values())
+
+
+HOST_MEMORY = "pipemem-host-memory"
+"""The flag for the host memory of a node that its ranks may use for activations; by default a share of all."""
+
+
+def offload_step(
+    run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
+) -> PlannedStep:
+    """Predict a step with offload: with the link to the host, the bytes of copies, and the memory of the host.
+
+    ``layers`` has the pieces of every stage, by default from the planner's partition.
+    """
+    step = price(run, placement, layers, pace)
+    host, moved = run.cluster.host, step.moved
+    ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
+    there, back = (tuple(nbytes / (speed * host.duplex * 1e9) for nbytes in moved) for speed in ways)
+    # Devices that share a switch take turns: one sends while another receives.
+    channel = Channel(there, back, duplex=run.cluster.sharing(0) == 1)
+    away = {Kind.WAIT_OFFLOAD: tuple(-nbytes for nbytes in moved), Kind.RELOAD: moved}
+    costs = replace(step.costs, channel=channel, memory={**(step.costs.memory or {}), **away})
+    return replace(step, costs=costs, host=host_bytes(run))
+
+
+def host_bytes(run: Run) -> float:
+    """Return the bytes of host memory that one rank may use for activations.
+
+    The ranks of a node divide the memory that the flag ``HOST_MEMORY`` gives. Without it, each rank
+    may use a fixed share of its part of the host's memory.
+    """
+    given = run.flags.get(HOST_MEMORY)
+    if given is None:
+        return DEFAULT_HOST_SHARE * run.cluster.host_bytes
+    return parse_cap(str(given)).amounts[0] / run.cluster.devices_per_node
+
+
+def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
+    """Return the schedule with enough copies to the host and back to fit into ``room`` bytes per device.
+
+    ``room`` is the memory that is left for activations. Raise an UnsupportedError if no copies make a device's
+    activations fit into it.
+    """
+    request = Request.for_order(schedule, MemoryCap(room, True))
+    shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
+    try:
+        return choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+    except MemoryCapError as error:
+        why = ", ".join(error.obstacles) or "activations in use"
+        raise UnsupportedError(
+            "cap-unreachable",
+            "activations exceed a device's memory even with copies to the host, because some stay on the device "
+            f"({why}); take more ranks, smaller microbatches or recomputation",
+        ) from error
+
+
+def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Timeline:
+    """Return the simulated step of the schedule with the pairs that make it shortest, within ``room`` bytes per device.
+
+    It has no pairs if none makes it shorter.
+    """
+
+    def fits(each: Schedule) -> bool:
+        return all(held <= there for held, there in zip(peaks(each, step.costs), room, strict=True))
+
+    return with_pairs(schedule, step.costs, fits)
+
+
+IN_PAIRS = Variant(
+    "pairs",
+    choice=lambda choice: choice,
+    prepare=lambda run, placement, pace: price(run, placement, pace=pace).in_pairs(),
+    apply=lambda schedule, step, room: paired(schedule, step, room).schedule,
+)
+"""Forwards and backwards in pairs, for runs with ``--overlap-moe-expert-parallel-comm`` only."""
+
+_STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
+
+
+def vocabulary_step(
+    barriers: int,
+    run: Run,
+    placement: Placement,
+    pace: MeasuredSlowdown | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> PlannedStep:
+    """Predict a step with embedding and head cut over all devices, including the seconds and bytes of their passes.
+
+    ``barriers`` is the number of barriers per microbatch. ``layers`` has the pieces of every stage, by default from the
+    planner's partition. If microbatches are cut into slices, each slice has an equal part of these passes, and its own
+    costs of layers. Raise an UnsupportedError for a model with a vision tower.
+    """
+    if run.model.tower is not None:
+        raise UnsupportedError(
+            "vocabulary-model",
+            "the embedding and head of a model with a vision tower cannot be cut over the pipeline; pass "
+            "--pipemem-vocab-parallel off",
+        )
+    sliced = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
+    step = (sliced_step if sliced else price)(run, placement, layers, pace, shared_ends=True)
+    p, execution = placement.num_devices, run.execution
+    cut = run.parallelism
+    link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
+    # With multi-token prediction, one head computes all predictions, so that its tokens are multiplied.
+    depths, once = run.model.heads_of_output, message_bytes(run.model, execution)
+    hidden, n = depths * once, depths * execution.tokens(run.model)
+    # A ring forwards data while more arrives. Multi-token prediction needs the same embeddings on the last stage.
+    apart = depths > 1 and placement.devices[0] != placement.devices[placement.model_stages - 1]
+    whole, lookup = link.seconds(hidden), link.seconds(once) * (2 if apart else 1)
+    collectives = {
+        Kind.REDUCE_E: lookup,
+        Kind.BCAST_X: whole,
+        Kind.REDUCE_X: whole,
+        Kind.BCAST_E: lookup,
+        Kind.STATS: gather(n * _STATISTICS * p, p, link),
+        Kind.BCAST_G: gather(n * 4, p, link),
+    }
+    embedding, head = ends_seconds(run, pace)
+    costs = VocabularyCosts.of_head(head, p, barriers, embedding=embedding, collectives=collectives)
+    # Held from S to T: a shard's logits and the head's input; with one barrier also both halves of the input's gradient.
+    held = depths * logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
+    memory = {**(step.costs.memory or {}), Kind.S: (held,) * p, Kind.T: (-held,) * p}
+    return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
+
+
+register_variant(
+    Variant(
+        "offload",
+        choice=lambda choice: replace(choice, offload="auto"),
+        prepare=offload_step,
+        apply=offloaded,
+        frees_memory=True,
+    )
+)
+
+
+def _cut_vocabulary(barriers: int, schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
+    return with_vocabulary(schedule, barriers, step.costs)
+
+
+for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
+    register_variant(
+        Variant(
+            f"vocabulary-{_algorithm}",
+            choice=partial(replace, vocab_parallel=str(_algorithm)),
+            prepare=partial(vocabulary_step, _barriers),
+            cuts_vocabulary=True,
+            apply=partial(_cut_vocabulary, _barriers),
+        )
+    )
