@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.tools.config import layout
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.config.cluster import GIB, Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Parallelism, Run
 from megatron_pipemem.tools.planner.balance import Balance, balance
 from megatron_pipemem.tools.planner.space import OF_REPLICAS

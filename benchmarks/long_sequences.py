@@ -30,10 +30,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Parallelism, Run
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.plans import Plan, gibibytes

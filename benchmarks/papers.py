@@ -20,15 +20,15 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.cluster import GIB, Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.plans import Answer

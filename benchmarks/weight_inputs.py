@@ -25,15 +25,15 @@ import torch
 from rich.console import Console
 
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.model.counts import matrices
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import SHIPPED, load
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.planner.activations import gathered_in_weight, head_bytes, layer_bytes
-from megatron_pipemem.tools.planner.counts import matrices
 from megatron_pipemem.tools.planner.early_head import lowers_excess
 from megatron_pipemem.tools.planner.prices import gather
 from megatron_pipemem.tools.planner.profile import from_formulas

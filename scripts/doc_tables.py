@@ -22,11 +22,13 @@ from pathlib import Path
 import quickstart
 from rich.console import Console
 
+from megatron_pipemem import refusals
 from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import CODES
 from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore.symbols import REPLACED
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
@@ -37,10 +39,8 @@ from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import search_schedule
 from megatron_pipemem.tools.cli.schedules import RESEARCH
-from megatron_pipemem.tools.config import refusals
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, typed
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.launch.command import flag_parser
 from megatron_pipemem.tools.planner.early_head import lowers_excess
 from megatron_pipemem.tools.planner.profile import from_formulas

@@ -16,13 +16,13 @@ from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.model.model import Execution, Model, Passes
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Execution, Model, Passes
 from megatron_pipemem.tools.planner import prices
 
 CHUNKS = 2

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.config.loading import known_model
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import FREEZES
 from megatron_pipemem.tools.launch.asking import MARK
 

@@ -21,10 +21,10 @@ from typing import Any
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.files import read_cached, write_cached
 from megatron_pipemem.mcore import is_installed
+from megatron_pipemem.model import layout
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.search.result import default_folder
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.launch.asking import answers
 from megatron_pipemem.tools.launch.command import flag_parser
 

@@ -23,18 +23,18 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError, printable, readable
+from megatron_pipemem.model import cut_flags, layout
+from megatron_pipemem.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
 from megatron_pipemem.request import Request, ScheduleOptions, flags_of, prices_of
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.size import estimated, is_fitted
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.config.values import MOST_LAYERS, Limit, whole_number
-from megatron_pipemem.tools.launch import cut_flags
 from megatron_pipemem.tools.launch.command import CHECK, CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
+from megatron_pipemem.tools.planner.balance import PRICED_FOR, at_start
+from megatron_pipemem.values import MOST_LAYERS, Limit, whole_number
 
 PACKAGE = __name__.partition(".")[0]
 logger = logging.getLogger(__name__)
@@ -279,13 +279,13 @@ def _with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
     known = known_flags()
     given = named(arguments, known)
     run = _run_of(request, given, known)
-    found = cut_flags.at_start(run)
+    found = at_start(run)
     pattern, counts = layout.pattern_of(run.model), found.best.layers
     flag = cut_flags.given_pattern(given)[0] or layout.FLAG
     text = layout.written(counts, run.model.mtp_layers) if pattern is None else layout.cut(pattern, counts)
     longer = found.even.seconds / found.best.seconds - 1
     _tell(
-        f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {cut_flags.PRICED_FOR}; "
+        f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
         f"layers divided evenly take {longer:.1%} longer"
     )
     return [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
@@ -304,7 +304,7 @@ def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapp
     for kind in ("tensor-model", "pipeline-model", "context"):
         ranks *= whole_number(given.get(name := f"{kind}-parallel-size"), name) or 1
     devices = int(os.environ.get("WORLD_SIZE", ranks))
-    run = read_flags(given, {}, "", Context(known, load(cut_flags.PRICED_FOR, Cluster), devices)).run
+    run = read_flags(given, {}, "", Context(known, load(PRICED_FOR, Cluster), devices)).run
     asked = {each.name: getattr(request, each.name) for each in fields(ScheduleOptions)}
     choice = replace(
         run.schedule,

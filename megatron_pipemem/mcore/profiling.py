@@ -48,6 +48,9 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.step.extension import Observation, observe
 from megatron_pipemem.mcore.step.gradients import sharded_replacements
 from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE, PatchSet
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.counts import early_modules
+from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.schedule.action import Action, Kind
@@ -55,14 +58,11 @@ from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.tools.cpu import is_active
 from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.tools.launch.command import model_flags
 from megatron_pipemem.tools.planner.activations import layer_bytes, message_bytes
-from megatron_pipemem.tools.planner.counts import early_modules
 from megatron_pipemem.tools.planner.profile import Part, Profile, from_formulas, speed
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -20,9 +20,7 @@ from megatron_pipemem.choose.model_cut import OTHER_ENDS, is_folded
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.compat import counts_all_experts
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
-from megatron_pipemem.request import Request
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.config.refusals import (
+from megatron_pipemem.refusals import (
     CPU,
     FSDP,
     SCHEDULES,
@@ -31,6 +29,8 @@ from megatron_pipemem.tools.config.refusals import (
     refuse_schedule,
     refuse_transformer_engine,
 )
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.cpu import is_active
 
 logger = logging.getLogger(__name__)

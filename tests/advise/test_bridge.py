@@ -16,13 +16,13 @@ from consumer_models import HIDDEN, INNER, LAYERS, VOCABULARY, configuration
 from lanes import nightly
 
 from megatron_pipemem.mcore.known_flags import known_flags
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.advise.advice import advise, as_it_stands
 from megatron_pipemem.tools.advise.programs import evaluate, run_of
 from megatron_pipemem.tools.advise.reading import Context
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Model
 from tests.watching.refusals import refused
 
 H100 = load("h100-80g", Cluster)

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_pipemem.errors import PipememError
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.cli.app import app
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import SHIPPED, load
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.grid.store import Result, Store
 from megatron_pipemem.tools.planner.profile import Profile, from_formulas

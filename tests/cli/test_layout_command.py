@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.tools.config import layout
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.model import Model, Sublayer
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Model, Sublayer
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import AS_GOOD, balance
 

@@ -9,10 +9,9 @@ from refusals import refused
 
 from megatron_pipemem.choose.model_cut import known_chunks, placements_of
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.registry import families
-from megatron_pipemem.tools.config import layout
-from megatron_pipemem.tools.launch.cut_flags import (
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.counts import layer_weight
+from megatron_pipemem.model.cut_flags import (
     LAYERS_PER_STAGE,
     VIRTUAL_STAGES,
     check_layers,
@@ -20,7 +19,8 @@ from megatron_pipemem.tools.launch.cut_flags import (
     cut_pattern,
     sizes_of,
 )
-from megatron_pipemem.tools.planner.counts import layer_weight
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.registry import families
 
 P, LAYERS = 4, 24
 WAYS = {

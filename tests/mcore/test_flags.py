@@ -14,10 +14,10 @@ from refusals import refused
 from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.launch import add_virtual_stages, enable_from_command_line, take_flags
 from megatron_pipemem.mcore.plugin import enable
+from megatron_pipemem.model.layout import read
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.tools.config.layout import read
 
 MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4", "--pipeline-model-parallel-size", "4"]
 

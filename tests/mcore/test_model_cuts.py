@@ -15,9 +15,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.model import whole_model
 from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into
+from megatron_pipemem.model.cut_flags import remarks
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.tools.launch.cut_flags import remarks
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]
 CUTS = {

@@ -10,6 +10,7 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from refusals import refused
 
+from megatron_pipemem import refusals as rows
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer, check_asynchronous
 from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlapped
@@ -17,11 +18,10 @@ from megatron_pipemem.features.slices.megatron import SequenceSlices
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
 from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_schedule, check_sharing
+from megatron_pipemem.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.tools.config import refusals as rows
-from megatron_pipemem.tools.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
 
 
 def test_an_ordinary_configuration_passes():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Parallelism, Run
 
 MODEL = Model(layers=8, hidden=2048, heads=16, vocabulary=32000, sequence=1024)

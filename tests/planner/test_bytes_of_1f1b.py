@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pipemem.features.vocabulary.orders import with_barriers
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
@@ -18,7 +19,6 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import held_after, peaks, simulate
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.planner.profile import from_formulas
 
 DEVICES, MICROBATCHES, LAYERS = 4, 8, 48

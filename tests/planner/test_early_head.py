@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.cli.plan import _table
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.early_head import has_early_head, with_early_head
 from megatron_pipemem.tools.planner.memory import held

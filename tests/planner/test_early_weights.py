@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.model.counts import early_modules
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.options import early_weights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.config.runs import ScheduleChoice
 from megatron_pipemem.tools.planner import prices
 from megatron_pipemem.tools.planner.activations import head_bytes, layer_bytes
-from megatron_pipemem.tools.planner.counts import early_modules
 from megatron_pipemem.tools.planner.profile import from_formulas
 
 CLUSTER = load("h100-80g", Cluster)

@@ -8,9 +8,9 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import balance
 from megatron_pipemem.tools.planner.memory import request_of, schedule_of

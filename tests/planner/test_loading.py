@@ -11,11 +11,11 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.model.counts import layer_parameters
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import SHIPPED, _public_models, known_model, load, unpriced_part
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.counts import layer_parameters
 from megatron_pipemem.tools.planner.profile import from_formulas
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from commands import pipemem
 
+from megatron_pipemem.model.model import Execution
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.tools.config.cluster import Link
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Execution
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.memory import request_of
 from megatron_pipemem.tools.planner.planning import plan

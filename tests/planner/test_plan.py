@@ -16,6 +16,9 @@ from refusals import refused
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.features.offload.transfers import NO_HOST_MEMORY
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.cut_flags import check_experts
+from megatron_pipemem.model.model import Execution, Passes
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
@@ -23,12 +26,9 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.stream import LEAST_GAIN, stream
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.cluster import GIB, HostChannel
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Execution, Passes
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.tools.launch.cut_flags import check_experts
 from megatron_pipemem.tools.launch.feasibility import feasible
 from megatron_pipemem.tools.planner import variants as variants_module
 from megatron_pipemem.tools.planner.early_head import with_early_head

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.model.model import Model
+from megatron_pipemem.model.partition import Loads, partition
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.config.model import Model
-from megatron_pipemem.tools.planner.partition import Loads, partition
 
 SECONDS = st.floats(0.1, 5).map(lambda value: round(value, 2))
 

@@ -17,6 +17,8 @@ from lanes import rest_nightly
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError, CostsError
+from megatron_pipemem.model.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import listening
@@ -26,9 +28,7 @@ from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.cpu import activate
-from megatron_pipemem.tools.planner.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
 from megatron_pipemem.tools.planner.profile import Profile, from_formulas
 
 GPT = Model(layers=6, hidden=256, heads=4, vocabulary=1500, sequence=128)

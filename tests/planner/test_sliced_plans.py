@@ -10,16 +10,16 @@ from refusals import refused
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.model.counts import attention_share
+from megatron_pipemem.model.model import Execution
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.tools.config.model import Execution
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import planned_flags
-from megatron_pipemem.tools.planner.counts import attention_share
 from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.plans import facts

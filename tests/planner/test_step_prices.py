@@ -12,15 +12,16 @@ from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB, Cluster, HostChannel, Link
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import script_flags
 from megatron_pipemem.tools.launch.feasibility import feasible
@@ -171,7 +172,7 @@ def test_a_step_that_is_too_long_to_build_is_priced_by_shorter_ones(name, monkey
 def test_layouts_are_read_as_written(counts):
     model = replace(MODEL, layers=sum(counts))
     text = layout.written(counts)
-    assert layout.pieces_of(replace(RUN, model=model, megatron={layout.FLAG: text}), len(counts)) == tuple(counts)
+    assert run_layout.pieces_of(replace(RUN, model=model, megatron={layout.FLAG: text}), len(counts)) == tuple(counts)
 
 
 def test_runs_that_do_not_fit_are_refused_with_the_rank():
@@ -228,14 +229,14 @@ def test_layouts_of_models_that_predict_ahead():
     """All of it is one piece behind the layers, on the last stage where nothing else is said."""
     model = replace(MODEL, mtp_layers=2)
     run = replace(RUN, model=model)
-    assert layout.pieces_of(run, 4) == (2, 2, 2, 3) and layout.flags(model, (2, 2, 2, 3)) == {}
+    assert run_layout.pieces_of(run, 4) == (2, 2, 2, 3) and layout.flags(model, (2, 2, 2, 3)) == {}
     with refused("bad-number", "eight"):
-        layout.pieces_of(
+        run_layout.pieces_of(
             replace(run, model=replace(model, mtp_layers=0), megatron={layout.FIRST_OR_LAST[0]: "eight"}), 4
         )
     assert layout.flags(model, (3, 3, 2, 1)) == {layout.FLAG: "Et*3|t*3|t*2|m*2L"}
     for counts in ((3, 3, 2, 1), (4, 4, 1, 0)):
-        assert layout.pieces_of(replace(run, megatron=layout.flags(model, counts)), 4) == counts
+        assert run_layout.pieces_of(replace(run, megatron=layout.flags(model, counts)), 4) == counts
 
 
 def test_a_hybrid_models_layers_are_shared_out_by_its_pattern():
@@ -246,7 +247,7 @@ def test_a_hybrid_models_layers_are_shared_out_by_its_pattern():
     assert sum(step.layers) == 8 and max(step.work) < max(price(run, Placement.linear(2), (4, 4)).work)
     flags = layout.flags(model, step.layers)
     assert flags == {layout.PATTERN: f"{'----****'[: step.layers[0]]}|{'----****'[step.layers[0] :]}/*"}
-    assert layout.pieces_of(replace(run, megatron=flags), 2) == step.layers
+    assert run_layout.pieces_of(replace(run, megatron=flags), 2) == step.layers
     words = script_flags(replace(run, megatron=flags))
     assert words.count("--hybrid-layer-pattern") == 1 and flags[layout.PATTERN] in words and "--num-layers" not in words
 
@@ -284,7 +285,7 @@ def test_deepseek_v3_is_shared_out_at_least_as_evenly_as_by_hand():
     placement = Placement.interleaved(16, 2)
     own, by_hand = price(run, placement), price(run, placement, (3, *[2] * 29, 1, 0))
     assert max(own.work) <= max(by_hand.work)
-    assert layout.pieces_of(replace(run, megatron=layout.flags(run.model, own.layers)), 32) == own.layers
+    assert run_layout.pieces_of(replace(run, megatron=layout.flags(run.model, own.layers)), 32) == own.layers
 
 
 def test_what_predicts_ahead_stays_with_the_head_in_a_v_and_where_the_head_is_cut():

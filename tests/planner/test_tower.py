@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pipemem.model.counts import model_flops
+from megatron_pipemem.model.model import Execution
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
-from megatron_pipemem.tools.config.model import Execution
 from megatron_pipemem.tools.config.runs import FREEZES, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.launch.command import command
 from megatron_pipemem.tools.planner.balance import balance
-from megatron_pipemem.tools.planner.counts import model_flops
 from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import tower_price

@@ -15,7 +15,7 @@ from refusals import refused
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.tools.config import loading
 from megatron_pipemem.tools.config.loading import MOST_LEVELS, YamlError, read_raw, read_yaml, write_yaml
-from megatron_pipemem.tools.config.values import converted
+from megatron_pipemem.values import converted
 
 
 @pytest.mark.parametrize(

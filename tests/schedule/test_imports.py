@@ -79,6 +79,7 @@ def test_only_mcore_and_cpu_name_megatron():
 
 BASE = {"errors", "files"}
 CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "conflicts", "choose"}
+DESCRIBING = {*CHOOSING, "values", "model", "refusals", "queues"}
 
 
 MAY_IMPORT = {
@@ -91,10 +92,14 @@ MAY_IMPORT = {
     "request": {"errors", "schedule"},
     "conflicts": {"errors", "schedule", "request"},
     "choose": CHOOSING,
-    "tools/config": {*BASE, "schedule", "request", "conflicts", "tools/config"},
-    "tools/planner": {*CHOOSING, "tools/config", "tools/planner", "tools/report"},
-    "tools/launch": {*CHOOSING, "tools/config", "tools/planner", "tools/report", "tools/launch"},
-    "tools/advise": {*CHOOSING, "tools/config", "tools/planner", "tools/report", "tools/launch", "tools/advise"},
+    "values": {"errors", "schedule"},
+    "refusals": {"errors", "schedule", "request"},
+    "queues": set(),
+    "model": {*CHOOSING, "values", "model"},
+    "tools/config": {*DESCRIBING, "tools/config"},
+    "tools/planner": {*DESCRIBING, "tools/config", "tools/planner", "tools/report"},
+    "tools/launch": {*DESCRIBING, "tools/config", "tools/planner", "tools/report", "tools/launch"},
+    "tools/advise": {*DESCRIBING, "tools/config", "tools/planner", "tools/report", "tools/launch", "tools/advise"},
     "console": {"errors"},
     "tools/report": {"console", "errors", "files", "schedule", "search", "tools/report"},
     "tools/explore": {*CHOOSING, "tools/report", "tools/explore"},

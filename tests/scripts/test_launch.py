@@ -15,10 +15,10 @@ from refusals import refused
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.mcore.known_flags import check_flags, known_flags
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.tools.config.loading import SHIPPED, load
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch import feasibility
 from megatron_pipemem.tools.launch.command import Nodes, all_flags, command, model_flags, script_flags, words

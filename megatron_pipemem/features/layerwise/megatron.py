@@ -40,9 +40,9 @@ from megatron_pipemem.mcore.symbols import (
     MLP,
     Replacements,
 )
+from megatron_pipemem.refusals import LAYERWISE, refuse
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.tools.config.refusals import LAYERWISE, refuse
 
 _KEY = "pipemem-key"
 """Name of the key among the tracker's states."""

@@ -24,9 +24,9 @@ from megatron_pipemem.mcore.model.transformer_engine import defer
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import COMBINED_STEP, LANGUAGE_MODULE, Replacements
+from megatron_pipemem.refusals import PAIRS
 from megatron_pipemem.runtime.executor import BackwardArguments, PairRunner, StepFeature
 from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, current_queue
-from megatron_pipemem.tools.config.refusals import PAIRS
 
 _PLAN_ARGUMENT = "return_schedule_plan"
 

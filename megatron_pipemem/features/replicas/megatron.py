@@ -22,12 +22,12 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.batches import Dealer, deal
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.refusals import REPLICAS
 from megatron_pipemem.runtime.activation_ledger import is_quantised
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.transport import Pipeline, destroy_groups
 from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.config.refusals import REPLICAS
 
 _TIED_ENDS = 2
 """Megatron gives the tied embedding on the last stage a ``replica_id`` after that of the first stage, which it saves.

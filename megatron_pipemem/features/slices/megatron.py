@@ -30,12 +30,12 @@ from megatron_pipemem.features.slices.runtime import KeyValueCache
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
 from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.model.counts import attention_share
+from megatron_pipemem.refusals import LAYERWISE_SLICED, refuse, refuse_sliced
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.weight_gradients import is_plain
 from megatron_pipemem.schedule.options import LAYERWISE
-from megatron_pipemem.tools.config.refusals import LAYERWISE_SLICED, refuse, refuse_sliced
-from megatron_pipemem.tools.planner.counts import attention_share
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of the model that have the shape ``[b, s]`` and are cut into slices."""

@@ -36,6 +36,8 @@ from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.batches import Dealer
 from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step
+from megatron_pipemem.model.counts import attention_share
+from megatron_pipemem.refusals import REORDERED
 from megatron_pipemem.request import MicrobatchCosts, Request
 from megatron_pipemem.schedule.action import COMPLETING, Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -46,8 +48,6 @@ from megatron_pipemem.schedule.registry import import_target
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.search.step_plan import StepPlan, plan_step
-from megatron_pipemem.tools.config.refusals import REORDERED
-from megatron_pipemem.tools.planner.counts import attention_share
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from megatron_pipemem.mcore.compat import layers_with_streams, release_activatio
 from megatron_pipemem.mcore.model.linear import logged_before
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.transformer_engine import defer
+from megatron_pipemem.refusals import GRAPHS_OF_LAYERS
 from megatron_pipemem.runtime.selective import Replay, is_recording, region
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, current_queue
-from megatron_pipemem.tools.config.refusals import GRAPHS_OF_LAYERS
 
 # Mixtures of experts: the tensors that a microbatch leaves in them, and the tokens that each expert gets.
 

@@ -18,9 +18,9 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
+from megatron_pipemem.model.layout import pattern_layers
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.config.layout import pattern_layers
-from megatron_pipemem.tools.config.model import Model
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
 from megatron_pipemem.mcore.step.extension import WeightBytes, predict_weights
+from megatron_pipemem.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, UNPAIRED, VOCABULARY
 from megatron_pipemem.runtime.trace import Direction, OffloadStatistics, TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.simulator import Measured, Timeline, count_messages
-from megatron_pipemem.tools.config.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, UNPAIRED, VOCABULARY
 from megatron_pipemem.tools.report.run import bubble_of_steps, peak_activation, typical
 
 Plans = Sequence[tuple[int, Choice]]

@@ -17,11 +17,11 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.model.whole_model import look_into, model_of
 from megatron_pipemem.mcore.step.extension import Step, device_of
+from megatron_pipemem.model.layout import FURTHER, pattern_layers
+from megatron_pipemem.model.model import Model, Recomputable
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.options import AUTO, GATHERED, SHARDED
 from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.tools.config.layout import FURTHER, pattern_layers
-from megatron_pipemem.tools.config.model import Model, Recomputable
 from megatron_pipemem.tools.config.runs import BY_ACTION, Parallelism, Run, ScheduleChoice
 
 logger = logging.getLogger(__name__)

@@ -22,17 +22,17 @@ from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.symbols import Feature
+from megatron_pipemem.queues import TIMED_PASSES, why_one_queue
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.trace import OffloadStatistics, Trace
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program
-from megatron_pipemem.tools.config.queues import TIMED_PASSES, why_one_queue
 
 logger = logging.getLogger(__name__)
 
-# Some steps on a GPU run by the order for one hardware queue per rank (``config.queues``). A host waits for its device at the
+# Some steps on a GPU run by the order for one hardware queue per rank (``queues``). A host waits for its device at the
 # first launch of a kernel: CUDA loads the kernel, and that waits for all running work, posted messages included. Later
 # launches do not wait. Megatron's timers of level 2 make every host wait around every pass, in every step.
 

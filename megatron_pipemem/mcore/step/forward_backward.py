@@ -40,6 +40,7 @@ from megatron_pipemem.mcore.step.extension import (
     observe,
 )
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING, Feature, Replacements
+from megatron_pipemem.refusals import REORDERED
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import (
     MessageFormat,
@@ -51,7 +52,6 @@ from megatron_pipemem.runtime.transport import (
 )
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import megatrons_own
-from megatron_pipemem.tools.config.refusals import REORDERED
 
 
 @dataclass(eq=False)

@@ -12,18 +12,18 @@ from operator import attrgetter
 from typing import Literal
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.model import cut_flags, layout
+from megatron_pipemem.model.counts import early_modules
+from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB
-from megatron_pipemem.tools.config.queues import one_queue_of
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.launch import cut_flags
 from megatron_pipemem.tools.launch.command import Flags, all_flags
 from megatron_pipemem.tools.launch.feasibility import refusal
-from megatron_pipemem.tools.planner.balance import as_cut, balance
-from megatron_pipemem.tools.planner.counts import early_modules
+from megatron_pipemem.tools.planner.balance import as_cut, balance, laid_out
 from megatron_pipemem.tools.planner.early_head import decided, with_early_head
 from megatron_pipemem.tools.planner.plans import Plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
@@ -162,10 +162,10 @@ def advise(
             "no-pipeline",
             "the run has one pipeline rank, and no schedule changes its step; pipemem plan ranks other parallel sizes",
         )
-    run = cut_flags.laid_out(run)
+    run = laid_out(run)
     fails = why_not_cut(run)
     if fails is not None:
-        run = layout.with_cut(run, balance(run, pace=pace).best.layers)
+        run = run_layout.with_cut(run, balance(run, pace=pace).best.layers)
     today = as_it_stands(run, pace)
     if today.refusal is not None and today.refusal.code != "does-not-fit":
         raise today.refusal
@@ -201,7 +201,7 @@ def why_not_cut(run: Run) -> str | None:
     It is ``None`` if it can, and for runs of other schedules or models.
     """
     p, chunks, layers = run.parallelism.pp, run.parallelism.chunks or 1, run.model.layers
-    if run.schedule.name != STOCK or run.model.pattern is not None or layout.pieces_of(run, p * chunks) is not None:
+    if run.schedule.name != STOCK or run.model.pattern is not None or run_layout.pieces_of(run, p * chunks) is not None:
         return None
     flags = " and ".join(f"--{flag}" for flag in layout.FLAGS if cut_flags.given(run.flags, flag))
     return (
@@ -246,9 +246,9 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
             "per rank, layers or flags for overlap; correct the one that is wrong",
         )
     if placement is None:  # no family, or one whose passes are not those of whole microbatches
-        cut = as_cut(run, partial(cut_flags.layers_of, run), pace)
+        cut = as_cut(run, partial(run_layout.layers_of, run), pace)
         return Way(run, order, cut.step, cut.seconds - cut.step.outside, cut.held)
-    layers = cut_flags.layers_of(run, placement)
+    layers = run_layout.layers_of(run, placement)
     return _way(run, order, placement, layers, pace, inf)
 
 
@@ -276,7 +276,7 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
             way = _way(replace(base, parallelism=cut), order, placement, None, pace, memory)
             if is_stock and 0 in way.step.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
                 layers = balance(way.run, pace=pace).best.layers
-                way = _way(layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
+                way = _way(run_layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
             yield way
             if (early := _with_early_head(way)) is not None:
                 yield _way(early, order, placement, way.step.layers, pace, memory)
@@ -327,7 +327,7 @@ def _way(
 
     run, step, found = decided(run, chosen.splits_backward, step_of, of_order)
     if layers is None:
-        run = layout.with_cut(run, step.layers)
+        run = run_layout.with_cut(run, step.layers)
     variant = IN_PAIRS.name if run.pairs else PLAIN
     return Way(run, order, step, found.seconds, step.held(found.peaks), found.hidden, variant)
 

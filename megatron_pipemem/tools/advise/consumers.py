@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.model import layout
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.advise.advice import OURS, STOCKS, Way, changed_flags
 from megatron_pipemem.tools.advise.shell import UNKNOWN
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.loading import known_model, unpriced_part
 from megatron_pipemem.tools.config.runs import ADAPTERS, EP_OVERLAP, FREEZES, Run
 from megatron_pipemem.tools.launch.command import Flags, model_flags, words

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError, UpstreamError
+from megatron_pipemem.model.model import Tower
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.consumers import (
     BRIDGE,
@@ -32,9 +33,8 @@ from megatron_pipemem.tools.advise.consumers import (
 from megatron_pipemem.tools.advise.reading import Context, Reading, ask_for, named, parts, read_flags
 from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS, UNKNOWN
 from megatron_pipemem.tools.config.loading import YamlError, known_model, merged, override, read_raw, read_yaml, typed
-from megatron_pipemem.tools.config.model import Tower
-from megatron_pipemem.tools.config.values import whole_number
 from megatron_pipemem.tools.launch.asking import answers
+from megatron_pipemem.values import whole_number
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _UNSAID = "give the name of a model on Hugging Face with these sizes, as in {}Qwen/Qwen3-8B"

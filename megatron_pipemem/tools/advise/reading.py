@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.model import cut_flags, layout
+from megatron_pipemem.model.expressions import listed
+from megatron_pipemem.model.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Tower
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
 from megatron_pipemem.tools.advise.shell import UNKNOWN
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.expressions import listed
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Tower
 from megatron_pipemem.tools.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
-from megatron_pipemem.tools.config.values import refuse_if, whole_number
-from megatron_pipemem.tools.launch import cut_flags
+from megatron_pipemem.values import refuse_if, whole_number
 
 _PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
 _NODES = ("nnodes", "nodes", "actor-num-nodes")

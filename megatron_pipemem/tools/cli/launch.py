@@ -21,6 +21,8 @@ from megatron_pipemem.console import Console
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore import INSTALL, is_installed
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import Listener, listening
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.cli.common import (
@@ -34,10 +36,8 @@ from megatron_pipemem.tools.cli.common import (
 )
 from megatron_pipemem.tools.cli.options import Json, Yes, at_least_one, check_output, check_port
 from megatron_pipemem.tools.cli.report import show
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, settings_of, typed, write_yaml
-from megatron_pipemem.tools.config.model import Model
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch import slurm
 from megatron_pipemem.tools.launch.command import Command, Nodes, command, min_nodes, ranks_per_node

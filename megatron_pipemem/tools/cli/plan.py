@@ -14,6 +14,9 @@ import typer
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.cut_flags import GROUP_SIZE, VIRTUAL_STAGES
+from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
@@ -32,13 +35,10 @@ from megatron_pipemem.tools.cli.options import (
     takes_group,
 )
 from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.config.loading import load, override, parse_override, read_raw, typed
-from megatron_pipemem.tools.config.queues import one_queue_of
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
 from megatron_pipemem.tools.launch.command import words
-from megatron_pipemem.tools.launch.cut_flags import GROUP_SIZE, VIRTUAL_STAGES, laid_out
-from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, Layout, balance
+from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, Layout, balance, laid_out
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.plans import Answer, Plan, facts, gibibytes, run_files

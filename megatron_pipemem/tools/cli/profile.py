@@ -14,12 +14,12 @@ import typer
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
+from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.tools.cli.common import console, print_json, print_lines, report_note, showing
 from megatron_pipemem.tools.cli.options import Json, takes_group
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, typed
-from megatron_pipemem.tools.config.model import Execution, Model
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.prices import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.tools.planner.profile import Bandwidths, Part, Profile, from_formulas

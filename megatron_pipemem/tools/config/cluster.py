@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.tools.config.values import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part, refuse_if
+from megatron_pipemem.values import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part, refuse_if
 
 GIB = 1 << 30
 

@@ -32,9 +32,9 @@ import yaml
 
 from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import read_text
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.config.model import Model
-from megatron_pipemem.tools.config.values import converted
+from megatron_pipemem.values import converted
 
 MOST_LEVELS = 50
 MOST_VALUES = 100_000

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.model.model import Execution, Fp8, Model, Recomputable, Recompute, Trainable
 from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
 from megatron_pipemem.schedule.options import AUTO, GATHERED, OFF, SHARDED, STOCK, Offload, early_weights
 from megatron_pipemem.schedule.registry import family, register_module
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.model import Execution, Fp8, Model, Recomputable, Recompute, Trainable
-from megatron_pipemem.tools.config.values import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited, refuse_if
+from megatron_pipemem.values import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited, refuse_if
 
 
 @dataclass(frozen=True)

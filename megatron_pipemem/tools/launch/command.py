@@ -16,14 +16,14 @@ from itertools import groupby
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
+from megatron_pipemem.model.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.tools.config import layout
-from megatron_pipemem.tools.config.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
 from megatron_pipemem.tools.config.runs import ADAPTERS, BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
-from megatron_pipemem.tools.config.values import refuse_if
-from megatron_pipemem.tools.launch.cut_flags import VIRTUAL_STAGES
+from megatron_pipemem.values import refuse_if
 
 Flags = dict[str, Any]
 """Values by the names of flags without leading dashes, as in the ``megatron:`` section of a run's configuration."""

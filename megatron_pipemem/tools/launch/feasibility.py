@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_pipemem import refusals
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.conflicts import check_barriers, check_replicas
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.model import cut_flags
 from megatron_pipemem.request import FILE_SUFFIX, Request
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
-from megatron_pipemem.tools.config import refusals
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import MOCK, Run, resolve_script
-from megatron_pipemem.tools.launch import cut_flags
 from megatron_pipemem.tools.launch.command import all_flags, min_nodes, script_flags
+from megatron_pipemem.tools.planner.balance import laid_out
 from megatron_pipemem.tools.planner.memory import held, request_of, schedule_of
+from megatron_pipemem.tools.planner.planning import refuse_asynchronous
 from megatron_pipemem.tools.planner.slices import run_slices
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -31,7 +33,7 @@ def refusal(run: Run, any_size: bool = False) -> PipememError | None:
     Without ``any_size``, a schedule that takes long to check is an error too.
     """
     try:
-        run = cut_flags.laid_out(run)
+        run = laid_out(run)
         for check in _CHECKS if any_size else (_affordable, *_CHECKS):
             check(run)
     except PipememError as error:
@@ -168,7 +170,7 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
     chosen = request if schedule is None else replace(request, file=schedule)
     refusals.refuse_schedule(refusals.flag_values(all_flags(run)), chosen)
     if file is None and schedule is not None and family(name).asynchronous:
-        refusals.refuse_asynchronous(run, name)
+        refuse_asynchronous(run, name)
     cut_flags.checked_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)
 
 

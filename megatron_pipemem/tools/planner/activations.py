@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_pipemem.tools.config.model import Execution, Model, Sublayer, Summed
-from megatron_pipemem.tools.planner.counts import Matrix, MatrixCut, early_modules, matrices
+from megatron_pipemem.model.counts import Matrix, MatrixCut, early_modules, matrices
+from megatron_pipemem.model.model import Execution, Model, Sublayer, Summed
 
 _AHEAD = "next token's embedding"
 _ATTENDED = "attention's output"

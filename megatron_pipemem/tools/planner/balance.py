@@ -3,7 +3,7 @@
 The partition makes the slowest rank as fast as whole layers allow. Short steps may need other splits. The search
 starts from several layouts: the partition's, the even one, and one with equally many layers on stage after stage and
 the rest on the last. The last two are also changed by moving layers away from the slowest rank. From the best start,
-pieces move to other stages as long as the simulated step gets shorter (``planner.partition``). A layout whose
+pieces move to other stages as long as the simulated step gets shorter (``planner.descent``). A layout whose
 fullest rank fits its device is preferred. The moves count only if they gain more than ``AS_GOOD``.
 
 There are no moves with vocabulary passes, slices or asynchronous schedules: the best start is the result. For ``auto``,
@@ -23,6 +23,8 @@ from operator import ge
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.cut_flags import LAYOUT, REPLACED_BY_LAYOUT
 from megatron_pipemem.request import Request, prices_of
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import shortened, tell
@@ -30,7 +32,9 @@ from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
-from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config import run_layout
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_head import decided
 from megatron_pipemem.tools.planner.memory import request_of, schedule_of, sliced
@@ -53,7 +57,7 @@ class Layout:
     """A division of a model's layers among stages, with its predicted times and bytes."""
 
     name: str  # ``best``, ``even`` or ``given``
-    layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
+    layers: tuple[int, ...]  # pieces of every stage, see ``model.layout``
     step: PlannedStep = field(repr=False)  # prices of stages and ranks
     seconds: float  # of a step
     held: tuple[float, ...] = field(repr=False)  # peak bytes of every rank, everything included, without offload
@@ -224,7 +228,7 @@ class _Scale:
         A layout must fit the memory, if this is known, or take no more than ``start``. ``others`` are simulated
         first, because their chains are bounds for all further layouts.
         """
-        from megatron_pipemem.tools.planner.partition import Bounds, descend  # not above: numpy is slow to load
+        from megatron_pipemem.tools.planner.descent import Bounds, descend
 
         replay = self._replay(self._count)
         bounds = Bounds(pieces_of(self.run), self.placement, self._further)
@@ -333,7 +337,7 @@ def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
     asked = text if text is not None else run.flags.get(key)
     if asked is None or (text is None and pattern and not layout.is_cut(str(asked))):
         return None
-    counts = layout.pieces_of(replace(run, megatron={key: asked}), stages)
+    counts = run_layout.pieces_of(replace(run, megatron={key: asked}), stages)
     if counts is None:
         raise ConfigError(
             "bad-layout",
@@ -343,3 +347,33 @@ def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
             key=key,
         )
     return counts
+
+
+PRICED_FOR = "h100-80g"
+"""The cluster by whose prices a run computes its layout. Only their ratios matter, and the memory of a device."""
+
+
+def at_start(run: Run) -> Balance:
+    """Return the layouts that a run with ``--pipemem-layout auto`` compares when it starts.
+
+    A run does not know its cluster, so the prices are those of ``PRICED_FOR``, for as many nodes and devices.
+    """
+    nodes, devices = run.cluster.nodes, run.cluster.devices_per_node
+    cluster = replace(load(PRICED_FOR, Cluster), nodes=nodes, devices_per_node=devices)
+    return balance(replace(_uncut(run), cluster=cluster))
+
+
+def laid_out(run: Run) -> Run:
+    """Return the run with the layout that it gets by ``--pipemem-layout auto``; the run unchanged without that flag.
+
+    With one pipeline rank, only the flags that cut the model are dropped.
+    """
+    if run.flags.get(LAYOUT) != AUTO:
+        return run
+    uncut = _uncut(run)
+    return uncut if run.parallelism.pp == 1 else run_layout.with_cut(uncut, at_start(run).best.layers)
+
+
+def _uncut(run: Run) -> Run:
+    replaced = (*REPLACED_BY_LAYOUT, LAYOUT)
+    return replace(run, megatron={k: v for k, v in run.megatron.items() if k.replace("_", "-") not in replaced})

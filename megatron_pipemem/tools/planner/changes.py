@@ -19,6 +19,7 @@ from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape, a
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_barriers
+from megatron_pipemem.model import layout
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import MEMORY, PLAIN, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
@@ -33,7 +34,6 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
-from megatron_pipemem.tools.config import layout
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
 from megatron_pipemem.tools.planner.space import OUTCLASSED, ROOM_FOR_PAIRS
 
@@ -192,10 +192,7 @@ class Case:
         """
         if self.layers is None:
             return even_layers(sum(self.counts), placement.num_stages)
-        from megatron_pipemem.tools.planner.partition import (  # only here, because numpy takes long to load
-            Loads,
-            partition,
-        )
+        from megatron_pipemem.model.partition import Loads, partition  # numpy takes a while to load
 
         passes = self.passes
         ends = (passes.embedding, passes.head) if with_ends else (0.0, 0.0)

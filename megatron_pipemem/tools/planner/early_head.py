@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.schedule.action import PLAIN
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.memory_cap import loosened
@@ -17,7 +18,6 @@ from megatron_pipemem.schedule.options import AUTO, EARLY_WEIGHTS
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.counts import early_modules
 from megatron_pipemem.tools.planner.replay import OrderPrice
 from megatron_pipemem.tools.planner.step import PlannedStep, price
 

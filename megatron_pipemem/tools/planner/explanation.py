@@ -10,20 +10,20 @@ from typing import Any
 from megatron_pipemem.choose.knowledge import UNIT
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
+from megatron_pipemem.model.model import Passes
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.tools.config import layout
-from megatron_pipemem.tools.config.model import Passes
+from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import REPORT, Run
-from megatron_pipemem.tools.config.values import MOST_LAYERS, check_magnitudes
 from megatron_pipemem.tools.planner.changes import Case, best_changes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.profile import slowdown_of
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.report.run import measured_bubble, opened_report
+from megatron_pipemem.values import MOST_LAYERS, check_magnitudes
 
 SHOWN = 3
 """The number of changes that the explanation shows."""
@@ -142,7 +142,7 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
             "many pipeline ranks as the run to plan, and no slices",
             file=path,
         )
-    step = price(run, placement, layout.pieces_of(run, placement.model_stages))
+    step = price(run, placement, run_layout.pieces_of(run, placement.model_stages))
     predicted, measured = step.costs.seconds(placement), case.step.of_stages()
     # Messages within layers are in the measured passes, and their predictions have no ratio.
     messages = sum(step.communication) / sum(step.work)

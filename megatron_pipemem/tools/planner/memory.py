@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.registry import megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.tools.config import layout
+from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_head import has_early_head, with_early_head
 from megatron_pipemem.tools.planner.slices import sliced_step, why_not_sliced, with_slices
@@ -47,7 +47,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     if schedule is None and choice.name != AUTO:
         schedule = schedule_of(run, request)
     placement = Placement.interleaved(cut.pp, cut.chunks or 2) if schedule is None else schedule.placement
-    layers = layout.pieces_of(run, placement.model_stages)
+    layers = run_layout.pieces_of(run, placement.model_stages)
     if layers is None:
         return None
     request = replace(request, file=schedule, recompute="none")  # the prices of layers include recomputation

@@ -26,8 +26,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatron_pipemem import refusals
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
@@ -38,9 +40,8 @@ from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.stream import family_window, steady, stream, updates_per_batch
-from megatron_pipemem.tools.config import layout
-from megatron_pipemem.tools.config.refusals import refuse_asynchronous
+from megatron_pipemem.schedule.stream import check_batch, family_window, steady, stream, updates_per_batch
+from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_head import decided, with_early_head
 from megatron_pipemem.tools.planner.plans import Answer, Base, Entry, Group, Plan
@@ -536,4 +537,15 @@ def _configured(base: Base) -> Run:
     if group.variant is not None:
         choice = group.variant.choice(choice)
     cut = replace(group.run.parallelism, chunks=order.chunks)
-    return layout.with_cut(replace(group.run, parallelism=cut, schedule=choice), group.step.layers)
+    return run_layout.with_cut(replace(group.run, parallelism=cut, schedule=choice), group.step.layers)
+
+
+def refuse_asynchronous(run: Run, name: str) -> None:
+    """Raise an UnsupportedError if a run cannot train with the asynchronous schedule ``name``."""
+    cut, per_batch = run.parallelism, updates_per_batch(name)
+    check_batch(name, cut.pp, cut.microbatches)
+    refusals.refuse(refusals.flag_values(run.flags | {run.precision: True}), *refusals.asynchronous(per_batch))
+    if run.model.tied and not per_batch:
+        raise UnsupportedError("tied-embedding", refusals.TIED)
+    if run.schedule.overlap_steps:
+        check_delays(name)

@@ -2,7 +2,7 @@
 
 Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per element:
 
-* matrix products: FLOPs of ``planner.counts`` over the speed that the cluster achieves on large ones. Tiles are
+* matrix products: FLOPs of ``model.counts`` over the speed that the cluster achieves on large ones. Tiles are
   computed in waves over the device's multiprocessors, and the last wave is half empty on average. So a product of ``n``
   by ``k`` and ``k`` by ``c`` takes as long as one with ``_HALF_WAVE`` results more than ``n c``: small microbatches and
   slices are slower;
@@ -47,11 +47,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_pipemem.model import counts
+from megatron_pipemem.model.counts import layer_flops
+from megatron_pipemem.model.model import Execution, Model, Passes, Recomputable, Sublayer, Summed, Tower
 from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.tools.config.model import Execution, Model, Passes, Recomputable, Sublayer, Summed, Tower
-from megatron_pipemem.tools.planner import activations, counts
+from megatron_pipemem.tools.planner import activations
 from megatron_pipemem.tools.planner.activations import moved_bytes
-from megatron_pipemem.tools.planner.counts import layer_flops
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
 _REPEATS: dict[str, tuple[str, ...]] = {Sublayer.FFN: ("mlp",), Sublayer.EXPERTS: ("moe",)}

@@ -20,13 +20,14 @@ from itertools import accumulate
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
+from megatron_pipemem.model import counts
+from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
+from megatron_pipemem.refusals import flag_values, refuse_sliced
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.options import AUTO, TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.config.model import Execution, Model, Passes, Sublayer
-from megatron_pipemem.tools.config.refusals import flag_values, refuse_sliced
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner import counts, prices
+from megatron_pipemem.tools.planner import prices
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.step import PlannedStep, price
 

@@ -28,21 +28,21 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.model.counts import model_flops
+from megatron_pipemem.model.layout import needed_layers
+from megatron_pipemem.model.model import Execution, Model, Passes
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import PartPrices, listed
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.layout import needed_layers
-from megatron_pipemem.tools.config.model import Execution, Model, Passes
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner import prices
 from megatron_pipemem.tools.planner.activations import Kept, layer_bytes, message_bytes
-from megatron_pipemem.tools.planner.counts import model_flops
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, Price
 
 if TYPE_CHECKING:
-    from megatron_pipemem.tools.planner.partition import Loads
+    from megatron_pipemem.model.partition import Loads
 
 DISTRIBUTED = "use-distributed-optimizer"
 """The flag that shards the optimizer."""
@@ -274,7 +274,7 @@ def shared_out(
     With ``start`` layers per stage, only the slowest rank gives layers away. With ``stays``, multi-token prediction is
     on the stage of the head, and counts there.
     """
-    from megatron_pipemem.tools.planner.partition import partition  # only here, because numpy takes long to load
+    from megatron_pipemem.model.partition import partition  # only here, because numpy takes long to load
 
     if start is not None:
         start = (*start[:-1], start[-1] - stays)
@@ -303,7 +303,7 @@ def pieces_of(run: Run) -> list[Passes]:
 
 
 def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
-    from megatron_pipemem.tools.planner.partition import Loads
+    from megatron_pipemem.model.partition import Loads
 
     parts = cut.parts()
     first, last = cut.ends()

@@ -32,11 +32,11 @@ from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes, untimed
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE, Replacements
+from megatron_pipemem.refusals import TIED, asynchronous, refuse
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
 from megatron_pipemem.schedule import stream as windows
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.tools.config.refusals import TIED, asynchronous, refuse
 
 logger = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ from megatron_pipemem.mcore.symbols import (
     ZERO_GRAD_BUFFER,
     Replacements,
 )
+from megatron_pipemem.refusals import joined_anyway, refuse_overlapped
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
-from megatron_pipemem.tools.config.refusals import joined_anyway, refuse_overlapped
 
 
 class _Unwritten(NamedTuple):

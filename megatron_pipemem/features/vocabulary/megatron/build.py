@@ -33,6 +33,10 @@ from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.counts import layer_weight
+from megatron_pipemem.model.model import Sizes, Sublayer
+from megatron_pipemem.refusals import VOCABULARY
 from megatron_pipemem.runtime.weight_gradients import AccumulatorHooks, is_plain
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -40,10 +44,6 @@ from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.tools.config import layout
-from megatron_pipemem.tools.config.model import Sizes, Sublayer
-from megatron_pipemem.tools.config.refusals import VOCABULARY
-from megatron_pipemem.tools.planner.counts import layer_weight
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.config.loading import check_key, load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.config.values import refuse_if
 from megatron_pipemem.tools.launch.feasibility import feasible
+from megatron_pipemem.values import refuse_if
 
 _MOST_POINTS = 10_000
 

@@ -24,9 +24,9 @@ from megatron_pipemem.files import check_writable, read_json, write_whole
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.config.values import check_magnitudes, refuse_if
 from megatron_pipemem.tools.launch.grid.points import GridPoint, Settings, label
 from megatron_pipemem.tools.report.run import opened_report
+from megatron_pipemem.values import check_magnitudes, refuse_if
 
 Status = Literal["done", "failed", "infeasible"]
 

@@ -6,31 +6,21 @@ dynamic programme over (stages, layers) is exact for that. Among equally fast re
 least memory. If a device holds several stages, single layers then move away from the slowest device as long as that
 helps. This is exact too if all layers are equal. Some models need a layer of one kind on every device. If a device has
 none, the programme runs again with such a layer in every device's first stage.
-
-A second search (``descend``) moves layers between stages as long as a step gets shorter, with few simulations. A step
-takes as long as its longest chain of passes that wait for one another. Every simulated layout yields such a chain. The
-length of the chain under another layout is a lower bound of the other layout's step. The search simulates the neighbour
-of the best layout with the lowest bound, and ends if no neighbour's bound is below the shortest step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.config.model import Passes
-from megatron_pipemem.tools.planner.replay import LongestChain
 
 _DIGITS = 8  # after the first significant one
 _SMALLEST = 1e-300
 _TOLERANCE = 1e-9
-_PASSES = (Kind.F, Kind.I, Kind.W)
-_NEIGHBOURS = 4096  # layouts whose bounds are computed at once
 
 
 @dataclass(frozen=True)
@@ -203,108 +193,3 @@ def _of_stages(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def _sums(values: Sequence[float]) -> np.ndarray:
     return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=float))))
-
-
-class Bounds:
-    """Lower bounds of a step's seconds under any layout, without the optimizer and data-parallel messages.
-
-    ``pieces`` are the seconds of the part before the layers, of the layers, and of the part after them. ``further`` are
-    the microbatches that are not simulated. Each of them takes the time of the slowest device.
-    """
-
-    def __init__(self, pieces: Sequence[Passes], placement: Placement, further: int) -> None:
-        self.stages, self._further = placement.model_stages, further
-        first, *layers, last = [(each.forward, each.input, each.weight) for each in pieces]
-        self._ends = np.zeros((self.stages, len(_PASSES)))
-        self._ends[0] += first
-        self._ends[-1] += last
-        self._sums = np.concatenate((np.zeros((1, len(_PASSES))), np.cumsum(layers, axis=0)))
-        self._devices = np.zeros((placement.num_devices, self.stages, len(_PASSES)))
-        for stage, device in enumerate(placement.devices):
-            self._devices[device, stage % self.stages] += 1 / placement.replicas
-        self._chains: list[np.ndarray] = []
-        self._lags: list[float] = []
-
-    def add(self, chain: LongestChain) -> None:
-        """Add the longest chain of a simulated layout."""
-        counts = np.zeros((self.stages, len(_PASSES)))
-        for (kind, stage), count in chain.passes.items():
-            for of, share in (kind.spec.shares or {kind.value: 1}).items():
-                counts[stage % self.stages, _PASSES.index(Kind(of))] += count * share
-        self._chains.append(counts)
-        self._lags.append(chain.lags)
-
-    def seconds(self, layouts: np.ndarray) -> np.ndarray:
-        """Return the seconds of F, I and W on every stage for one microbatch, in a row per layout.
-
-        A row of ``layouts`` has the number of pieces per stage. A row of the result has F, I and W of the first stage,
-        then those of the second, and so on.
-        """
-        ends = np.cumsum(layouts, axis=1)
-        return (self._sums[ends] - self._sums[ends - layouts] + self._ends).reshape(len(layouts), self._ends.size)
-
-    def of(self, seconds: np.ndarray, newest: bool = False) -> np.ndarray:
-        """Return a lower bound in seconds of the step of every layout, from its row of ``seconds``.
-
-        It is the highest bound by any chain; with ``newest``, the bound by the chain that was added last.
-        """
-        chains, lags = (self._chains[-1:], self._lags[-1:]) if newest else (self._chains, self._lags)
-        bounds = (seconds @ np.stack(chains).reshape(len(chains), -1).T + lags).max(axis=1)
-        if self._further:
-            devices = self._devices.reshape(len(self._devices), -1)
-            bounds += self._further * (seconds @ devices.T).max(axis=1)
-        return bounds
-
-
-def descend(
-    start: tuple[int, ...],
-    bounds: Bounds,
-    simulate: Callable[[tuple[int, ...]], float],
-    least: Sequence[int],
-    most: int,
-) -> tuple[int, ...]:
-    """Return the number of pieces per stage of the fastest layout found from ``start`` by moves of one or two pieces.
-
-    ``simulate`` returns the seconds of a layout's step and adds its chain to the bounds; infinite seconds rule a layout
-    out. A stage keeps at least the pieces in ``least``. ``most`` limits the number of simulated layouts.
-    """
-    pairs = [(a, b) for a in range(bounds.stages) for b in range(bounds.stages) if a != b]
-    pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
-    unit = np.eye(bounds.stages, dtype=int)
-    moves = np.array([unit[b] - unit[a] for a, b in pairs[:_NEIGHBOURS]])
-    best, shortest, left = start, simulate(start), most
-
-    def better(layouts: np.ndarray) -> tuple[int, ...] | None:
-        """Simulate layouts by ascending bound, and return the first with a shorter step than the best.
-
-        Return ``None`` if no bound is below the shortest step, or if ``most`` layouts have been simulated.
-        """
-        nonlocal shortest, left
-        seconds = bounds.seconds(layouts)
-        lowest = bounds.of(seconds)
-        while left and len(layouts):
-            at = int(lowest.argmin())
-            if lowest[at] >= shortest * (1 - _TOLERANCE):
-                break
-            left -= 1
-            layout = tuple(map(int, layouts[at]))
-            if (found := simulate(layout)) < shortest * (1 - _TOLERANCE):
-                shortest = found
-                return layout
-            lowest = np.maximum(lowest, bounds.of(seconds, newest=True))
-            lowest[at] = np.inf
-        return None
-
-    def moved(layouts: np.ndarray) -> np.ndarray:
-        found = (layouts[:, None] + moves).reshape(-1, bounds.stages)
-        return found[(found >= least).all(axis=1)]
-
-    while True:
-        near = moved(np.array([best]))
-        next_one = better(near)
-        if next_one is None and len(near):
-            lowest = bounds.of(bounds.seconds(near)).argsort(kind="stable")
-            next_one = better(moved(near[lowest[: _NEIGHBOURS // len(moves)]]))
-        if next_one is None:
-            return best
-        best = next_one

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.config.values import (
+from megatron_pipemem.values import (
     Amount,
     Count,
     CountOrZero,

@@ -1,37 +1,30 @@
 """Read from the training script's flags how a model is cut into stages, and refuse flags that exclude a placement.
 
 A run does this when it reads its command line, and the launcher before it starts ranks. Both get the layers per stage
-here: by the flags, or computed with ``--pipemem-layout auto``. Names of flags have no leading dashes here.
+here. Names of flags have no leading dashes here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pipemem.choose.model_cut import Cut, check_cut, is_folded, known_chunks, placements_of
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.model import layout
+from megatron_pipemem.model.counts import layer_weight
+from megatron_pipemem.model.model import Sizes, Sublayer
+from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.tools.config import layout
-from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.model import Sizes, Sublayer
-from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.counts import layer_weight
-
-if TYPE_CHECKING:
-    from megatron_pipemem.tools.planner.balance import Balance
 
 Flags = Mapping[str, Any]
 """Values by the names of flags, as text or as in a run's configuration; ``True`` for a flag without a value."""
 
 VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
-_LAYOUT = "pipemem-layout"
+LAYOUT = "pipemem-layout"
 CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *layout.PATTERN_FLAGS)
 REPLACED_BY_LAYOUT = (*CUTS, *layout.FIRST_OR_LAST, *layout.ACCOUNTED)
 """Flags that cut a model. A layout replaces them."""
@@ -107,7 +100,7 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     for a pattern that Megatron refuses, or that is cut already or by other flags. With ``with_head``, the last stage
     also has the LM head.
     """
-    from megatron_pipemem.tools.planner.partition import Loads, partition  # numpy takes a while to load
+    from megatron_pipemem.model.partition import Loads, partition  # numpy takes a while to load
 
     name, pattern = given_pattern(flags)
     first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
@@ -250,7 +243,7 @@ def _check_enough(flags: Flags, layers: int, num_devices: int, chunks: int) -> N
 
 
 def _is_cut(flags: Flags) -> bool:
-    cuts_itself = flags.get(_LAYOUT) == AUTO
+    cuts_itself = flags.get(LAYOUT) == AUTO
     return cuts_itself or any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
 
 
@@ -302,50 +295,6 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
         else f"{counted_layers(flags, layers)} do not divide evenly by {stages} stages"
     )
     return LayoutFlag(_written(flags, counts), why)
-
-
-PRICED_FOR = "h100-80g"
-"""The cluster by whose prices a run computes its layout. Only their ratios matter, and the memory of a device."""
-
-
-def at_start(run: Run) -> Balance:
-    """Return the layouts that a run with ``--pipemem-layout auto`` compares when it starts.
-
-    A run does not know its cluster, so the prices are those of ``PRICED_FOR``, for as many nodes and devices.
-    """
-    from megatron_pipemem.tools.planner.balance import balance  # numpy takes a while to load
-
-    nodes, devices = run.cluster.nodes, run.cluster.devices_per_node
-    cluster = replace(load(PRICED_FOR, Cluster), nodes=nodes, devices_per_node=devices)
-    return balance(replace(_uncut(run), cluster=cluster))
-
-
-def laid_out(run: Run) -> Run:
-    """Return the run with the layout that it gets by ``--pipemem-layout auto``; the run unchanged without that flag.
-
-    With one pipeline rank, only the flags that cut the model are dropped.
-    """
-    if run.flags.get(_LAYOUT) != AUTO:
-        return run
-    uncut = _uncut(run)
-    return uncut if run.parallelism.pp == 1 else layout.with_cut(uncut, at_start(run).best.layers)
-
-
-def _uncut(run: Run) -> Run:
-    replaced = (*REPLACED_BY_LAYOUT, _LAYOUT)
-    return replace(run, megatron={k: v for k, v in run.megatron.items() if k.replace("_", "-") not in replaced})
-
-
-def layers_of(run: Run, placement: Placement) -> tuple[int, ...] | None:
-    """Return the number of layers of every stage, by a run's flags or by the layout that this package adds to them.
-
-    Multi-token prediction counts as one more layer. The result is ``None`` if the layers are unknown.
-    """
-    counts = layout.pieces_of(run, placement.model_stages)
-    if counts is not None or run.schedule.name == STOCK or run.model.pattern is not None:
-        return counts
-    needed = needed_layout(run.flags, run.model.layers, placement.num_devices, placement)
-    return None if needed is None else layout.read(needed.text)
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:

@@ -9,12 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.stream import check_batch, updates_per_batch
-from megatron_pipemem.tools.config.runs import Run
 
 _FLAGS = {
     "fp8": "fp8-format",
@@ -452,17 +449,6 @@ def refuse_sliced(value_of: Callable[[str], Any]) -> None:
             "the fused rotary embeddings of latent attention begin every sequence slice at position 0; pass --no-rope-fusion, "
             "or take a schedule without sequence slices",
         )
-
-
-def refuse_asynchronous(run: Run, name: str) -> None:
-    """Raise an UnsupportedError if a run cannot train with the asynchronous schedule ``name``."""
-    cut, per_batch = run.parallelism, updates_per_batch(name)
-    check_batch(name, cut.pp, cut.microbatches)
-    refuse(flag_values(run.flags | {run.precision: True}), *asynchronous(per_batch))
-    if run.model.tied and not per_batch:
-        raise UnsupportedError("tied-embedding", TIED)
-    if run.schedule.overlap_steps:
-        check_delays(name)
 
 
 def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_pipemem.errors import UNREADABLE, ConfigError
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.config.values import MOST_LAYERS
+from megatron_pipemem.values import MOST_LAYERS
 
 _MOST_CHARACTERS = 10 * MOST_LAYERS
 """The most characters of a list, and those of a layout after its repetitions are written out."""

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 
-from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.tools.config.expressions import check_size, listed, unrolled
-from megatron_pipemem.tools.config.model import Model, Sublayer
-from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.config.values import MOST_LAYERS, whole_number
+from megatron_pipemem.model.expressions import check_size, listed, unrolled
+from megatron_pipemem.model.model import Model, Sublayer
+from megatron_pipemem.values import MOST_LAYERS
 
 FLAG = "pipeline-model-parallel-layout"
 PATTERN_FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
@@ -116,17 +113,6 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
     return {PATTERN: cut(pattern, counts)}
 
 
-def with_cut(run: Run, counts: Sequence[int]) -> Run:
-    """Return the run with flags that cut its model into stages with these numbers of pieces (``Model.pieces``).
-
-    Earlier flags for the cut are removed.
-    """
-    others = {
-        key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, *ACCOUNTED, PATTERN)
-    }
-    return replace(run, megatron=others | flags(run.model, counts))
-
-
 def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
     """Return these numbers of pieces per stage as a layout in Megatron's notation, with embedding and loss at its ends.
 
@@ -160,50 +146,6 @@ def _stages(counts: Sequence[int], mtp_layers: int) -> list[str]:
 
 def _repeated(symbol: str, count: int) -> str:
     return f"{symbol}*{count}" if count > 1 else symbol * count
-
-
-def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the number of pieces of each stage of a run, by its flags or in the default cut.
-
-    The result is ``None`` if flags give other numbers of stages or pieces, or the layers of the first or last rank in
-    another placement than Megatron's. It is also ``None`` if the layers do not divide evenly.
-    """
-    given, model = run.flags, run.model
-    if any(given.get(key) not in (None, False) for key in (*FIRST_OR_LAST, *ACCOUNTED)):
-        counts = _of_ranks(run, stages)
-        return None if counts is None else (*counts[:-1], counts[-1] + model.pieces - model.layers)
-    if is_cut(str(given.get(PATTERN, ""))):
-        counts = tuple(map(len, segments(str(given[PATTERN]))))
-    elif given.get(FLAG) is not None:
-        counts = read(str(given[FLAG]))
-    else:
-        return uncut(model, stages)
-    return counts if len(counts) == stages and sum(counts) == model.pieces else None
-
-
-def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the layers of every stage by the flags for the first and last rank, or for embedding and loss.
-
-    The result is ``None`` if Megatron cannot cut the model by these flags, or another placement has several chunks.
-    """
-    p, given = run.parallelism.pp, run.flags
-    chunks = stages // p
-    if run.schedule.name != STOCK and chunks > 1:
-        return None
-    embedding, loss = (bool(given.get(key)) for key in ACCOUNTED)
-    left, others = run.model.layers + embedding + loss, p
-    of_rank: dict[int, int] = {}
-    for rank, name in zip((0, p - 1), FIRST_OR_LAST, strict=True):
-        if (count := whole_number(given.get(name), name)) is not None:
-            of_rank[rank] = count
-            left, others = left - count, others - 1
-    each, rest = divmod(left, others * chunks) if others else (0, left)
-    if rest or any(count % chunks for count in of_rank.values()):
-        return None
-    counts = [of_rank[stage % p] // chunks if stage % p in of_rank else each for stage in range(stages)]
-    counts[0] -= embedding
-    counts[-1] -= loss
-    return tuple(counts)
 
 
 def read(text: str) -> tuple[int, ...]:
