@@ -17,7 +17,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Pass, in_microbatch_order
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Formula, built_in
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
 
@@ -70,13 +70,15 @@ def _device_passes(device: int, p: int, n: int) -> list[Pass]:
     return passes
 
 
-DUALPIPE_V = Family(
+DUALPIPE_V = built_in(
     name="dualpipe-v",
     build=dualpipe_v,
     summary="1F1B's memory and one chunk more; in the steady state every forward is followed by a backward.",
     peak=Formula("1 + 1/(2p)", lambda p, m, **_: min(2 * p + 1, 2 * m) / (2 * p)),
     bubble=Formula("F = I = W: (p-1)F/2", lambda p, f, **_: (p - 1) * f / 2),
     source="arXiv 2412.19437, section 3.2.1",
+    placement="v",
+    splits_backward=True,
 )
 
 
@@ -163,7 +165,7 @@ def _check_even(name: str, p: int) -> None:
         )
 
 
-CHIMERA = Family(
+CHIMERA = built_in(
     name="chimera",
     build=chimera,
     summary="Two pipelines in opposite directions: with few microbatches (m = p) a smaller bubble than 1F1B, for twice the "
@@ -179,16 +181,18 @@ CHIMERA = Family(
         "(p/2-1)(F+B) (default false)"
     },
     needs="even p",
+    placement="bidirectional",
 )
-GEMS = Family(
+GEMS = built_in(
     name="gems",
     build=gems,
     summary="One microbatch at a time in alternating directions: fewest activations, hardly any overlap.",
     peak=Formula("1/p", lambda p, **_: 1 / p),
     bubble=Formula("(p-1)(F+mB)", lambda p, m, f, b, **_: (p - 1) * (f + m * b)),
     source="GEMS, SC 2020, section III",
+    placement="bidirectional",
 )
-DUALPIPE = Family(
+DUALPIPE = built_in(
     name="dualpipe",
     build=dualpipe,
     summary="DeepSeek's bidirectional zero-bubble order, made for overlapping a forward with a backward.",
@@ -198,4 +202,6 @@ DUALPIPE = Family(
     min_devices=2,
     needs="even p, even m of at least 2p",
     fewest_microbatches=lambda num_devices: 2 * num_devices,
+    placement="bidirectional",
+    splits_backward=True,
 )

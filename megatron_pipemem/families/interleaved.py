@@ -16,7 +16,7 @@ from megatron_pipemem.families.blocks import Pass, in_microbatch_order
 from megatron_pipemem.families.one_f_one_b import seq1f1b
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.dependencies import Dependencies
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import Family, Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
@@ -87,7 +87,7 @@ def _bubble(p: int, m: int, v: int, n: int, f: float, b: float, **_: float) -> f
     return None if m * n % _group(p, n) else (p - 1) * (f + b) / (v * n)
 
 
-INTERLEAVED = Family(
+INTERLEAVED = built_in(
     name="interleaved",
     build=interleaved,
     summary="Stock Megatron's virtual pipeline: a smaller bubble than 1F1B, more memory and v times the messages.",
@@ -99,6 +99,7 @@ INTERLEAVED = Family(
         "group_size": "microbatches (or slices) that run through a chunk before the next one, at least p (default p)",
         "slices": "sequence slices of a microbatch, n (default 1)",
     },
+    placement="interleaved",
 )
 
 
@@ -118,7 +119,7 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
     return in_microbatch_order("looped-bfs", placement, m, passes)
 
 
-LOOPED_BFS = Family(
+LOOPED_BFS = built_in(
     name="looped-bfs",
     build=looped_bfs,
     summary="All microbatches through one chunk, then the next: few uses of a chunk's weights, GPipe's memory.",
@@ -126,6 +127,7 @@ LOOPED_BFS = Family(
     bubble=Formula("(p-1)(F+B)/v", lambda p, v, f, b, **_: (p - 1) * (f + b) / v),
     source="arXiv 2211.05953",
     options={"chunks": "stages per device, v (default 2)"},
+    placement="interleaved",
 )
 
 
@@ -252,7 +254,7 @@ def _bubble_of_halves(p: int, m: int, v: int, f: float, i: float, w: float, **_:
 
 _GIS_OPTIONS = {"chunks": "stages per device, v (default 2)"}
 
-GIS = Family(
+GIS = built_in(
     name="gis",
     build=gis,
     summary="1F1B's memory; if F, I and W are equally long, two thirds of interleaved 1F1B's bubble.",
@@ -263,8 +265,10 @@ GIS = Family(
         **_GIS_OPTIONS,
         "group_size": "microbatches through a chunk before the next chunk (default p); fewer hold less and idle more",
     },
+    placement="interleaved",
+    splits_backward=True,
 )
-GIS_H = Family(
+GIS_H = built_in(
     name="gis-h",
     build=gis_h,
     summary="With many chunks half of GIS's memory, and a bubble that grows with the number of chunks.",
@@ -272,4 +276,6 @@ GIS_H = Family(
     bubble=Formula("((p-1)(F+I) + (v-1)p/2(F+I-W))/v", _bubble_of_halves),
     source="arXiv 2503.01328",
     options={**_GIS_OPTIONS, "group_size": "microbatches through a chunk before the next chunk (default ceil(p/2))"},
+    placement="interleaved",
+    splits_backward=True,
 )

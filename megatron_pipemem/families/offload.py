@@ -18,7 +18,7 @@ from megatron_pipemem.families.v_shape import zbv
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -123,20 +123,17 @@ _DECLARED: dict[str, Any] = {
     # Declared, because planning an example takes a tenth of a second and numpy.
     "placement": "interleaved",
     "splits_backward": True,
-    "asynchronous": False,
-    "slices": 1,
     "offloads": True,
-    "replicas": 1,
 }
 
-PO_H = Family(
+PO_H = built_in(
     name="po-h",
     build=partial(pipe_offload, "po-h", 2),
     summary="Offloads the longer-lived half of the chunks: on many devices a quarter of 1F1B's peak or less.",
     peak=Formula("up to (v+2)/(8v) + 3/(pv), k <= 1", lambda p, v, **_: (v + 2) / (8 * v) + 3 / (p * v), at_most=True),
     **_DECLARED,
 )
-PO_F = Family(
+PO_F = built_in(
     name="po-f",
     build=partial(pipe_offload, "po-f", 1),
     summary="Offloads all chunks: a device holds the activations of a few chunks, whatever the number of chunks.",

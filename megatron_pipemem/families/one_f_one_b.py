@@ -19,7 +19,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates
@@ -32,13 +32,14 @@ def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     return in_microbatch_order("gpipe", Placement.linear(num_devices), m, passes)
 
 
-GPIPE = Family(
+GPIPE = built_in(
     name="gpipe",
     build=gpipe,
     summary="All forwards, then all backwards: simple, and holds every microbatch at once.",
     peak=Formula("m/p", lambda p, m, **_: m / p),
     bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 1811.06965, section 2.3",
+    placement="linear",
 )
 
 
@@ -63,21 +64,23 @@ def _with_warm_up(name: str, p: int, m: int, forwards_ahead: Callable[[int], int
     return in_microbatch_order(name, Placement.linear(p), m, map(device_passes, range(p)), slices)
 
 
-ONE_F_ONE_B = Family(
+ONE_F_ONE_B = built_in(
     name="1f1b",
     build=one_f_one_b,
     summary="Stock Megatron's schedule. The peak of its first device is the unit of memory: exactly 1.",
     peak=PEAK_OF_1F1B,
     bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2006.09503, section 2.2 (PipeDream-Flush); arXiv 2007.01045 (DAPPLE)",
+    placement="linear",
 )
-EAGER_ONE_F_ONE_B = Family(
+EAGER_ONE_F_ONE_B = built_in(
     name="1f1b-eager",
     build=eager_one_f_one_b,
     summary="1F1B with up to twice the forwards ahead, so that slow messages overlap with computing.",
     peak=Formula("2 - 1/p", lambda p, m, **_: min(2 * p - 1, m) / p),
     bubble=Formula("(p-1)(F+B), less than 1f1b on slow links", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2211.05322, section 4.2",
+    placement="linear",
 )
 
 
@@ -102,7 +105,7 @@ def one_f_one_b_v(num_devices: int, num_microbatches: int, slices: int = 1) -> S
     return build("1f1b-v", block, num_microbatches, steady=True, slices=slices)
 
 
-ONE_F_ONE_B_V = Family(
+ONE_F_ONE_B_V = built_in(
     name="1f1b-v",
     build=one_f_one_b_v,
     summary="Two thirds of 1F1B's memory on many devices without splitting the backward.",
@@ -110,6 +113,7 @@ ONE_F_ONE_B_V = Family(
     bubble=Formula("a little under (p-1)(F+B)/n", lambda p, f, b, n, **_: (p - 1) * (f + b) / n, at_most=True),
     source="arXiv 2405.15362, appendix I",
     options=SLICES,
+    placement="v",
 )
 
 
@@ -122,7 +126,7 @@ def seq1f1b(num_devices: int, num_microbatches: int, slices: int = 2) -> Schedul
     return _with_warm_up("seq1f1b", num_devices, num_microbatches, lambda hops: hops + slices - 1, slices)
 
 
-SEQ1F1B = Family(
+SEQ1F1B = built_in(
     name="seq1f1b",
     build=seq1f1b,
     summary="1F1B on n slices of every sequence: about 1/n of the bubble and of the memory, for causal models.",
@@ -130,6 +134,8 @@ SEQ1F1B = Family(
     bubble=Formula("(p-1)(F+B)/n", lambda p, n, f, b, **_: (p - 1) * (f + b) / n),
     source="arXiv 2406.03488, section 3.3",
     options={"slices": "slices of a microbatch, n (default 2)"},
+    placement="linear",
+    slices=2,
 )
 
 
@@ -164,7 +170,7 @@ def _updating(name: str, p: int, m: int, updates: WeightUpdates) -> Schedule:
 
 _BUBBLE = Formula("0, after (p-1)(F+B) once", lambda p, f, b, **_: (p - 1) * (f + b))
 
-PIPEDREAM = Family(
+PIPEDREAM = built_in(
     name="pipedream",
     build=pipedream,
     summary="1F1B without flushes, an update after every backward: device r keeps p-r versions of its weights.",
@@ -172,8 +178,10 @@ PIPEDREAM = Family(
     bubble=_BUBBLE,
     source="arXiv 1806.03377, section 3.3",
     options={"vertical_sync": "true: a microbatch uses one version on all stages (default false)"},
+    placement="linear",
+    asynchronous=True,
 )
-PIPEDREAM_2BW = Family(
+PIPEDREAM_2BW = built_in(
     name="pipedream-2bw",
     build=pipedream_2bw,
     summary="1F1B without flushes, an update after every group of microbatches: keeps two versions of the weights.",
@@ -181,4 +189,6 @@ PIPEDREAM_2BW = Family(
     bubble=_BUBBLE,
     source="arXiv 2006.09503, section 3.1",
     options={"update_every": "microbatches per update, at least p (default p)"},
+    placement="linear",
+    asynchronous=True,
 )

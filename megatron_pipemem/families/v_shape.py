@@ -12,7 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import SLOTS, Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.family import PEAK_OF_SLICES, SLICES, Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_SLICES, SLICES, Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
@@ -91,7 +91,7 @@ def _bubble_of_v_min(p: int, f: float, n: int, **_: float) -> float:
     return slots * f / (2 * n)
 
 
-ZBV = Family(
+ZBV = built_in(
     name="zbv",
     build=zbv,
     summary="1F1B's memory; if F, I and W are equally long, no bubble between a device's first and last pass.",
@@ -99,8 +99,10 @@ ZBV = Family(
     bubble=Formula("F = I = W: 0 per device, (p-1)F/(2n) over all", lambda p, f, n, **_: (p - 1) * f / (2 * n)),
     source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
     options=SLICES,
+    placement="v",
+    splits_backward=True,
 )
-V_HALF = Family(
+V_HALF = built_in(
     name="v-half",
     build=v_half,
     summary="On many devices half of 1F1B's memory, and half of its bubble if F, I and W are equally long; if W is short and "
@@ -109,8 +111,10 @@ V_HALF = Family(
     bubble=Formula("F = I = W: max(3p-5-2n, 2p-3)F/(2n), p odd: max(3p-2-2n, 2p-2)F/(2n)", _bubble_of_v_half),
     source="arXiv 2405.15362, section 3 and appendix",
     options=SLICES,
+    placement="v",
+    splits_backward=True,
 )
-V_MIN = Family(
+V_MIN = built_in(
     name="v-min",
     build=v_min,
     summary="On many devices a third of 1F1B's memory; if F, I and W are unequal, a bubble in every microbatch.",
@@ -118,6 +122,8 @@ V_MIN = Family(
     bubble=Formula("F = I = W: max(4p-3-2n, 3p-3)F/(2n), p divisible by 3: max(4p-5-2n, 3p-5)F/(2n)", _bubble_of_v_min),
     source="arXiv 2405.15362, section 3 and appendix",
     options=SLICES,
+    placement="v",
+    splits_backward=True,
 )
 
 
@@ -232,7 +238,7 @@ class _Rhythm:
         return sum((after - slot - 1) % 2 for slot, after in zip(ordered, following, strict=True))
 
 
-HANAYO = Family(
+HANAYO = built_in(
     name="hanayo",
     build=hanayo,
     summary="Stages go up and down the devices in waves; about 1F1B's memory. For as many microbatches as devices.",
@@ -243,4 +249,5 @@ HANAYO = Family(
         "waves": "how often the stages go up and down the devices (default 2)",
         "chunks": "stages per device, v: twice the waves (default 4)",
     },
+    placement="wave",
 )

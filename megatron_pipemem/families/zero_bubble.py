@@ -12,7 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Pass, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Formula, built_in
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
@@ -56,7 +56,7 @@ def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> 
     return passes + [weight] * min(units, delay)
 
 
-ZB_H1 = Family(
+ZB_H1 = built_in(
     name="zb-h1",
     build=zb_h1,
     summary="1F1B's memory; weight gradients run when nothing else can. A third of its bubble if F, I and W are equally long.",
@@ -64,8 +64,10 @@ ZB_H1 = Family(
     bubble=Formula("(p-1)(F+I-W)/n", lambda p, f, i, w, n, **_: (p - 1) * (f + i - w) / n),
     source="arXiv 2401.10241, section 2.1",
     options=SLICES,
+    placement="linear",
+    splits_backward=True,
 )
-ZB_H2 = Family(
+ZB_H2 = built_in(
     name="zb-h2",
     build=zb_h2,
     summary="Up to twice 1F1B's memory; if F, I and W are equally long, devices never idle between their first and last pass.",
@@ -73,6 +75,8 @@ ZB_H2 = Family(
     bubble=Formula("F = I = W: 0 per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
     source="arXiv 2401.10241, section 2.2",
     options=SLICES,
+    placement="linear",
+    splits_backward=True,
 )
 
 
@@ -205,7 +209,7 @@ def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int
         heapq.heappush(awake, (arrival, receiver))
 
 
-ZB_AUTO = Family(
+ZB_AUTO = built_in(
     name=NAME,
     build=zb_auto,
     summary="A zero-bubble order that is fitted to measured costs and any memory cap (default: 1F1B's memory).",
@@ -216,4 +220,6 @@ ZB_AUTO = Family(
         "costs": "seconds of every pass to fit the order to (default F = I = W)",
         "memory_cap": "the most a device may hold (default 1)",
     },
+    placement="linear",
+    splits_backward=True,
 )

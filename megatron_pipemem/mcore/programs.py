@@ -441,6 +441,7 @@ class Programs:
         return before
 
     def _compiled(self, plan: Choice, shape: Shape) -> Compiled:
+        _check_placement(plan.schedule, self.placement(shape.num_devices, shape.chunks))
         program, *others = (self._proved(plan.schedule, plan.costs, single_queue) for single_queue in self.queues)
         return Compiled(program, None if shape.forward_only else plan, *others)
 
@@ -448,6 +449,16 @@ class Programs:
         program = lower(schedule, single_queue=single_queue, costs=costs)
         validate_program(program, single_queue=single_queue)
         return program
+
+
+def _check_placement(schedule: Schedule, placement: Placement) -> None:
+    """Raise an UnsupportedError if a family places the stages of this step on other devices than the model has them."""
+    if schedule.placement.devices != placement.devices:
+        raise UnsupportedError(
+            "family-declaration",
+            f"schedule {schedule.name} of {schedule.num_microbatches} microbatches has {schedule.placement}, but the model was "
+            f"built for {placement}; let the family return one placement for every number of microbatches",
+        )
 
 
 def microbatches_of_the_run() -> int | None:

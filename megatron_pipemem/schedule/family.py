@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
@@ -12,6 +12,9 @@ from megatron_pipemem.schedule.display import brief, shortened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
+
+_PLACEMENTS = {"linear": Placement.linear, "v": Placement.v_shape, "bidirectional": Placement.bidirectional}
+"""The placements that follow from their name and the number of devices."""
 
 _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
 """Devices and microbatches of a family's example: the first size that the family accepts."""
@@ -84,6 +87,12 @@ def _size_of_example(family: Family) -> str:
     return f"p={family.example.num_devices}, m={family.example.num_microbatches}"
 
 
+def _name_of(placement: Placement) -> str:
+    """Return the name of a placement; ``custom`` if it has the name of one that differs."""
+    usual = _PLACEMENTS.get(placement.name)
+    return placement.name if usual is None or usual(placement.num_devices) == placement else "custom"
+
+
 def _idle_seconds(family: Family) -> float:
     timeline = simulate(family.example)
     return timeline.makespan - timeline.ideal
@@ -141,13 +150,13 @@ class Family:
     options: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
     fewest_microbatches: Callable[[int], int] = lambda num_devices: 1
-    placement: str = _fact(lambda family: family.example.placement.name)
+    placement: str = _fact(lambda family: _name_of(family.example.placement))
     splits_backward: bool = _fact(lambda family: family.example.splits_backward)
-    chunks: int | None = _fact(lambda f: None if "chunks" in f.options else f.example.placement.num_chunks)
+    chunks: int | None = _fact(lambda f: None if "chunks" in f.options else f._example_placement().num_chunks)
     asynchronous: bool = _fact(lambda family: family.example.updates is not None)
     slices: int = _fact(lambda family: family.example.slices)
     offloads: bool = _fact(lambda family: family.example.offloads)
-    replicas: int = _fact(lambda family: family.example.placement.replicas)
+    replicas: int = _fact(lambda family: family._example_placement().replicas)
 
     def __repr__(self) -> str:
         return f"<Family {brief(self.name)}: peak {brief(self.peak)}, bubble {brief(self.bubble)}>"
@@ -177,7 +186,7 @@ class Family:
         ) from refusal
 
     def schedule(self, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
-        """Build a schedule.
+        """Return the schedule of a step, built unless the last one had equal arguments.
 
         Args:
             num_devices: pipeline ranks.
@@ -187,6 +196,20 @@ class Family:
         Raises:
             UnsupportedError: the family lacks one of the options, or builds nothing with these arguments.
         """
+        options = self._accepted(num_devices, options)
+        if not all(isinstance(value, str | int | float) for value in options.values()):
+            return self.build(num_devices, num_microbatches, **options)
+        # With the types, because True and 1.0 are equal to 1, which a builder accepts where it refuses them.
+        typed = frozenset((name, type(value), value) for name, value in options.items())
+        key = num_devices, num_microbatches, typed
+        if key not in self._last:
+            built = self.build(num_devices, num_microbatches, **options)
+            self._last.clear()
+            self._last[key] = built
+        return self._last[key]
+
+    def _accepted(self, num_devices: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options for ``build``. Raise an UnsupportedError if the family lacks one, or needs more devices."""
         if num_devices < self.min_devices:
             raise UnsupportedError(
                 "needs-devices",
@@ -210,12 +233,14 @@ class Family:
                 "unknown-option",
                 f"schedule {shortened(self.name)} has no option {shortened(unknown[0])}; its options: {allowed}",
             )
-        return self.build(num_devices, num_microbatches, **options)
+        return options
 
     def placement_on(self, num_devices: int, options: Mapping[str, Any]) -> Placement:
         """Return the placement of the family's schedules on this number of devices.
 
-        It is that of a step with ``fewest_microbatches``. The step is built once for the same arguments.
+        It follows from the declared fields if there are no options. Otherwise it is that of a step with
+        ``fewest_microbatches``, which also shows whether ``build`` accepts the options. The step is built once for the
+        same arguments.
 
         Args:
             num_devices: pipeline ranks.
@@ -226,8 +251,11 @@ class Family:
         """
         key = num_devices, repr(sorted(options.items()))
         if key not in self._placements:
-            smallest = self.schedule(num_devices, self.fewest_microbatches(num_devices), options)
-            self._placements[key] = smallest.placement
+            accepted = self._accepted(num_devices, options)
+            placement = None if accepted or self.needs else self._declared_on(num_devices)
+            if placement is None:
+                placement = self.build(num_devices, self.fewest_microbatches(num_devices), **accepted).placement
+            self._placements[key] = placement
         return self._placements[key]
 
     def chunks_per_device(self, options: Mapping[str, Any]) -> int:
@@ -241,8 +269,21 @@ class Family:
         """
         return self.placement_on(self.min_devices, options).num_chunks
 
+    def _declared_on(self, num_devices: int) -> Placement | None:
+        """Return the declared placement; ``None`` if its name does not determine the device of every stage."""
+        shape = _PLACEMENTS.get(self.__dict__["placement"])
+        return None if shape is None or "chunks" in self.options else shape(num_devices)
+
+    def _example_placement(self) -> Placement:
+        return self._declared_on(self.min_devices) or self.example.placement
+
     @cached_property
     def _placements(self) -> dict[tuple[int, str], Placement]:
+        return {}
+
+    @cached_property
+    def _last(self) -> dict[tuple[Any, ...], Schedule]:
+        """The schedule that was built last, by its arguments. Training, evaluation and checks of a run ask for the same."""
         return {}
 
     def check(self) -> None:
@@ -263,3 +304,7 @@ class Family:
                 f"schedule {self.name!r} declares {name}={declared!r}, but its schedule for {size} has {name}={found!r}; "
                 f"leave {name} out, or correct one of them",
             )
+
+
+built_in = partial(Family, splits_backward=False, asynchronous=False, slices=1, offloads=False)
+"""``Family`` for the modules of ``families``. Their properties are declared, so that no example is built to learn them."""

@@ -117,6 +117,11 @@ class Schedule(Shown):
         return Kind.OFFLOAD in self.kinds
 
     @cached_property
+    def proofs(self) -> set[str]:
+        """The proofs of ``validator.validate`` that hold for this schedule. It never changes, so they hold for good."""
+        return set()
+
+    @cached_property
     def digest(self) -> str:
         """Return a hash of everything that affects execution. All ranks compare their digests before the first step."""
         text = repr((self.placement.devices, self.num_microbatches)) + self.to_csv()

@@ -40,6 +40,9 @@ from megatron_pipemem.schedule.schedule import Program, Schedule, weight_uses
 from megatron_pipemem.schedule.vocabulary import check_passes, check_switch
 from megatron_pipemem.schedule.waits import check_host_waits, check_queues, run_single_queues
 
+_COMPLETE, _IN_ORDER = "complete", "in microbatch order"
+"""Names in ``Schedule.proofs``: of a schedule with any order of microbatches, and with that of ``check_microbatch_order``."""
+
 
 def validate(
     schedule: Schedule,
@@ -51,7 +54,8 @@ def validate(
 ) -> None:
     """Prove that ``schedule`` computes every microbatch correctly on all devices, without a deadlock.
 
-    A schedule without any backward is valid if its forwards are valid, because evaluation runs such schedules.
+    A schedule without any backward is valid if its forwards are valid, because evaluation runs such schedules. A schedule
+    is proved once, however often it is validated. Only its memory is compared with the limits each time.
 
     Args:
         schedule: the schedule to check.
@@ -67,6 +71,14 @@ def validate(
         CostsError: the costs do not fit the placement, or their weights do not fit the microbatches.
         UnsupportedError: the number of caps differs from the number of devices.
     """
+    if _IN_ORDER not in schedule.proofs and (microbatch_order or _COMPLETE not in schedule.proofs):
+        _prove(schedule, microbatch_order)
+        schedule.proofs.add(_IN_ORDER if microbatch_order else _COMPLETE)
+    if memory_cap is not None or host_budget is not None:
+        _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
+
+
+def _prove(schedule: Schedule, microbatch_order: bool) -> None:
     check_switch(schedule)
     places = _place_all(schedule)
     _check_pairs(schedule, places)
@@ -82,8 +94,6 @@ def validate(
     if schedule.updates is not None:
         _check_weight_versions(schedule)
     _check_progress(found)
-    if memory_cap is not None or host_budget is not None:
-        _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
 
 
 def validate_program(

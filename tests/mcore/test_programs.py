@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,15 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore import loop_arguments
 from megatron_pipemem.mcore import programs as run_programs
+from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.step.extension import LaunchKind, LaunchOrders
 from megatron_pipemem.request import Request
-from megatron_pipemem.schedule import registry
+from megatron_pipemem.schedule import registry, validator
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.validator import validate_program
 
@@ -46,28 +50,110 @@ def test_compiles_once_per_shape_and_asks_for_agreement_each_time_it_does():
     assert again == digests[:1], "every rank builds the same program"
 
 
-def test_the_first_step_builds_its_schedule_once_and_proves_its_program_once(monkeypatch):
-    built, proved, known = [], [], registry.family("v-half")
+@dataclass
+class Counts:
+    """The sizes for which a family was built, and the schedules and programs that were proved."""
 
-    def build(p, m, **options):
-        built.append((p, m))
-        return known.build(p, m, **options)
+    built: list[tuple[int, int]] = field(default_factory=list)
+    schedules: list[str] = field(default_factory=list)
+    programs: list[str] = field(default_factory=list)
 
-    def prove(program, **how):
-        proved.append(program.schedule.num_microbatches)
-        validate_program(program, **how)
 
-    monkeypatch.setitem(registry._FAMILIES, "v-half", replace(known, build=build))
-    monkeypatch.setattr(run_programs, "validate_program", prove)
-    programs = programs_of("v-half")
-    for _ in range(2):
-        assert programs.placement(4, 2).name == "v"
+@pytest.fixture
+def counts(monkeypatch) -> Callable[[str], Counts]:
+    counted, prove, prove_program = Counts(), validator._prove, run_programs.validate_program
+
+    def counted_prove(schedule, *order):
+        counted.schedules.append(schedule.name)
+        prove(schedule, *order)
+
+    def counted_program(program, **queue):
+        counted.programs.append(program.schedule.name)
+        prove_program(program, **queue)
+
+    def of(name: str) -> Counts:
+        known = registry.family(name)
+
+        def build(p, m, **options):
+            counted.built.append((p, m))
+            return known.build(p, m, **options)
+
+        monkeypatch.setitem(registry._FAMILIES, name, replace(known, build=build))
+        return counted
+
+    monkeypatch.setattr(validator, "_prove", counted_prove)
+    monkeypatch.setattr(run_programs, "validate_program", counted_program)
+    return of
+
+
+RUN = [known.name for known in registry.synchronous_families() if known.name not in ("zb-auto", "hanayo")]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_from_flags_to_evaluation_a_family_is_built_once_and_each_program_is_proved_once(name, counts, monkeypatch):
+    """Also where the start compares the schedule with a memory cap."""
+    counted = counts(name)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sizes = "--pipeline-model-parallel-size 4 --num-layers 24 --micro-batch-size 1 --global-batch-size 8".split()
+    request, others = take_flags([*sizes, "--pipemem-schedule", name, "--pipemem-memory-cap", "4"])
+    add_virtual_stages(request, others)
+    programs = programs_for(request)
+    chunks = programs.placement(4, None).num_chunks
+    for forward_only in (False, True, False):
+        compile(programs, chunks=chunks, forward_only=forward_only)
+    assert counted.built.count((4, 8)) == 1
+    trials = {(1, 1), (4, 1)} if "chunks" in registry.family(name).options else set()
+    assert set(counted.built) == {(4, 8), *trials}, "of one microbatch, to see whether the family takes the options"
+    schedules = [name, f"{name} (forward only)"]
+    assert counted.schedules == counted.programs == schedules
+
+
+def test_orders_for_both_kinds_of_queues_share_the_proof_of_their_schedule(counts):
+    counted, programs = counts("v-half"), family("v-half")
+    programs.queues = (False, True)
     compile(programs)
-    compile(programs)
-    assert [size for size in built if size[0] == 4] == [(4, 1), (4, 8)], "the placement's smallest step, and the step"
-    assert proved == [8]
-    compile(programs, forward_only=True)
-    assert built.count((4, 8)) == 2 and proved == [8, 8]
+    assert counted.schedules == ["v-half"] and counted.programs == ["v-half", "v-half"]
+
+
+def test_the_schedule_of_a_file_is_proved_when_it_is_read_and_not_again(counts, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(build_schedule("v-half", num_devices=4, num_microbatches=8).to_csv())
+    counted = counts("v-half")
+    compile(programs_of(str(path)))
+    assert counted.schedules == counted.programs == ["mine.csv"]
+
+
+def test_an_invalid_program_of_any_source_reaches_no_executor(monkeypatch):
+    """A family that is registered, the result of a search, and a schedule that was made for one step."""
+
+    def broken(p, m):
+        schedule = build_schedule("v-half", num_devices=p, num_microbatches=m)
+        if m == 1:  # a trial
+            return schedule
+        *others, (*order, one, between, two) = schedule.orders
+        assert one.kind is two.kind is Kind.W and one.stage == two.stage
+        return replace(schedule, orders=(*others, (*order, two, between, one)))
+
+    monkeypatch.setitem(registry._FAMILIES, "mine", Family("mine", broken, "weight gradients in the wrong order"))
+    with refused("wrong-order", kind=ScheduleError):
+        compile(programs_of("mine"))
+    searching = programs_of("auto", options={"seconds": 0, "placement": "v"})
+    base = searching.get(Shape(4, 2, 8), lambda digest: None)
+    with refused("wrong-order", kind=ScheduleError):
+        searching.of_step(broken(4, 8), base, Costs(), False)
+    searching.clear()
+    monkeypatch.setattr(searching, "plan", lambda *shape: replace(base.plan, schedule=broken(4, 8)))
+    with refused("wrong-order", kind=ScheduleError):
+        compile(searching)
+
+
+def test_a_family_whose_placement_depends_on_the_microbatches_is_refused(monkeypatch):
+    def build(p, m):
+        return build_schedule("v-half" if m > 1 else "interleaved", num_devices=p, num_microbatches=m)
+
+    monkeypatch.setitem(registry._FAMILIES, "mine", Family("mine", build, "another placement for one microbatch"))
+    with refused("family-declaration", 8, "interleaved", kind=UnsupportedError):
+        compile(programs_of("mine"))
 
 
 def test_every_pipeline_compares_its_programs_once():
