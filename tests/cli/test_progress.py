@@ -18,7 +18,6 @@ from rich.console import Console
 from megatron_pipemem import Costs, search_schedule
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.pareto import choices
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import display as told
 from megatron_pipemem.schedule.costs import Channel
@@ -29,6 +28,7 @@ from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import Command
 from megatron_pipemem.tools.launch.grid import local
+from megatron_pipemem.tools.planner.pareto import choices
 from megatron_pipemem.tools.planner.planning import plan as make_plan
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"

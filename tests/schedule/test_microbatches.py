@@ -15,7 +15,6 @@ from refusals import refused
 from step_oracle import Event, play
 
 from megatron_pipemem.choose.knowledge import Knowledge
-from megatron_pipemem.choose.pareto import choices
 from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
@@ -33,6 +32,7 @@ from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import search_schedule
+from megatron_pipemem.tools.planner.pareto import choices
 from megatron_pipemem.tools.report.timeline import DrawnRun
 
 LAYERS = ("F", "I", "W", "B", "R", "RS")

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lanes import examples
 
-from megatron_pipemem.choose.pareto import bound_line, choices, trades, useful_caps
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.tools.planner.pareto import bound_line, choices, trades, useful_caps
 
 
 @pytest.mark.parametrize(("p", "m", "costs"), [(2, 6, (1, 1.5, 0.5)), (4, 8, (1, 1, 1))])

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_pipemem import Costs, build_schedule, search_schedule, simulate
-from megatron_pipemem.choose.pareto import choices, trades
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.schedule.action import Kind
@@ -18,6 +17,7 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.search.result import ResultCache
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.planner.pareto import choices, trades
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.space import Limits
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_pipemem.choose.pareto import ParetoPoint, bound_line, choices, trades, useful_caps
 from megatron_pipemem.conflicts import check_conflicts
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
@@ -59,6 +58,7 @@ from megatron_pipemem.tools.cli.options import (
     complete_schedules,
     takes_group,
 )
+from megatron_pipemem.tools.planner.pareto import ParetoPoint, bound_line, choices, trades, useful_caps
 from megatron_pipemem.tools.report import SUFFIXES, save_comparison
 from megatron_pipemem.tools.report import pareto as picture
 from megatron_pipemem.tools.report.figure import IMAGES, write_picture

@@ -11,6 +11,7 @@
 * ``slices``          runs whose microbatches are cut into slices
 * ``replay``          the time of one order of passes under many costs
 * ``variants``        offload, vocabulary parallelism and other variants of runs
+* ``pareto``          bubble and peak memory of all schedules of a pipeline (``pipemem pareto``)
 * ``balance``         the layers per stage with which one schedule is fastest (``pipemem layout``)
 * ``changes``         changes of a run, simulated with its measured times
 * ``explanation``     the time of a measured step by cause (``pipemem explain``)
