@@ -79,6 +79,8 @@ DUALPIPE_V = built_in(
     source="arXiv 2412.19437, section 3.2.1",
     placement="v",
     splits_backward=True,
+    outclassed_by="zbv is as fast and holds less",
+    has_room_for_pairs=True,
 )
 
 
@@ -165,6 +167,8 @@ def _check_even(name: str, p: int) -> None:
         )
 
 
+_TWO_REPLICAS = "two replicas of the model take more memory than they save"
+
 CHIMERA = built_in(
     name="chimera",
     build=chimera,
@@ -182,6 +186,7 @@ CHIMERA = built_in(
     },
     needs="even p",
     placement="bidirectional",
+    outclassed_by=_TWO_REPLICAS,
 )
 GEMS = built_in(
     name="gems",
@@ -191,6 +196,7 @@ GEMS = built_in(
     bubble=Formula("(p-1)(F+mB)", lambda p, m, f, b, **_: (p - 1) * (f + m * b)),
     source="GEMS, SC 2020, section III",
     placement="bidirectional",
+    outclassed_by=_TWO_REPLICAS,
 )
 DUALPIPE = built_in(
     name="dualpipe",
@@ -204,4 +210,5 @@ DUALPIPE = built_in(
     fewest_microbatches=lambda num_devices: 2 * num_devices,
     placement="bidirectional",
     splits_backward=True,
+    outclassed_by=_TWO_REPLICAS,
 )

@@ -126,6 +126,7 @@ LOOPED_BFS = built_in(
     peak=Formula("m/p", lambda p, m, **_: m / p),
     bubble=Formula("(p-1)(F+B)/v", lambda p, v, f, b, **_: (p - 1) * (f + b) / v),
     source="arXiv 2211.05953",
+    outclassed_by="interleaved is as fast and holds less",
     options={"chunks": "stages per device, v (default 2)"},
     placement="interleaved",
 )
@@ -164,6 +165,7 @@ SLIMPIPE = Family(
     peak=Formula("(1 + 2(p-1)/(vn))/p, v = 1: (1 + (p-1)/n)/p", _peak_of_slimpipe),
     bubble=Formula("(p-1)(F+B)/(vn)", lambda p, v, n, f, b, **_: (p - 1) * (f + b) / (v * n)),
     source="arXiv 2504.14519",
+    outclassed_by="interleaved runs the same slices in the same order",
     options={
         "chunks": "stages per device, v (default 2)",
         "slices": "sequence slices of a microbatch, n, a multiple of p (default p)",

@@ -124,6 +124,7 @@ _DECLARED: dict[str, Any] = {
     "placement": "interleaved",
     "splits_backward": True,
     "offloads": True,
+    "outclassed_by": "the planner's offload copies only activations that do not fit into memory",
 }
 
 PO_H = built_in(

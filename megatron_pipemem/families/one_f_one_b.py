@@ -40,6 +40,7 @@ GPIPE = built_in(
     bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 1811.06965, section 2.3",
     placement="linear",
+    outclassed_by="1f1b is as fast and holds less",
 )
 
 

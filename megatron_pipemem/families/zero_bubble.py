@@ -216,6 +216,7 @@ ZB_AUTO = built_in(
     peak=PEAK_OF_1F1B,
     bubble=Formula("at most that of zb-h1; with a cap of 2, of zb-h2", lambda p, f, i, w, **_: (p - 1) * (f + i - w)),
     source="arXiv 2401.10241, section 3.1",
+    outclassed_by="the search for a better order starts from zb-auto",
     options={
         "costs": "seconds of every pass to fit the order to (default F = I = W)",
         "memory_cap": "the most a device may hold (default 1)",

@@ -138,6 +138,10 @@ class Family:
         slices: number of slices of every sequence, unless an option changes it.
         offloads: whether activations are copied to host memory and back.
         replicas: number of replicas of the model that the devices hold.
+        outclassed_by: what does better than the family, and why, as a clause; empty if nothing does. Planner and advice
+            consider such a family only if a user names it.
+        has_room_for_pairs: whether an outclassed family is considered for runs whose forwards and backwards are in
+            pairs.
     """
 
     name: str
@@ -157,6 +161,8 @@ class Family:
     slices: int = _fact(lambda family: family.example.slices)
     offloads: bool = _fact(lambda family: family.example.offloads)
     replicas: int = _fact(lambda family: family._example_placement().replicas)
+    outclassed_by: str = ""
+    has_room_for_pairs: bool = False
 
     def __repr__(self) -> str:
         return f"<Family {brief(self.name)}: peak {brief(self.peak)}, bubble {brief(self.bubble)}>"

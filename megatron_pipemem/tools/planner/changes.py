@@ -35,7 +35,6 @@ from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
-from megatron_pipemem.tools.planner.space import OUTCLASSED, ROOM_FOR_PAIRS
 
 _PIECES = 12
 """The number of pieces of a stage whose layers are unknown, so that 2, 3 or 4 stages can share them."""
@@ -272,13 +271,13 @@ def _layouts(case: Case) -> Iterator[Change]:
 def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
     """Yield name, schedule, costs and layers of possible families, and of orders searched within the run's peak memory.
 
-    The run's own order is left out. So are families in ``OUTCLASSED`` and those that are asynchronous, offload, or have
+    The run's own order is left out. So are families with ``outclassed_by`` and those that are asynchronous, offload, or have
     slices or replicas. Long steps are not searched.
     """
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
     for each in synchronous_families():
-        if each.name in OUTCLASSED and not (own.pairs and each.name in ROOM_FOR_PAIRS):
+        if each.outclassed_by and not (own.pairs and each.has_room_for_pairs):
             continue
         if (
             p < each.min_devices

@@ -28,21 +28,6 @@ from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, variants
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SEARCHED = "search"
 """The name of a searched order, in place of a family's."""
-OUTCLASSED = {
-    "gpipe": "1f1b is as fast and holds less",
-    "looped-bfs": "interleaved is as fast and holds less",
-    "dualpipe-v": "zbv is as fast and holds less",
-    "slimpipe": "interleaved runs the same slices in the same order",
-    "zb-auto": "the search for a better order starts from zb-auto",
-    "po-h": "the planner's offload copies only activations that do not fit into memory",
-    "po-f": "the planner's offload copies only activations that do not fit into memory",
-    "chimera": "two replicas of the model take more memory than they save",
-    "gems": "two replicas of the model take more memory than they save",
-    "dualpipe": "two replicas of the model take more memory than they save",
-}
-"""Families that another choice outdoes, with the reason. The planner considers them only if a user names them."""
-ROOM_FOR_PAIRS = ("dualpipe-v",)
-"""Of these families, those that are considered if forwards and backwards run in pairs."""
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """Flags that the prices of several data-parallel ranks assume, unless the run sets them otherwise."""
 STOCKS_ALONE = (*OVERLAPS, "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
@@ -233,7 +218,7 @@ class Order:
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
     """Return the families that can run with a parallelism and that the limits allow, by their placement.
 
-    Families in ``OUTCLASSED`` are left out unless the limits name them. So are all but 1f1b if there is one pipeline
+    Families with ``outclassed_by`` are left out unless the limits name them. So are all but 1f1b if there is one pipeline
     rank. ``rejected`` counts those left out, by reason, except those that the limits exclude.
     """
     found: dict[Placement, list[Order]] = {}
@@ -245,8 +230,8 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
             continue
         if stock is not None and each.name not in stock:
             continue
-        if each.name in OUTCLASSED and each.name not in (*named, *(ROOM_FOR_PAIRS if run.pairs else ())):
-            rejected[f"{each.name}: {OUTCLASSED[each.name]}"] += 1
+        if each.outclassed_by and each.name not in named and not (run.pairs and each.has_room_for_pairs):
+            rejected[f"{each.name}: {each.outclassed_by}"] += 1
             continue
         if pp < each.min_devices or (pp == 1 and each.name != "1f1b" and each.name not in named):
             rejected["the schedule is for more pipeline ranks"] += 1
