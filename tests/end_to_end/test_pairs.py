@@ -35,9 +35,8 @@ def test_trains_as_megatrons_own_overlap(train, assert_same_training):
     # Times of pairs and of single passes are measured, and the last step can be explained with them. It has pairs if they
     # pay by what was measured.
     assert [plan["priced_by"] for plan in run.plans] == ["unit", "measured"]
-    case = case_of_report({name: getattr(run, name) for name in ("last_step", "plans", "ranks")}, 0.0)
+    case = case_of_report({name: getattr(run, name) for name in ("last_step", "plans", "ranks")})
     assert all(seconds > 0 for seconds in (*case.step.usual_pairs.values(), *case.step.usual.values()))
-    assert {"vocabulary", "overlap", "offload"} <= case.refused.keys() and "schedules" not in case.refused
 
 
 DEEP = ("--bf16", "--pipeline-model-parallel-size", "4", "--num-layers", "8", "--global-batch-size", "16")

@@ -117,7 +117,7 @@ def test_a_run_is_told_and_written(record, caplog):
     events = json.loads((record.trace / "run.json").read_text())["traceEvents"]
     held = [each["args"]["bytes"] for each in events if each.get("name") == "held by device 0"]
     assert max(held) == rank["counted_peak_bytes"] == report["bytes_of_1f1b"] == 4096
-    case = case_of_report(report, 0.0)
+    case = case_of_report(report)
     shares = {share_of_1f1b(each) for each in (case.own, case.as_ran, case.as_planned)}
     assert shares == {1.0} and case.peaks == (4096,) == (max(case.held[0]),)
     for name in ("plan", "run"):
@@ -139,7 +139,7 @@ def test_log_report_page_and_explain_name_one_bubble(record, caplog):
         first, *rest = seen.trace.actions()
         late = [TracedAction(each.action, each.start + idle, each.end + idle) for each in rest]
         seen.trace = SimpleNamespace(actions=lambda found=[first, *late]: found)
-        record.begin(record.group, SimpleNamespace())
+        record.begin(record.group)
         record.add_step(PLAN, PROGRAM, 0, seen)
     with caplog.at_level(logging.INFO):
         record.write()
@@ -151,26 +151,21 @@ def test_log_report_page_and_explain_name_one_bubble(record, caplog):
     assert f"{told} measured" in logged and logged in lines(report)
     page = (record.trace / "run.html").read_text()
     assert f"bubble {told} " in page and f"bubble {4 / (work + 4):.1%}" not in page
-    assert (facts := explain(case_of_report(report, 0.0)))["bubble_rate"] == 2 / (work + 2)
+    assert (facts := explain(case_of_report(report)))["bubble_rate"] == 2 / (work + 2)
     assert f"bubble {told}" in explanation_lines(facts)[0]
     assert report["plans"][-1]["measured_makespan"] == work + 2
 
 
 def test_the_last_step_is_written_for_explain(record, world):
-    config = SimpleNamespace(cuda_graph_impl="full")
     record.trace = None
     for _ in range(3):
-        record.begin(world, config)
+        record.begin(world)
         record.add_step(PLAN, PROGRAM, 0, observed())
     record.write()
     report = json.loads(record.report.read_text())
     last = report["last_step"]
     assert last["layers"] == [3] and last["memory"]["F"] == [4096] and 0 < last["iteration_seconds"] < 10
-    assert "--cuda-graph-impl none" in last["refused"]["schedules"] and last["refused"].keys() == {
-        "schedules",
-        "overlap",
-    }
-    case = case_of_report(report, 0.0)
+    case = case_of_report(report)
     assert case.schedule == PLAN.schedule and case.own.peak == record.held.counted_peak_bytes
     assert case.step.spans == (tuple((at * 10**9, (at + 1) * 10**9) for at in range(len(PLAN.schedule.orders[0]))),)
     assert explain(case)["idle"][0]["idle_ns"] == 0

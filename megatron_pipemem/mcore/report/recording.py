@@ -64,7 +64,7 @@ class Recording(Extension):
         self._is_due = False
 
     def prepare(self, step: Step) -> None:
-        self._record.begin(step.pipeline.group, step.context.config, together=not step.overlaps)
+        self._record.begin(step.pipeline.group, together=not step.overlaps)
         self._overlaps, self._record.overlap = step.overlaps, step.overlap
         step.counts_bytes |= step.leaves_in_flight or self._record.counts(step.program)
         step.times_actions = True
@@ -206,7 +206,7 @@ class StockObserver(Feature):
         group = parallel_state.get_pipeline_model_parallel_group()
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        self._record.begin(group, config)
+        self._record.begin(group)
         with self._record.guarded(STEPS):
             if config.overlap_moe_expert_parallel_comm:
                 raise UnsupportedError(

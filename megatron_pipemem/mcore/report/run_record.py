@@ -33,7 +33,6 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action, Kind, place
-from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Program
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools.report import save_timeline
@@ -112,13 +111,13 @@ class RunRecord:
                 self._failures[what] = f"{type(error).__name__}: {with_code(error)}"
                 logger.warning("the run goes on without %s, which failed: %s", what, self._failures[what])
 
-    def begin(self, group: dist.ProcessGroup, config: object, together: bool = True) -> None:
+    def begin(self, group: dist.ProcessGroup, together: bool = True) -> None:
         """Note the start of a training step on the ranks of ``group``.
 
         With ``together``, all ranks of the pipeline first wait for each other, so that their times have the same
         origin. Without it, the step is left out of the data for ``pipemem explain``.
         """
-        self.group, self.config, self._together = group, config, together
+        self.group, self._together = group, together
         if together:
             dist.barrier(group=group)
         self._begun.append(time.perf_counter())
@@ -272,16 +271,11 @@ class RunRecord:
         It is ``None`` for an asynchronous schedule, or if not every pass was timed.
         """
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
-        overlaps = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
-        pairs = bool(overlaps) and plan.schedule.name != STOCK
         held, peaks = run_report.counted(pipeline)
         more = {
             "held": held or None,
             "peaks": peaks or None,
             "iteration_seconds": run_report.iteration_seconds(self._begun),
-            "mtp_layers": getattr(self.config, "mtp_num_layers", None) or 0,
-            "ordered": plan.arrival_makespan is not None,
-            "refused": run_report.refused(self.config, len(pipeline), pairs),
         }
         return run_report.written_step([each.last for each in pipeline], plan, layers, memory, more)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -13,15 +13,10 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.choose.knowledge import Choice, action_memory
-from megatron_pipemem.conflicts import CONFLICTS
-from megatron_pipemem.errors import PipememError
-from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
 from megatron_pipemem.mcore.step.extension import WeightBytes, predict_weights
-from megatron_pipemem.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, UNPAIRED, VOCABULARY
 from megatron_pipemem.runtime.trace import Direction, OffloadStatistics, TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.simulator import Measured, Timeline, count_messages
 from megatron_pipemem.tools.report.run import bubble_of_steps, peak_activation, typical
 
@@ -325,7 +320,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-# The last step of a pipeline, for ``pipemem explain``: times of its actions, bytes, and refused settings of the run.
+# The last step of a pipeline, for ``pipemem explain``: times of its actions, and bytes.
 
 
 _TYPICAL = 2
@@ -343,36 +338,6 @@ def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> di
         layers = getattr(getattr(model, "decoder", None), "layers", None)
         if layers is not None and not hasattr(model, "hybrid_layer_pattern"):
             found[stage] = len(layers)
-    return found
-
-
-def refused(config, num_devices: int, pairs: bool = False) -> dict[str, str]:
-    """Return the features that the run's configuration excludes, each with the reason, for ``pipemem explain``.
-
-    ``num_devices`` is the number of pipeline ranks, on which a V is tried. ``pairs`` is whether the run was enabled for
-    passes in pairs.
-    """
-    v = Placement.v_shape(num_devices)
-
-    def split() -> None:
-        check_config(config, GRAPHS)
-        check_model(config, splits=True, recomputes=False)
-
-    checks: Mapping[str, Callable[[], None]] = {
-        "schedules": lambda: check_config(config, SCHEDULES, *([] if pairs else [UNPAIRED])),
-        "reordered": lambda: check_config(config, REORDERED),
-        "v": lambda: check_sharing(config, v.name, v),
-        "split": split,
-        "vocabulary": lambda: check_config(config, VOCABULARY, GRAPHS),
-        "overlap": lambda: check_config(config, OVERLAPPED),
-    }
-    excluded = CONFLICTS["pairs"] if pairs else {}
-    found = {name: excluded[name] for name in ("vocabulary", "overlap", "offload") if name in excluded}
-    for name, check in checks.items():
-        try:
-            check()
-        except PipememError as error:
-            found[name] = str(error)
     return found
 
 

@@ -112,6 +112,17 @@ def advise_words(words: list[str], devices: int | None) -> None:
     print_facts(console(), _lines(reading, advice, measured=False))
 
 
+def advise_measured(source: list[str], report: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Return the advice for a run at the measured seconds of its report, as printed lines and as a JSON object.
+
+    ``source`` has the words that ``pipemem advise`` takes, without options.
+    """
+    with readable(f"the run of {source[0]}"):
+        reading = _read(source, {}, _CLUSTER, None, None, None)
+    advice = _advised(reading, pace_of(report, reading.run))
+    return _lines(reading, advice, measured=True), _facts(reading, advice)
+
+
 def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
     """Return the advice for a run, by the schedules that its program can take."""
     consumer = reading.consumer

@@ -11,17 +11,16 @@ import typer
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_exists
-from megatron_pipemem.tools.cli.common import console, print_json, print_lines, showing
+from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
 from megatron_pipemem.tools.cli.options import Json, check_output
 from megatron_pipemem.tools.config.runs import REPORT
 from megatron_pipemem.tools.launch.grid.comparison import draw, front, table
 from megatron_pipemem.tools.launch.grid.points import Settings, label
 from megatron_pipemem.tools.launch.grid.store import Result, Store
-from megatron_pipemem.tools.planner.changes import Case
-from megatron_pipemem.tools.planner.explanation import explain, read_case
+from megatron_pipemem.tools.planner.explanation import Case, explain, read_case
 from megatron_pipemem.tools.report import save_comparison
 from megatron_pipemem.tools.report.figure import IMAGES, write_picture
-from megatron_pipemem.tools.report.run import change_lines, explanation_lines, idle_table, lines, opened_report
+from megatron_pipemem.tools.report.run import explanation_lines, idle_table, lines, opened_report
 from megatron_pipemem.tools.report.run import table as run_table
 
 
@@ -131,34 +130,43 @@ def explain_command(
         Path,
         typer.Argument(metavar="FOLDER|FILE", help="The file of --pipemem-report, or the `output` folder of a run."),
     ],
-    search_seconds: Annotated[
-        float, typer.Option(min=0, help="Seconds of each of two searches for a better order; 0 for none.")
-    ] = 2.0,
+    source: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCRIPT.sh | RUN.yaml [KEY=VALUE ...] | -- COMMAND]",
+            help="The run, as `pipemem advise` reads it: compare its schedule with others at the measured times.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show where each rank spent the time of the last step, and up to three changes that would make a step faster.
+    """Show where each rank spent the time of the last step; given the run too, which schedule would make it shorter.
 
     The idle time of every rank is split by cause: warm-up and drain of the schedule, uneven stages, unequal microbatches,
-    messages, the host, late actions of a named rank, and the barrier at the end of the step. Changes are simulated with the
-    measured times: other schedules in the same memory, offload, other layers per stage, steps without a barrier, vocabulary
-    parallelism, ordered microbatches. Changes that the run's configuration refuses are left out. A run of stock Megatron is
+    messages, the host, late actions of a named rank, and the barrier at the end of the step. The comparison with other
+    schedules and layouts is that of `pipemem advise`, with the seconds of this report. A run of stock Megatron is
     explained too, if it has the flags `--pipemem-schedule stock --pipemem-report FILE`.
 
     Examples:
         # explain a run by its report
         pipemem explain out/runs/tiny-cpu/report.json
+        # compare the schedules that the run could have
+        pipemem explain out/runs/tiny-cpu configs/runs/tiny-cpu.yaml
         # print JSON for other programs
         pipemem explain out/runs/tiny-cpu --json
     """
-    case = read_case(report, search_seconds)
-    with showing("simulating possible changes"):
-        facts = explain(case)
+    case = read_case(report)
+    facts = explain(case)
+    answer = [("next", "give the run too, as for advise, to compare schedules and layouts at these times")]
+    if source:
+        from megatron_pipemem.tools.cli.advise import advise_measured  # only here, because it imports the planner
+
+        answer, facts["advice"] = advise_measured(source, report / REPORT if report.is_dir() else report)
     if as_json:
         print_json(facts)
         return
     print_lines(*explanation_lines(facts))
     console().print(idle_table(facts))
-    print_lines(*change_lines(facts))
+    print_facts(console(), answer)
 
 
 _DRAWN = (".json", ".html", ".png", ".svg")
@@ -188,7 +196,7 @@ def trace(
         pipemem trace out/runs/tiny-cpu --output trace.json
     """
     check_output(output, _DRAWN, "plan and run")
-    case = read_case(report, 0.0)
+    case = read_case(report)
     path = _save_trace(case, output or (report if report.is_dir() else report.parent) / "trace.json")
     if as_json:
         print_json(

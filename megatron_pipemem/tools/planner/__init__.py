@@ -13,7 +13,6 @@
 * ``variants``        offload, vocabulary parallelism and other variants of runs
 * ``pareto``          bubble and peak memory of all schedules of a pipeline (``pipemem pareto``)
 * ``balance``         the layers per stage with which one schedule is fastest (``pipemem layout``)
-* ``changes``         changes of a run, simulated with its measured times
 * ``explanation``     the time of a measured step by cause (``pipemem explain``)
 * ``planning``        the search
 * ``plans``           a plan as a run configuration and as JSON

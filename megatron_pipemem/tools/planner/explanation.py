@@ -1,32 +1,30 @@
-"""Compute the facts of ``pipemem explain``: the time of a measured step by cause, and the best changes."""
+"""Read the measured step of a report, and compute the facts of ``pipemem explain``: the time of the step by cause."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_pipemem.choose.knowledge import UNIT
+from megatron_pipemem.choose.knowledge import UNIT, action_memory
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
 from megatron_pipemem.model.model import Passes
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
-from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import REPORT, Run
-from megatron_pipemem.tools.planner.changes import Case, best_changes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.profile import slowdown_of
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.report.run import measured_bubble, opened_report
 from megatron_pipemem.values import MOST_LAYERS, check_magnitudes
 
-SHOWN = 3
-"""The number of changes that the explanation shows."""
 _LACKS_STEP = (
     "has no times of actions: an earlier version wrote it, an asynchronous schedule or steps without a barrier ran, or some "
     "actions could not be timed; train a few steps again with --pipemem-report"
@@ -34,25 +32,63 @@ _LACKS_STEP = (
 """Why a report without a recorded step cannot be explained."""
 
 
-def read_case(path: Path, search_seconds: float) -> Case:
+@dataclass(frozen=True)
+class Case:
+    """The measured step of a run, and what else its report says of it."""
+
+    step: MeasuredStep
+    layers: tuple[int, ...] | None = None  # of every stage; ``None`` if unknown
+    memory: Mapping[Kind, tuple[float, ...]] | None = None
+    """By kind of action, the change of the device's bytes, one value per stage and slice. ``None``: activation units."""
+    outside: float = 0.0  # seconds of a training step outside the pipeline: optimizer, reductions, logging
+    bubble_rate: float | None = None  # of the run; ``None`` to take the rate of the step
+    bytes_of_1f1b: float | None = None  # the peak of 1F1B for the model; ``None`` if it is unknown
+    held: tuple[tuple[int, ...], ...] | None = None  # counted bytes per device after every pass of the step
+    peaks: tuple[int, ...] = ()  # the most bytes counted per device, messages included; empty without ``held``
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.step.schedule
+
+    @cached_property
+    def own(self) -> Timeline:
+        """The timeline of the run's own schedule, simulated with its measured times."""
+        memory = None if self.memory is None else action_memory(self.memory, self.schedule.slices)
+        return simulate(self.schedule, self.step.costs(memory))
+
+    @property
+    def as_ran(self) -> Timeline:
+        """The timeline of the measured step, with the run's bubble rate and counted bytes."""
+        measured = Measured(self.bubble_rate, self.held, self.bytes_of_1f1b, bool(self.peaks))
+        timeline = replace(self.step.timeline(self.own.costs), measured=measured)
+        return replace(timeline, peaks=self.peaks) if self.peaks else timeline
+
+    @property
+    def as_planned(self) -> Timeline:
+        """``own`` with the counted peaks of the run, for pictures beside ``as_ran``."""
+        if self.memory is None or not self.peaks:
+            return self.own
+        measured = Measured(bytes_of_1f1b=self.bytes_of_1f1b, has_counted_peaks=True)
+        return replace(self.own, peaks=self.peaks, measured=measured)
+
+
+def read_case(path: Path) -> Case:
     """Return the measured step in a report, with its schedule and costs. ``path`` is the report file or its folder.
 
-    ``search_seconds`` is the time limit of each search that ``explain`` does with the case. Nothing is searched here.
     Raise a ConfigError if the report has no recorded step.
     """
     path = path / REPORT if path.is_dir() else path
     with opened_report(path) as report:
-        case = case_of_report(report, search_seconds)
+        case = case_of_report(report)
     if case is None:
         raise ConfigError("wrong-file", _LACKS_STEP, file=path)
     return case
 
 
-def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
+def case_of_report(report: Mapping[str, Any]) -> Case | None:
     """Return the last step of a run from its parsed ``--pipemem-report`` file; ``None`` if the file has no step.
 
-    ``search_seconds`` is the time limit for each search of an order; 0 for none. Raise a KeyError, TypeError or
-    ValueError if the file is not a report.
+    Raise a KeyError, TypeError or ValueError if the file is not a report.
     """
     recorded, plans = report.get("last_step"), report["plans"]
     if recorded is None:
@@ -69,26 +105,20 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
         memory = {Kind(kind): tuple(map(float, changes)) for kind, changes in memory.items()}
     if layers is not None:
         layers = tuple(map(int, layers))
-    ahead, whole = int(recorded["mtp_layers"]), report.get("bytes_of_1f1b")
-    if not all(0 <= count <= MOST_LAYERS for count in (*(layers or ()), ahead)):
-        raise ValueError(f"layers or mtp_layers of last_step are not numbers from 0 to {MOST_LAYERS}")
+    if not all(0 <= count <= MOST_LAYERS for count in layers or ()):
+        raise ValueError(f"layers of last_step are not numbers from 0 to {MOST_LAYERS}")
     stages, slices = schedule.num_stages, schedule.slices
     if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
         cut = f" of {slices} slices" * (slices > 1)
         raise ValueError(f"layers or memory of last_step do not have one value for each of {stages} stages{cut}")
-    iteration = recorded["iteration_seconds"]
+    iteration, of_1f1b = recorded["iteration_seconds"], report.get("bytes_of_1f1b")
     return Case(
         step,
         layers,
         memory or None,
-        {str(name): str(why) for name, why in recorded["refused"].items()},
-        bool(recorded["ordered"]),
         max(0.0, float(iteration) - step.length / NANOSECONDS) if iteration else 0.0,
-        ahead,
-        schedule.name == STOCK,
-        search_seconds,
         measured_bubble(report),
-        None if whole is None else int(whole),
+        None if of_1f1b is None else int(of_1f1b),
         *_counted(recorded, schedule),
     )
 
@@ -133,7 +163,7 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     report = read_json(path, "a profile or a report")
     if not isinstance(report, dict) or "last_step" not in report:
         return slowdown_of(path, run)
-    case = read_case(path, 0.0)
+    case = read_case(path)
     placement = case.step.schedule.placement
     if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
         raise ConfigError(
@@ -159,12 +189,8 @@ def _ratio(measured: float, predicted: float, messages: float) -> float:
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """Return the JSON object of ``pipemem explain``.
-
-    It has the time of a step by cause, and the first ``SHOWN`` of ``best_changes``.
-    """
+    """Return the JSON object of ``pipemem explain``: the time of a step by cause."""
     step, schedule = case.step, case.schedule
-    changes = best_changes(case)[:SHOWN]
     usual, n = case.step.of_stages(), schedule.slices
     return {
         "schedule": schedule.name,
@@ -183,11 +209,9 @@ def explain(case: Case) -> dict[str, Any]:
         "slowest_microbatch": max(step.weights),
         "links": {f"{a}-{b}": seconds for (a, b), seconds in step.links.items()},
         "idle": _idle(step),
-        "in_bytes": case.in_bytes,
+        "in_bytes": case.memory is not None,
         "peak": case.own.peak,
         "bytes_of_1f1b": case.bytes_of_1f1b,
-        "refused": dict(case.refused),
-        "changes": [asdict(each) | {"saves": case.own.makespan - each.seconds} for each in changes],
     }
 
 

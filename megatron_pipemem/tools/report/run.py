@@ -16,7 +16,6 @@ from megatron_pipemem.schedule.measured import BARRIER, CAUSES, HOST, IMBALANCE,
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.tools.report.terminal import FittingTable
-from megatron_pipemem.tools.report.timeline import UNITS
 
 _MIB = 1 << 20
 
@@ -214,9 +213,7 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
             f"outside the pipeline a training step takes {seconds(outside)} more: optimizer, reduction of gradients, data, log"
         )
     own = facts["simulated_seconds"]
-    found.append(
-        f"simulated with its median times, the run's own schedule takes {seconds(own)}; changes are compared with that"
-    )
+    found.append(f"simulated with its median times, the run's own schedule takes {seconds(own)}")
     return found
 
 
@@ -244,25 +241,6 @@ def idle_table(facts: Mapping[str, Any]) -> FittingTable:
     return rows
 
 
-def change_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return lines of text with the changes that would save most time, and the memory that each needs.
-
-    ``facts`` is the result of ``planner.explanation.explain``. If no change saves 1 % of the step, one line says so.
-    """
-    own = facts["simulated_seconds"]
-    if not facts["changes"]:
-        why = next(iter(facts["refused"].values()), "")
-        return [f"no simulated change saves as much as 1% of the step{f'; not tried: {why}' if why else ''}"]
-    found = []
-    for number, each in enumerate(facts["changes"], start=1):
-        found.append(
-            f"{number}. {each['what']}: {seconds(each['seconds'])} in place of {seconds(own)}, saves "
-            f"{each['saves'] / own:.1%}; {_change_in_memory(each['peak'], facts)}"
-        )
-        found += [f"   {text}" for text in (each["flags"], each["note"]) if text]
-    return found
-
-
 def seconds(amount: float) -> str:
     """Return ``amount``, a time in seconds, as text in seconds or milliseconds: ``1.5 s`` or ``25 ms``."""
     unit, scale = _unit(amount)
@@ -271,22 +249,6 @@ def seconds(amount: float) -> str:
 
 def _unit(amount: float) -> tuple[str, float]:
     return ("s", 1.0) if abs(amount) >= 1 else ("ms", 1e3)
-
-
-def _change_in_memory(peak: float, facts: Mapping[str, Any]) -> str:
-    """Return text that compares ``peak``, the highest peak after a change, with the present one.
-
-    Both are in bytes or in activation units, as ``facts`` says.
-    """
-    now = facts["peak"]
-    if peak == now:
-        return "same activation memory"
-    more = f"{abs(peak / now - 1):.0%} {'more' if peak > now else 'less'} activation memory" if now else "more memory"
-    if not facts["in_bytes"]:
-        return f"{more}, {peak:.4g} in place of {now:.4g} {UNITS}"
-    whole = facts["bytes_of_1f1b"]
-    share = f" ({peak / whole:.3g} of 1F1B's bytes)" if whole else ""
-    return f"{more}, {peak / _MIB:.4g} MiB on the fullest rank in place of {now / _MIB:.4g}{share}"
 
 
 def _why(cause: str, facts: Mapping[str, Any]) -> str:
