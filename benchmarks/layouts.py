@@ -93,7 +93,7 @@ def main() -> None:
         found = balance(recipe.run(), recipe.by_hand)
         cells, most = (
             row(recipe, found),
-            [max(each.held) / GIB for each in (found.best, found.given) if each is not None],
+            [way.peak / GIB for way in (found.best, found.given) if way is not None],
         )
         table.add_row(*cells, ", ".join(f"{each:.0f}" for each in most))
         results.append({**dict(zip(COLUMNS, cells, strict=True)), "most_gib": most, "source": recipe.source})

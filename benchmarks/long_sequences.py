@@ -36,9 +36,10 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run
 from megatron_pipemem.tools.planner.planning import plan
-from megatron_pipemem.tools.planner.plans import Plan, gibibytes
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.variants import PLAIN
+from megatron_pipemem.tools.planner.ways import Way as Planned
+from megatron_pipemem.tools.planner.ways import gibibytes
 from megatron_pipemem.tools.report.terminal import FittingTable
 
 TOKENS = 2**22
@@ -70,7 +71,7 @@ class Way:
         cut = Parallelism(tp=tp, cp=self.cp, global_batch=batch, sequence_parallel=tp > 1)
         return Run(replace(load(model, Model), sequence=self.sequence), cluster, cut)
 
-    def best(self, nodes: int, **settings: object) -> Plan | None:
+    def best(self, nodes: int, **settings: object) -> Planned | None:
         """Return the fastest plan without searched orders, or ``None`` if nothing fits. ``settings`` go to ``run``."""
         run = self.run(nodes, **settings)  # type: ignore[arg-type]
         limits = Limits(
@@ -92,7 +93,7 @@ def ways(sequence: int, counts: Sequence[int] = COUNTS) -> Iterator[Way]:
     yield from (Way(sequence, slices=count, slice_cut=cut) for cut in SLICE_CUTS for count in counts if count > 1)
 
 
-def row(way: Way, found: Plan | None) -> tuple[str, ...]:
+def row(way: Way, found: Planned | None) -> tuple[str, ...]:
     """Return the cells of a way: its best plan, and the limit of that plan."""
     tokens = f"{way.sequence // 1024}K"
     if found is None:

@@ -31,11 +31,11 @@ from megatron_pipemem.tools.config.cluster import GIB, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.planning import plan
-from megatron_pipemem.tools.planner.plans import Answer
 from megatron_pipemem.tools.planner.prices import CHEAP
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.step import mfu, price
 from megatron_pipemem.tools.planner.variants import PLAIN, variants
+from megatron_pipemem.tools.planner.ways import Answer
 
 MACHINE = "a100-80g"
 DEVICES_PER_NODE = 8

@@ -20,10 +20,10 @@ from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.memory import request_of
 from megatron_pipemem.tools.planner.planning import plan
-from megatron_pipemem.tools.planner.plans import run_files
 from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.space import Limits, is_stocks
 from megatron_pipemem.tools.planner.step import price
+from megatron_pipemem.tools.planner.ways import run_files
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
 TP, EP = "tp-comm-overlap", "overlap-moe-expert-parallel-comm"

@@ -22,12 +22,12 @@ from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import planned_flags
 from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.planning import plan
-from megatron_pipemem.tools.planner.plans import facts
 from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.slices import run_slices, sliced_step, why_not_sliced, with_slices
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import vocabulary_step
+from megatron_pipemem.tools.planner.ways import facts
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
 GROUPED = replace(MODEL, kv_heads=4, norm="rmsnorm", position="rope", bias="none")

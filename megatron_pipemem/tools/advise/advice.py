@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import Literal
@@ -25,7 +24,6 @@ from megatron_pipemem.tools.launch.command import Flags, all_flags
 from megatron_pipemem.tools.launch.feasibility import refusal
 from megatron_pipemem.tools.planner.balance import as_cut, balance, laid_out
 from megatron_pipemem.tools.planner.early_head import decided, with_early_head
-from megatron_pipemem.tools.planner.plans import Plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.replay import (
     OrderPrice,
@@ -49,6 +47,7 @@ from megatron_pipemem.tools.planner.space import (
 from megatron_pipemem.tools.planner.step import PlannedStep, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN
 from megatron_pipemem.tools.planner.variants import paired as with_pairs
+from megatron_pipemem.tools.planner.ways import Way
 
 STOCKS = ("1f1b", "interleaved")
 """Megatron's own schedules."""
@@ -62,56 +61,15 @@ AS_FAST = 0.01
 """Fraction of a step within which another step counts as equally long."""
 
 
-class Way(Plan):
-    """A run under one schedule, which is compared with the same run under other schedules."""
+def refusal_of(way: Way) -> PipememError | None:
+    """Return the error that says why a run cannot have a schedule; ``None`` if it can.
 
-    @property
-    def is_stock(self) -> bool:
-        """Whether the schedule is Megatron's own."""
-        return self.run.schedule.name == STOCK
-
-    @property
-    def name(self) -> str:
-        return (
-            ("stock " if self.is_stock else "")
-            + self.order.name
-            + (f" v={self.order.chunks}" if self.order.chunks else "")
-            + (f" slices={self.slices}" if self.slices > 1 else "")
-            + " in pairs" * self.run.pairs
-        )
-
-    @property
-    def idle_rate(self) -> float:
-        """Fraction of the makespan in which ranks idle on average, including idle time of ranks with less work."""
-        work = self.run.parallelism.microbatches * sum(self.step.work) - sum(self.hidden)
-        return max(0.0, 1 - work / len(self.step.work) / self.makespan)
-
-    @property
-    def messages(self) -> int:
-        """Number of messages of a step between pipeline ranks, forward and back."""
-        devices = self.step.placement.devices
-        return (
-            2
-            * self.run.parallelism.microbatches
-            * self.slices
-            * sum(here != there for here, there in pairwise(devices))
-        )
-
-    @cached_property
-    def refusal(self) -> PipememError | None:
-        """The error that says why the run cannot have this schedule; ``None`` if it can.
-
-        It is checked with the fewest microbatches for which the answer is the same.
-        """
-        cut = self.run.parallelism
-        if cut.global_batch == cut.microbatches * cut.micro_batch * cut.dp:
-            cut = cut.with_microbatches(shortest(cut.pp, cut.microbatches))
-        run = replace(self.run, parallelism=cut)
-        return refusal(run)
-
-    def gain(self, today: Way) -> float:
-        """Return the fraction by which a step is shorter than with the schedule ``today``; negative if it is longer."""
-        return 1 - self.seconds / today.seconds
+    It is checked with the fewest microbatches for which the answer is the same.
+    """
+    cut = way.run.parallelism
+    if cut.global_batch == cut.microbatches * cut.micro_batch * cut.dp:
+        cut = cut.with_microbatches(shortest(cut.pp, cut.microbatches))
+    return refusal(replace(way.run, parallelism=cut))
 
 
 Verdict = Literal["stay", "overlap", "layout", "stock", "pairs", "ours"]
@@ -167,8 +125,9 @@ def advise(
     if fails is not None:
         run = run_layout.with_cut(run, balance(run, pace=pace).best.layers)
     today = as_it_stands(run, pace)
-    if today.refusal is not None and today.refusal.code != "does-not-fit":
-        raise today.refusal
+    refused_today = refusal_of(today)
+    if refused_today is not None and refused_today.code != "does-not-fit":
+        raise refused_today
     memory = run.cluster.memory_bytes
     excess = max(0.0, today.peak - memory)
     if excess:
@@ -246,8 +205,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
             "per rank, layers or flags for overlap; correct the one that is wrong",
         )
     if placement is None:  # no family, or one whose passes are not those of whole microbatches
-        cut = as_cut(run, partial(run_layout.layers_of, run), pace)
-        return Way(run, order, cut.step, cut.seconds - cut.step.outside, cut.held)
+        return as_cut(run, order, partial(run_layout.layers_of, run), pace)
     layers = run_layout.layers_of(run, placement)
     return _way(run, order, placement, layers, pace, inf)
 
@@ -383,7 +341,7 @@ def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, 
     The refusals of our schedules with a lower ``key`` are added to ``refused``: by code, the message and the names.
     """
     for way in sorted(ways, key=key):
-        error = way.refusal
+        error = refusal_of(way)
         if error is None:
             return way
         if not way.is_stock:

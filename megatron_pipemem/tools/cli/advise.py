@@ -27,8 +27,8 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.explanation import pace_of
-from megatron_pipemem.tools.planner.plans import gibibytes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.ways import gibibytes
 
 _CLUSTER = "h100-80g"
 

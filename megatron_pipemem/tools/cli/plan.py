@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
 from megatron_pipemem.schedule.stream import LEAST_GAIN
-from megatron_pipemem.tools.advise.advice import as_it_stands
+from megatron_pipemem.tools.advise.advice import as_it_stands, refusal_of
 from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
 from megatron_pipemem.tools.cli.launch import Set
 from megatron_pipemem.tools.cli.options import (
@@ -38,13 +38,13 @@ from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, Cut
 from megatron_pipemem.tools.config.loading import load, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
 from megatron_pipemem.tools.launch.command import words
-from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, Layout, balance, laid_out
+from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, laid_out
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
-from megatron_pipemem.tools.planner.plans import Answer, Plan, facts, gibibytes, run_files
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.space import KEYS, OF_REPLICAS, Limits, is_stocks, without_overlap
 from megatron_pipemem.tools.planner.variants import PLAIN
+from megatron_pipemem.tools.planner.ways import Answer, Way, facts, gibibytes, run_files
 from megatron_pipemem.tools.report.terminal import FittingTable
 
 _REASONS = 12
@@ -152,7 +152,7 @@ def _whole(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
-def _print_answer(answer: Answer, today: Plan | None, notes: Sequence[str]) -> None:
+def _print_answer(answer: Answer, today: Way | None, notes: Sequence[str]) -> None:
     out = console()
     if answer.plans:
         out.print(_table(answer.plans, today))
@@ -167,7 +167,7 @@ def _print_answer(answer: Answer, today: Plan | None, notes: Sequence[str]) -> N
     print_lines(f"{answer.considered} combinations considered in {answer.seconds:.1f} s")
 
 
-def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
+def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Way | None:
     """Return the plan of a run as it stands, or ``None``.
 
     It is ``None`` if the run does not fill its cluster, is refused for another reason than memory, or has offload,
@@ -181,7 +181,8 @@ def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
         way = as_it_stands(run, pace)
     except PipememError:
         return None
-    return replace(way, run=run) if way.refusal is None or way.refusal.code == "does-not-fit" else None
+    refused = refusal_of(way)
+    return replace(way, run=run) if refused is None or refused.code == "does-not-fit" else None
 
 
 _COLUMNS = (
@@ -190,7 +191,7 @@ _COLUMNS = (
 )
 
 
-def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
+def _table(plans: Sequence[Way], today: Way | None) -> FittingTable:
     caption = (
         "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
         "same cut; binds: the largest loss of time; early head: I computes its weight gradient"
@@ -221,7 +222,7 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
     return table
 
 
-def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
+def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Way | None, Way | None]:
     """Return the fastest plans with and without overlap of messages within layers; ``None`` where there is no such plan.
 
     ``again`` plans the run without the overlap, if all plans of ``answer`` keep it.
@@ -233,7 +234,7 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
     return kept, next(iter(others), None)
 
 
-def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
+def _worth_of_overlap(kept: Way | None, other: Way) -> str:
     """Return a sentence on the time that overlap of messages within layers saves.
 
     ``kept`` is the fastest plan with the overlap, and ``other`` the fastest without it.
@@ -390,11 +391,11 @@ def _check_stock_groups(run: Run) -> None:
         )
 
 
-def _paste(run: Run, each: Layout) -> str:
+def _paste(run: Run, way: Way) -> str:
     """Return the flags that make a training script use this layout."""
     cut, choice = run.parallelism, run.schedule
     flags: dict[str, object] = {"pipeline-model-parallel-size": cut.pp}
-    of_layout = layout.flags(run.model, each.layers)
+    of_layout = layout.flags(run.model, way.layers)
     if choice.name != STOCK:
         flags["pipemem-schedule"] = choice.name
     elif not of_layout and cut.chunks:
@@ -412,17 +413,17 @@ def _layout_facts(run: Run, found: Balance, of: str, knows_memory: bool) -> dict
         **{key: getattr(cut, key) for key in ("pp", "chunks", "tp", "dp", "cp", "ep", "microbatches")},
         "even_is_as_good": found.even_is_as_good,
         "layouts": {
-            each.name: {
-                "layers": list(each.layers),
-                "stages": layout.stages_of(run.model, each.layers),
-                "flags": _paste(run, each),
-                "stage_seconds": list(each.stage_seconds),
-                "rank_seconds": list(each.step.work),
-                "imbalance": each.imbalance,
-                "step_seconds": each.seconds,
-                "rank_bytes": list(each.held) if knows_memory else None,
+            name: {
+                "layers": list(way.layers),
+                "stages": layout.stages_of(run.model, way.layers),
+                "flags": _paste(run, way),
+                "stage_seconds": list(way.stage_seconds),
+                "rank_seconds": list(way.step.work),
+                "imbalance": way.imbalance,
+                "step_seconds": way.seconds,
+                "rank_bytes": list(way.peaks) if knows_memory else None,
             }
-            for each in found.layouts
+            for name, way in found.layouts.items()
         },
     }
 
@@ -432,14 +433,14 @@ def _print_layouts(run: Run, found: Balance, knows_memory: bool) -> None:
     out.print(_ranks(run, found, knows_memory))
     columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
     table = FittingTable(columns, text=("layout",))
-    for each in found.layouts:
+    for layout_name, way in found.layouts.items():
         table.add_row(
-            each.name,
-            _milliseconds(each.slowest),
-            f"{each.imbalance:.1%}",
-            f"{each.seconds:.4g}",
-            f"{each.seconds / found.best.seconds:.3f}",
-            gibibytes(max(each.held)) if knows_memory else "",
+            layout_name,
+            _milliseconds(way.slowest),
+            f"{way.imbalance:.1%}",
+            f"{way.seconds:.4g}",
+            f"{way.seconds / found.best.seconds:.3f}",
+            gibibytes(way.peak) if knows_memory else "",
         )
     out.print(table)
     print_facts(out, [("paste", _paste(run, found.best)), ("even split", _verdict(run, found, knows_memory))])
@@ -454,7 +455,7 @@ def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
         text = f"is as good, within {AS_GOOD:.1%} of a step"
     else:
         text = f"takes {found.even.seconds / found.best.seconds - 1:.1%} longer"
-    if knows_memory and max(found.best.held) <= room < max(found.even.held):
+    if knows_memory and found.best.peak <= room < found.even.peak:
         text += f", but does not fit into the {gibibytes(room)} GiB of a device"
     if layout.uncut(run.model, stages) is None:
         text += (
@@ -468,8 +469,8 @@ def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
     chosen, cut = run.schedule.name, run.parallelism
     name = chosen if chosen != STOCK else "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
     columns = ["rank"]
-    for each in found.layouts:
-        columns += [each.name, f"{each.name} ms", f"{each.name} load"]
+    for layout_name in found.layouts:
+        columns += [layout_name, f"{layout_name} ms", f"{layout_name} load"]
     columns[4:4] = ["GiB"]
     table = FittingTable(
         columns,
@@ -478,16 +479,16 @@ def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
         ],
         title=f"{name}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch",
     )
-    longest = max(each.slowest for each in found.layouts)
+    longest = max(way.slowest for way in found.layouts.values())
     for rank in range(cut.pp):
         cells = [str(rank)]
-        for each in found.layouts:
-            stages, placement = layout.stages_of(run.model, each.layers), each.step.placement
+        for way in found.layouts.values():
+            stages, placement = layout.stages_of(run.model, way.layers), way.step.placement
             owned = placement.stages[rank]
-            bar = _bar([each.stage_seconds[stage] / placement.replicas for stage in owned], longest)
+            bar = _bar([way.stage_seconds[stage] / placement.replicas for stage in owned], longest)
             holds = " ".join(stages[stage % len(stages)] or "-" for stage in owned)
-            cells += [holds, _milliseconds(each.step.work[rank]), bar]
-        cells[4:4] = [gibibytes(found.best.held[rank]) if knows_memory else ""]
+            cells += [holds, _milliseconds(way.step.work[rank]), bar]
+        cells[4:4] = [gibibytes(found.best.peaks[rank]) if knows_memory else ""]
         table.add_row(*cells)
     return table
 

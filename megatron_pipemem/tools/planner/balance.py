@@ -14,7 +14,7 @@ find the same one, so the search ends after a number of trials and not after som
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from math import inf
@@ -26,7 +26,6 @@ from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import LAYOUT, REPLACED_BY_LAYOUT
 from megatron_pipemem.request import Request, prices_of
-from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
@@ -42,8 +41,10 @@ from megatron_pipemem.tools.planner.planning import asynchronous_price
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.replay import OrderPrice, Replay, Timing, priced, shortest
 from megatron_pipemem.tools.planner.slices import sliced_step
+from megatron_pipemem.tools.planner.space import Order
 from megatron_pipemem.tools.planner.step import PlannedStep, loads_of, pieces_of, price, shared_out
 from megatron_pipemem.tools.planner.variants import vocabulary_step
+from megatron_pipemem.tools.planner.ways import Way
 
 AS_GOOD = 0.005
 """The least gain for which pieces are moved from the best start, as a fraction of a step."""
@@ -53,43 +54,18 @@ _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A division of a model's layers among stages, with its predicted times and bytes."""
-
-    name: str  # ``best``, ``even`` or ``given``
-    layers: tuple[int, ...]  # pieces of every stage, see ``model.layout``
-    step: PlannedStep = field(repr=False)  # prices of stages and ranks
-    seconds: float  # of a step
-    held: tuple[float, ...] = field(repr=False)  # peak bytes of every rank, everything included, without offload
-
-    @property
-    def stage_seconds(self) -> tuple[float, ...]:
-        """Seconds of forward and backward of one microbatch on every stage."""
-        seconds = self.step.costs.seconds(self.step.placement)
-        return tuple(map(sum, zip(seconds[Kind.F], seconds[Kind.B], strict=True)))
-
-    @property
-    def slowest(self) -> float:
-        """Seconds that the busiest rank computes per microbatch."""
-        return max(self.step.work)
-
-    @property
-    def imbalance(self) -> float:
-        """Fraction by which the busiest rank computes longer than the mean of all ranks."""
-        return self.slowest * len(self.step.work) / sum(self.step.work) - 1
-
-
-@dataclass(frozen=True)
 class Balance:
     """The best, the even and the given layout of a run."""
 
-    best: Layout  # the layout with the shortest step found
-    even: Layout  # layers divided evenly, or nearly so
-    given: Layout | None = None  # the layout of the user or the run, if there is one
+    best: Way  # with the shortest step found
+    even: Way  # with layers divided evenly, or nearly so
+    given: Way | None = None  # with the layout of the user or the run, if there is one
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return tuple(each for each in (self.best, self.even, self.given) if each is not None)
+    def layouts(self) -> dict[str, Way]:
+        """The layouts that there are, by name."""
+        ways = {"best": self.best, "even": self.even, "given": self.given}
+        return {name: way for name, way in ways.items() if way is not None}
 
     @property
     def even_is_as_good(self) -> bool:
@@ -114,9 +90,9 @@ def balance(
         scale = _Scale(run, request, room, pace)
         counts = _given(run, given, scale.placement.model_stages)
         return Balance(
-            best=scale.layout("best", scale.best()),
-            even=scale.layout("even", layout.even(run.model, scale.placement.model_stages)),
-            given=None if counts is None else scale.layout("given", counts),
+            best=scale.layout(scale.best()),
+            even=scale.layout(layout.even(run.model, scale.placement.model_stages)),
+            given=None if counts is None else scale.layout(counts),
         )
 
     request = _request(run)
@@ -127,15 +103,18 @@ def balance(
 
 
 def as_cut(
-    run: Run, layers_of: Callable[[Placement], tuple[int, ...] | None], pace: MeasuredSlowdown | None = None
-) -> Layout:
-    """Return a run's layout with an uncut vocabulary, and its predicted times and bytes.
+    run: Run,
+    order: Order,
+    layers_of: Callable[[Placement], tuple[int, ...] | None],
+    pace: MeasuredSlowdown | None = None,
+) -> Way:
+    """Predict the times and bytes of a run whose schedule is ``order``, with an uncut vocabulary.
 
     Its pieces per stage are those that ``layers_of`` returns for the run's placement; if it returns ``None``, those of
     the planner's partition. ``pace`` has the ratios of measured to predicted seconds.
     """
     scale = _Scale(run, _request(run).decided(0), run.cluster.memory_bytes, pace)
-    return scale.layout("given", layers_of(scale.placement) or scale.partitioned)
+    return replace(scale.layout(layers_of(scale.placement) or scale.partitioned), order=order)
 
 
 class _Scale:
@@ -159,8 +138,8 @@ class _Scale:
         self.stages = self.placement.model_stages
         self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
 
-    def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
-        """Return the layout with these layers per stage, and predict its times and bytes."""
+    def layout(self, layers: tuple[int, ...]) -> Way:
+        """Predict the times and bytes of the run with these layers per stage."""
         step = self._step(layers)
         if self._request.is_asynchronous:
             step, found = asynchronous_price(self.run, step)
@@ -170,7 +149,8 @@ class _Scale:
             found = Replay(whole).timing(step.costs).price
         else:
             found = self._price(step)
-        return Layout(name, layers, step, found.seconds + step.outside, step.held(found.peaks))
+        order = Order(self.run.schedule.name, self.run.parallelism.chunks)
+        return Way(self.run, order, step, found.seconds, step.held(found.peaks))
 
     def _price(self, step: PlannedStep) -> OrderPrice:
         def timing(count: int) -> Timing:
@@ -196,7 +176,7 @@ class _Scale:
         own = self._step(None)
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
-        starts = [self.layout("", each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
+        starts = [self.layout(each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
         start = _shortest([each for each in starts if self._is_full(each.layers)] or starts, self._room)
         if not self._is_plain:
             return start.layers
@@ -222,7 +202,7 @@ class _Scale:
         """Return the layers per stage after single layers of ``layers`` have moved away from the slowest rank."""
         return shared_out(self._loads, self._stays, self.placement, layers)
 
-    def _moved(self, start: Layout, others: Sequence[Layout]) -> Layout:
+    def _moved(self, start: Way, others: Sequence[Way]) -> Way:
         """Return the layout found from ``start`` by moving pieces between stages as long as a step gets faster.
 
         A layout must fit the memory, if this is known, or take no more than ``start``. ``others`` are simulated
@@ -232,7 +212,7 @@ class _Scale:
 
         replay = self._replay(self._count)
         bounds = Bounds(pieces_of(self.run), self.placement, self._further)
-        most, lacking = max(self._room, *start.held) if self._room else inf, self._lacking(start.layers)
+        most, lacking = max(self._room, *start.peaks) if self._room else inf, self._lacking(start.layers)
 
         @cache
         def seconds(layers: tuple[int, ...]) -> float:
@@ -246,7 +226,7 @@ class _Scale:
 
         for each in others:
             seconds(each.layers)
-        return self.layout("", descend(start.layers, bounds, seconds, self._least, _SIMULATED))
+        return self.layout(descend(start.layers, bounds, seconds, self._least, _SIMULATED))
 
     @property
     def _least(self) -> list[int]:
@@ -283,15 +263,15 @@ class _Scale:
         return decided(self._cut, True, step_of, held, self._order.slices)[1]
 
 
-def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
+def _shortest(layouts: Sequence[Way], room: float) -> Way:
     """Return the layout with the shortest step among those that fit into ``room`` bytes.
 
     If none fits, take the layouts with about the shortest step, and of these the one with the lowest peak.
     """
-    if fitting := [each for each in layouts if max(each.held) <= room]:
+    if fitting := [each for each in layouts if each.peak <= room]:
         return min(fitting, key=lambda each: each.seconds)
     most = min(each.seconds for each in layouts) * (1 + AS_GOOD)
-    return min((each for each in layouts if each.seconds <= most), key=lambda each: (max(each.held), each.seconds))
+    return min((each for each in layouts if each.seconds <= most), key=lambda each: (each.peak, each.seconds))
 
 
 def _with_microbatches(run: Run, count: int) -> Run:

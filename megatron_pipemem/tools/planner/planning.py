@@ -44,7 +44,6 @@ from megatron_pipemem.schedule.stream import check_batch, family_window, steady,
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_head import decided, with_early_head
-from megatron_pipemem.tools.planner.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.tools.planner.replay import (
     MOST_ACTIONS,
@@ -61,6 +60,7 @@ from megatron_pipemem.tools.planner.slices import sliced_step
 from megatron_pipemem.tools.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.tools.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, variants
+from megatron_pipemem.tools.planner.ways import Answer, Base, Entry, Group, Way
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
@@ -189,14 +189,14 @@ class _Planner:
             else:
                 self._put(least_seconds(cut, pace), cut)
 
-    def best(self, count: int) -> list[Plan]:
+    def best(self, count: int) -> list[Way]:
         """Return the next ``count`` plans, the fastest first; fewer if no entry is left."""
-        found: list[Plan] = []
+        found: list[Way] = []
         while (self.queue or self.aside) and len(found) < count:
             if not self.queue:
                 self.queue, self.aside, self._effort = self.aside, [], float("inf")
             bound, _, entry = heapq.heappop(self.queue)
-            if isinstance(entry, Plan):
+            if isinstance(entry, Way):
                 found.append(entry)
                 continue
             tell(partial(_standing, len(found), count, len(self.queue), bound))
@@ -210,7 +210,7 @@ class _Planner:
                 self._price(entry)
         return found
 
-    def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
+    def search(self, plans: list[Way], seconds: float) -> Iterator[Way]:
         """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
 
         There are at most three searches, and each ends after ``seconds`` seconds. One that finds no order is skipped.
@@ -247,13 +247,13 @@ class _Planner:
             if (made := self._found(Base(group, Order(SEARCHED)), found.schedule)) is not None:
                 yield made
 
-    def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
+    def _put(self, seconds: float, entry: Run | Group | Base | Way) -> None:
         """Put an entry into the queue, by its time or lower bound in seconds.
 
         A bound sums the same seconds in another order, and rounding may make it greater than the time. So it is lowered
         slightly.
         """
-        if not isinstance(entry, Plan):
+        if not isinstance(entry, Way):
             seconds *= 1 - _ROUNDING
         heapq.heappush(self.queue, (seconds, next(self._serial), entry))
 
@@ -347,13 +347,13 @@ class _Planner:
             except PipememError:
                 self.rejected[f"{order.name} has no schedule for the number of pipeline ranks or microbatches"] += 1
 
-    def _wait(self, made: Plan | None) -> None:
+    def _wait(self, made: Way | None) -> None:
         if made is None:
             self.rejected[TOO_HIGH] += 1
         else:
             self._put(made.seconds, made)
 
-    def _run_order(self, group: Group, order: Order) -> Plan | None:
+    def _run_order(self, group: Group, order: Order) -> Way | None:
         """Return the plan of an order; ``None`` if it does not fit into the memory."""
         cut, slices = group.run.parallelism, _slices(group.run)
         if slices == 1 and "costs" not in family(order.name).options:
@@ -442,7 +442,7 @@ class _Planner:
         else:
             self._wait(found)
 
-    def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
+    def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Way | None:
         """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
 
         A long step is predicted from shorter ones, and its plan has no list of actions.
@@ -457,12 +457,12 @@ class _Planner:
 
         return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
 
-    def _found(self, base: Base, schedule: Schedule) -> Plan | None:
+    def _found(self, base: Base, schedule: Schedule) -> Way | None:
         """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""
         costs, overlaps = base.group.step.costs, base.group.run.schedule.overlap_steps
         return self._plan(base, schedule, Replay(schedule).timing(costs, overlaps).price)
 
-    def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
+    def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Way | None:
         """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory.
 
         ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
@@ -472,7 +472,7 @@ class _Planner:
             return None
         name = PLAIN if group.variant is None else group.variant.name
         made = (_configured(base), base.order, step, price.seconds, step.held(price.peaks), price.hidden)
-        return Plan(*made, name, schedule, group.memory_seconds)
+        return Way(*made, name, schedule, group.memory_seconds)
 
     def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory

@@ -1,14 +1,20 @@
-"""The planner's results and queue entries, and the output of a plan as JSON or as a run for ``pipemem launch``."""
+"""A way to run a model: the answer of ``plan``, ``layout``, ``advise`` and ``explain``.
+
+All of them list ways of one run and rank them by time and memory. They differ in what they vary: ``plan`` the
+parallelism, the order and its variants, ``advise`` the order and the layout, ``layout`` the layers of each stage.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
@@ -24,8 +30,8 @@ from megatron_pipemem.tools.planner.variants import PLAIN, Variant
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run with its parallelism, schedule and variant, and its predicted times and bytes."""
+class Way:
+    """A run under one schedule, with its predicted times and bytes."""
 
     run: Run = field(repr=False)
     """The run for ``pipemem launch``. If there are ``passes``, ``run_files`` names their file as the schedule."""
@@ -41,7 +47,7 @@ class Plan:
 
     @property
     def schedule(self) -> str:
-        """The name of the plan's order of passes: a family, or ``search`` for an order that was searched."""
+        """The name of the order of passes: a family, or ``search`` for an order that was searched."""
         return self.order.name
 
     @property
@@ -49,8 +55,29 @@ class Plan:
         return self.run.schedule.slices or 1
 
     @property
+    def is_stock(self) -> bool:
+        """Whether the schedule is Megatron's own."""
+        return self.run.schedule.name == STOCK
+
+    @property
+    def name(self) -> str:
+        """The schedule in words: whether it is stock's, its family, chunks and slices, and whether it runs in pairs."""
+        return (
+            ("stock " if self.is_stock else "")
+            + self.order.name
+            + (f" v={self.order.chunks}" if self.order.chunks else "")
+            + (f" slices={self.slices}" if self.slices > 1 else "")
+            + " in pairs" * self.run.pairs
+        )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The pieces of every stage, see ``model.layout``."""
+        return self.step.layers
+
+    @property
     def hides_messages(self) -> bool:
-        """Whether the plan hides messages within layers."""
+        """Whether the run hides messages within layers."""
         return hides_messages(self.run)
 
     @property
@@ -62,7 +89,7 @@ class Plan:
     def gain_without_barrier(self) -> float | None:
         """The ratio of the makespan with a barrier between steps to the period without it.
 
-        Above 1, steps are faster without the barrier. ``None`` for a plan with the barrier.
+        Above 1, steps are faster without the barrier. ``None`` for a run with the barrier.
         """
         if not self.run.schedule.overlap_steps:
             return None
@@ -104,6 +131,38 @@ class Plan:
         return max(0.0, 1 - self.work / self.makespan)
 
     @property
+    def idle_rate(self) -> float:
+        """Fraction of the makespan in which ranks idle on average, including idle time of ranks with less work."""
+        work = self.run.parallelism.microbatches * sum(self.step.work) - sum(self.hidden)
+        return max(0.0, 1 - work / len(self.step.work) / self.makespan)
+
+    @property
+    def messages(self) -> int:
+        """Number of messages of a step between pipeline ranks, forward and back."""
+        hops = sum(here != there for here, there in pairwise(self.step.placement.devices))
+        return 2 * self.run.parallelism.microbatches * self.slices * hops
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """Seconds of forward and backward of one microbatch on every stage."""
+        seconds = self.step.costs.seconds(self.step.placement)
+        return tuple(map(sum, zip(seconds[Kind.F], seconds[Kind.B], strict=True)))
+
+    @property
+    def slowest(self) -> float:
+        """Seconds that the busiest rank computes per microbatch."""
+        return max(self.step.work)
+
+    @property
+    def imbalance(self) -> float:
+        """Fraction by which the busiest rank computes longer than the mean of all ranks."""
+        return self.slowest * len(self.step.work) / sum(self.step.work) - 1
+
+    def gain(self, today: Way) -> float:
+        """Return the fraction by which a step is shorter than that of ``today``; negative if it is longer."""
+        return 1 - self.seconds / today.seconds
+
+    @property
     def losses(self) -> dict[str, float]:
         """Seconds of a step beyond the model's evenly divided computation, by cause, the largest first."""
         m, step = self.run.parallelism.microbatches, self.step
@@ -130,44 +189,44 @@ class Plan:
         return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
 
 
-def run_files(plan: Plan, path: Path) -> dict[Path, str]:
-    """Return the texts of the files that a plan's run needs, by path. No file is written.
+def run_files(way: Way, path: Path) -> dict[Path, str]:
+    """Return the texts of the files that a way's run needs, by path. No file is written.
 
     ``path`` is that of the run file. An order that is more than a family's name becomes a schedule file next to it.
     """
-    run, files = plan.run, {}
-    if plan.passes is not None and run.schedule.name != STOCK:
+    run, files = way.run, {}
+    if way.passes is not None and run.schedule.name != STOCK:
         order = path.with_suffix(".csv")
-        files[order] = plan.passes.to_csv()
+        files[order] = way.passes.to_csv()
         choice = replace(run.schedule, name=str(order))
-        if plan.passes.offloads:  # the file has the offload already, and a flag would plan it again
+        if way.passes.offloads:  # the file has the offload already, and a flag would plan it again
             choice = replace(choice, offload="off")
         run = replace(run, schedule=choice)
-    return files | {path: f"{_heading(plan)}{write_yaml(settings_of(run))}"}
+    return files | {path: f"{_heading(way)}{write_yaml(settings_of(run))}"}
 
 
-def facts(plan: Plan) -> dict[str, Any]:
-    """Return a plan's seconds, bytes and settings as a JSON object. ``peak_bytes`` has a value per pipeline rank."""
-    cut = plan.run.parallelism
+def facts(way: Way) -> dict[str, Any]:
+    """Return a way's seconds, bytes and settings as a JSON object. ``peak_bytes`` has a value per pipeline rank."""
+    cut = way.run.parallelism
     return {
-        "schedule": plan.schedule,
-        "hides_messages": plan.hides_messages,
-        "variant": plan.variant,
-        "recompute": plan.run.schedule.recompute,
-        "slices": plan.slices,
-        "slice_cut": plan.run.schedule.slice_cut,
+        "schedule": way.schedule,
+        "hides_messages": way.hides_messages,
+        "variant": way.variant,
+        "recompute": way.run.schedule.recompute,
+        "slices": way.slices,
+        "slice_cut": way.run.schedule.slice_cut,
         **{key: getattr(cut, key) for key in ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "microbatches")},
-        "layers": list(plan.step.layers),
-        "seconds": plan.seconds,
-        "mfu": plan.mfu,
-        "bubble_rate": plan.bubble_rate,
-        "gain_without_barrier": plan.gain_without_barrier,
-        "peak_bytes": list(plan.peaks),
-        "share_of_1f1b": plan.share_of_1f1b,
-        "rollback_bytes": list(plan.step.rollback),
-        "losses_seconds": plan.losses,
-        "binds": plan.binds,
-        "run": settings_of(plan.run),
+        "layers": list(way.step.layers),
+        "seconds": way.seconds,
+        "mfu": way.mfu,
+        "bubble_rate": way.bubble_rate,
+        "gain_without_barrier": way.gain_without_barrier,
+        "peak_bytes": list(way.peaks),
+        "share_of_1f1b": way.share_of_1f1b,
+        "rollback_bytes": list(way.step.rollback),
+        "losses_seconds": way.losses,
+        "binds": way.binds,
+        "run": settings_of(way.run),
     }
 
 
@@ -184,10 +243,10 @@ def gibibytes(nbytes: float) -> str:
     return text
 
 
-def _heading(plan: Plan) -> str:
+def _heading(way: Way) -> str:
     return (
-        f"# Planned: {plan.seconds:.4g} s a step, {plan.mfu:.1%} MFU, bubble {plan.bubble_rate:.1%}, at most "
-        f"{gibibytes(plan.peak)} GiB a rank; largest loss: {plan.binds}.\n"
+        f"# Planned: {way.seconds:.4g} s a step, {way.mfu:.1%} MFU, bubble {way.bubble_rate:.1%}, at most "
+        f"{gibibytes(way.peak)} GiB a rank; largest loss: {way.binds}.\n"
     )
 
 
@@ -195,7 +254,7 @@ def _heading(plan: Plan) -> str:
 class Answer:
     """The plans that the planner has found, and why it rejected all other cuts, schedules and variants."""
 
-    plans: tuple[Plan, ...] = field(repr=False)  # the fastest first
+    plans: tuple[Way, ...] = field(repr=False)  # the fastest first
     rejected: Counter[str] = field(repr=False)  # number of rejected choices, by reason
     considered: int  # number of all choices, plans included
     seconds: float  # that planning took
@@ -222,5 +281,5 @@ class Base:
     whole: bool = False  # whether the variant is simulated next with all microbatches, and not with a few
 
 
-Entry = tuple[float, int, Run | Group | Base | Plan]
+Entry = tuple[float, int, Run | Group | Base | Way]
 """Seconds of a step or their lower bound, a serial number for equal seconds, and the entry."""
