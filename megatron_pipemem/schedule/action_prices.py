@@ -149,7 +149,7 @@ class ActionPrices:
                 places = zip(prices, actions, strict=True)
                 prices = [-1 if at < 0 else at * slices + action.microbatch % slices for at, action in places]
                 graph = Graph(graph.lanes, graph.waits, prices, graph.lane_of)
-            seconds = [self._of_node(kind, stage, unit) for kind, stage in found.kinds for unit in units]
+            seconds = [self.of_node(kind, stage, unit) for kind, stage in found.kinds for unit in units]
             return graph, seconds, list(map(self.of_message, links))
         units = range(len(self._weights) * slices)
         own = (-1 if price < 0 else node for node, price in enumerate(graph.prices))
@@ -158,7 +158,7 @@ class ActionPrices:
         ]
         return (
             Graph(graph.lanes, waits, list(own), graph.lane_of),
-            [self._of_node(*action) for action in actions],
+            [self.of_node(*action) for action in actions],
             [self.of_message(link, unit) for link in links for unit in units],
         )
 
@@ -171,6 +171,6 @@ class ActionPrices:
         tables, slices = self._seconds.values(), self._slices
         return slices > 1 and any(table[at] != table[at - at % slices] for table in tables for at in range(len(table)))
 
-    def _of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
+    def of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
         """Return the seconds of a graph node; 0 for the post of a collective, because the collective is a node too."""
         return 0.0 if kind in COLLECTIVES and stage != EVERYWHERE else self.of(kind, stage, unit)

@@ -2,8 +2,8 @@
 
 A plan starts from a schedule (the *base*) and a few orders of the microbatches: from short to long, from long to short,
 and with the longest ones in the middle. Each order is tried in the base and in greedy schedules. Then two methods
-alternate. One varies the order of microbatches and keeps the order of actions. The other makes a new greedy schedule
-for the order of microbatches.
+alternate. One varies the order of microbatches and keeps the order of actions: the times of many variations are arrays,
+so that one walk over the actions simulates them all. The other makes a new greedy schedule for the best variation.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from itertools import accumulate, product, starmap
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
-from megatron_pipemem.schedule.action import PLAIN, Action, Kind
+from megatron_pipemem.schedule.action import PLAIN, Action, Kind, place
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.display import rare_collection
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.search.order_variation import Order, Variation, random_move
 
+Order = tuple[int, ...]
+"""For every position in the step, the index of its microbatch in arrival order."""
 Ahead = Sequence[int] | None
 
 
@@ -63,7 +67,7 @@ class Dispatcher:
         self._trains = any(kind is not Kind.F for kind, _ in kinds)
         changes, nothing = costs.memory_changes(placement), (0.0,) * placement.num_stages
         unit = costs.memory_unit(placement)
-        self._changes = {kind: [each * unit for each in changes.get(kind, nothing)] for kind in PLAIN}
+        self._changes = {kind: [change * unit for change in changes.get(kind, nothing)] for kind in PLAIN}
         prices, microbatches = ActionPrices(base, costs), range(base.num_microbatches)
         self._seconds = {
             kind: [[prices.of(kind, stage, k) for k in microbatches] for stage in range(placement.num_stages)]
@@ -75,11 +79,9 @@ class Dispatcher:
         self._there = [*(costs.link_seconds(a, b) for a, b in links), 0.0]
         self._back = [0.0, *(costs.link_seconds(b, a) for a, b in links)]
         takes, grows = self._changes[Kind.F], self._changes[Kind.I]
-        more = [max(0.0, each) if is_split else 0.0 for each, is_split in zip(grows, self._split, strict=True)]
-        self._spare = [each + also for each, also in zip(takes, more, strict=True)]
-        self._whole = [
-            sum(takes[each] for each in stages) + max(more[each] for each in stages) for stages in placement.stages
-        ]
+        more = [max(0.0, growth) if is_split else 0.0 for growth, is_split in zip(grows, self._split, strict=True)]
+        self._spare = [forward + growth for forward, growth in zip(takes, more, strict=True)]
+        self._of_device = [sum(takes[s] for s in stages) + max(more[s] for s in stages) for stages in placement.stages]
 
     def run(self, order: Sequence[int], ahead: Ahead = None) -> Dispatched | None:
         """Return the greedy schedule of this order of microbatches; ``None`` if the caps block a device.
@@ -90,18 +92,20 @@ class Dispatcher:
         """
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
         last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split
-        tokens = [self._tokens[each] for each in order]
+        tokens = [self._tokens[k] for k in order]
         forward, inputs, later, full = ([[row[k] for k in order] for row in self._seconds[kind]] for kind in PLAIN)
         takes, keeps, frees, gives = (self._changes[kind] for kind in PLAIN)
         spare = self._spare
         # Per microbatch, the room for younger ones on a device if older ones were gone and all its own chunks must fit.
-        slack = [[cap - each * whole for each in tokens] for cap, whole in zip(caps, self._whole, strict=True)]
+        slack = [
+            [cap - weight * chunks for weight in tokens] for cap, chunks in zip(caps, self._of_device, strict=True)
+        ]
         ready_f, ready_b = [[math.inf] * m for _ in device_of], [[math.inf] * m for _ in device_of]
         ready_f[0] = [0.0] * m
         done_f, done_b, done_w = ([0] * len(device_of) for _ in range(3))
-        held, busy = [0.0] * len(stages_of), [0.0] * len(stages_of)
+        memory, busy = [0.0] * len(stages_of), [0.0] * len(stages_of)
         ran: list[list[tuple[Kind, int, int]]] = [[] for _ in stages_of]
-        left = sum(1 if not trains else 3 if each else 2 for each in split) * m
+        left = sum(1 if not trains else 3 if is_split else 2 for is_split in split) * m
         events = [(0.0, device) for device in range(len(stages_of))]
         while events:
             now, device = heappop(events)
@@ -115,7 +119,7 @@ class Dispatcher:
             if chosen >= 0:
                 kind = Kind.I if split[chosen] else Kind.B
             elif ahead is None or sum(done_f[s] - done_b[s] for s in stages) < ahead[device]:
-                room = caps[device] - held[device]
+                room = caps[device] - memory[device]
                 for stage in stages:
                     k = done_f[stage]
                     if k < m and ready_f[stage][k] <= now and k < best:
@@ -155,21 +159,109 @@ class Dispatcher:
                 if chosen:
                     ready_b[chosen - 1][k] = end + self._back[chosen] * tokens[k]
                     heappush(events, (ready_b[chosen - 1][k], device_of[chosen - 1]))
-            held[device] += change * tokens[k]
+            memory[device] += change * tokens[k]
             busy[device] = end
             ran[device].append((kind, chosen, k))
             left -= 1
             heappush(events, (end, device))
         return None if left else Dispatched(max(busy), ran)
 
-    def schedule(self, found: Dispatched) -> Schedule:
+    def schedule(self, dispatched: Dispatched) -> Schedule:
         """Return the result of ``run`` as a ``Schedule``."""
-        orders = tuple(tuple(starmap(Action, order)) for order in found.orders)
+        orders = tuple(tuple(starmap(Action, order)) for order in dispatched.orders)
         return replace(self._base, orders=orders)
+
+
+class ManyOrders:
+    """Simulate a schedule for many orders of its microbatches at once.
+
+    The schedule must not offload: the order in which copies use their channel depends on times. ``costs`` have the
+    weights of the microbatches in arrival order. ``caps`` are in the unit of the costs' memory.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
+        assert costs.microbatch is not None and not schedule.offloads
+        graph = Dependencies.of_schedule(schedule)
+        prices, slices, microbatches = ActionPrices(schedule, costs), schedule.slices, range(schedule.num_microbatches)
+        self._lanes, rows = len(graph.lanes), dict[tuple[Kind, int, int], int]()
+        self._steps = []
+        """For every action: its node, lane and waits, its row in ``_seconds``, and its position in the step."""
+        for node, lane, waits, _ in graph.graph.steps(graph.walk.nodes):
+            kind, stage, unit = graph.actions[node]
+            row = rows.setdefault((kind, stage, unit % slices), len(rows))
+            self._steps.append((node, lane, waits, row, unit // slices))
+        self._positions = [action.microbatch // slices for action in graph.actions]
+        self._seconds = np.array(
+            [[prices.of_node(kind, stage, k * slices + at) for k in microbatches] for kind, stage, at in rows]
+        )
+        self._lags = np.array([[prices.of_message(link, k * slices) for k in microbatches] for link in graph.links])
+        self._tokens = np.array(costs.microbatch.tokens)
+        self._changes = list(_memory_changes(schedule, costs, caps))
+
+    def try_all(self, orders: Sequence[Order]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the makespan of every order, and its largest excess of a device over its cap.
+
+        The makespan is in seconds, without the sums of gradients over replicas. The excess is a share of the cap, and
+        at most 0 if all devices keep theirs.
+        """
+        chosen = np.array(orders).T  # [positions, orders]
+        seconds = self._seconds[:, chosen]
+        lags = self._lags[:, chosen] if self._lags.any() else None
+        free = [np.zeros(len(orders))] * self._lanes
+        ends: dict[int, np.ndarray] = {}
+        for node, lane, waits, row, position in self._steps:
+            start = free[lane]
+            for needed, link in waits:
+                arrival = ends[needed] if lags is None else ends[needed] + lags[link, self._positions[needed]]
+                start = np.maximum(start, arrival)
+            ends[node] = free[lane] = start + seconds[row, position]
+        excess = np.full(len(orders), -np.inf)
+        tokens = self._tokens[chosen]
+        for changes, positions, cap in self._changes:
+            memory = np.cumsum(changes * tokens[positions], axis=0).max(axis=0)
+            np.maximum(excess, (memory - cap) / (cap or 1.0), out=excess)
+        return np.max(free, axis=0), excess
+
+
+def _memory_changes(
+    schedule: Schedule, costs: Costs, caps: Sequence[float]
+) -> Iterator[tuple[np.ndarray, list[int], float]]:
+    """Yield, per device, the changes of memory by its actions as a column, their positions in the step, and its cap."""
+    placement, slices = schedule.placement, schedule.slices
+    by_kind = costs.memory_changes(placement, schedule.recomputed, slices)
+    unit = costs.memory_unit(placement, slices)
+    for order, cap in zip(schedule.orders, caps, strict=True):
+        actions = [action for action in order if action.kind in by_kind]
+        if actions:
+            changes = [[by_kind[action.kind][place(action, slices)] * unit] for action in actions]
+            yield np.array(changes), [action.microbatch // slices for action in actions], cap
+
+
+class _OneByOne:
+    """``ManyOrders`` for schedules that offload: the simulator runs one order after another."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
+        self._schedule, self._costs, self._caps = schedule, costs, caps
+
+    def try_all(self, orders: Sequence[Order]) -> tuple[np.ndarray, np.ndarray]:
+        weights, makespans, excesses = self._costs.microbatch, [], []
+        assert weights is not None
+        for order in orders:
+            costs = replace(self._costs, microbatch=weights.reordered(order))
+            memory = zip(peaks(self._schedule, costs), self._caps, strict=True)
+            excesses.append(max((peak - cap) / (cap or 1.0) for peak, cap in memory))
+            makespans.append(simulate(self._schedule, costs).makespan)
+        return np.array(makespans), np.array(excesses)
 
 
 SECONDS = 0.05
 _SEED = 0
+# Variations per round. The time of a round depends on the number of actions, and hardly on that of variations.
+_AT_ONCE = 96
+# Variations per round of a schedule that offloads: the time of a round is the sum of their times.
+_OFFLOADING = 4
+# The value of an order grows by this factor times its excess over the cap, so variations may pass through such orders.
+_PENALTY = 3.0
 # Rounds of variations, and new schedules for randomly moved orders, without progress, after which a search ends.
 _ROUNDS, _KICKS = 6, 60
 _CLIMB = 200
@@ -197,11 +289,11 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
     parallelism, replicas, slices) only the microbatches get a new order. The result is validated.
 
     ``cap`` is in the unit of the costs' memory. By default, it is the peaks of the base in arrival order. The search
-    ends after ``seconds``, but a first plan may take longer for many devices and microbatches. Two searches that end
-    before this time give the same plan. Raise an UnsupportedError for an asynchronous schedule, and a MemoryCapError
-    if no tried order keeps the cap.
+    ends after ``seconds`` of processor time, but a first plan may take longer for many devices and microbatches. Two
+    searches that end before this time give the same plan. Raise an UnsupportedError for an asynchronous schedule, and
+    a MemoryCapError if no tried order keeps the cap.
     """
-    started = time.perf_counter()
+    started = time.thread_time()
     if base.updates is not None:
         raise UnsupportedError(
             "conflicting-features",
@@ -220,32 +312,80 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
     return search.run()
 
 
-class _Found(NamedTuple):
-    """An order of microbatches, a schedule for it within the caps, and the makespan in seconds (``value``)."""
+class _Candidate(NamedTuple):
+    """An order of microbatches, a schedule for it within the caps, and the makespan in seconds."""
 
-    value: float
+    makespan: float
     order: Order
     schedule: Schedule
 
 
+class _Variation:
+    """The search for the best order of microbatches for one schedule, whose actions stay in their order.
+
+    Attributes:
+        order: the order with the smallest ``value``. It may exceed the caps.
+        value: the makespan of ``order`` in seconds, times a factor above 1 if it exceeds the caps.
+        fitting: the fastest order within the caps; ``None`` if there is none.
+    """
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, caps: Sequence[float], starts: Sequence[Order], random: Random
+    ) -> None:
+        self.schedule, self._random = schedule, random
+        self._orders = (_OneByOne if schedule.offloads else ManyOrders)(schedule, costs, caps)
+        self._at_once = _OFFLOADING if schedule.offloads else _AT_ONCE
+        self.order, self.value = starts[0], math.inf
+        self.fitting: _Candidate | None = None
+        self._try(starts)
+
+    def round(self) -> bool:
+        """Try random moves in the best order, and return whether the best value has become smaller."""
+        before = self.value
+        self._try([random_move(self.order, self._random) for _ in range(self._at_once)])
+        return self.value < before
+
+    def _try(self, orders: Sequence[Order]) -> None:
+        makespans, excess = self._orders.try_all(orders)
+        fits = excess <= loosened(1.0) - 1
+        values = np.where(fits, makespans, makespans * (1 + _PENALTY * excess))
+        best = len(orders) - 1 - int(values[::-1].argmin())  # of equal values the last, so that variations go on
+        if values[best] <= self.value:
+            self.order, self.value = orders[best], float(values[best])
+        fastest = int(np.where(fits, makespans, math.inf).argmin())
+        if fits[fastest] and (self.fitting is None or makespans[fastest] < self.fitting.makespan):
+            self.fitting = _Candidate(float(makespans[fastest]), orders[fastest], self.schedule)
+
+
+def random_move(order: Order, random: Random) -> Order:
+    """Return the order after a random move, which swaps two microbatches or puts one in another position."""
+    first, second, swaps = random.randrange(len(order)), random.randrange(len(order)), random.random() < 0.5
+    moved = list(order)
+    if swaps:
+        moved[first], moved[second] = moved[second], moved[first]
+    else:
+        moved.insert(second, moved.pop(first))
+    return tuple(moved)
+
+
 class _Search:
-    """The search for a plan. It ends before ``deadline`` (by ``time.perf_counter``), with time left for the proof."""
+    """The search for a plan. It ends before ``deadline`` (by ``time.thread_time``), with time left for the proof."""
 
     def __init__(
         self, base: Schedule, costs: Costs, weights: MicrobatchWeights, cap: MemoryCap | None, deadline: float
     ) -> None:
         self._base, self._costs, self._weights = base, costs, weights
-        begun = time.perf_counter()
-        in_arrival = simulate(base, costs)
-        self._arrival_makespan, held = in_arrival.makespan, in_arrival.peaks
-        self._pace = time.perf_counter() - begun
+        started = time.thread_time()
+        self._in_arrival = simulate(base, costs)
+        self._pace = time.thread_time() - started
         self._deadline = deadline - _TO_FINISH * self._pace
-        self._caps = held if cap is None else cap.of(base.num_devices)
+        in_arrival_order = self._in_arrival.peaks
+        self._caps = in_arrival_order if cap is None else cap.of(base.num_devices)
         self._random = Random(_SEED)
-        self._best: _Found | None = None
+        self._best: _Candidate | None = None
         self._by_arrival = tuple(range(base.num_microbatches))
-        if all(now <= loosened(most) for now, most in zip(held, self._caps, strict=True)):
-            self._best = _Found(self._arrival_makespan, self._by_arrival, base)
+        if all(peak <= loosened(most) for peak, most in zip(in_arrival_order, self._caps, strict=True)):
+            self._best = _Candidate(self._in_arrival.makespan, self._by_arrival, base)
         kinds = {action.kind for order in base.orders for action in order}
         self._is_plain = kinds <= set(PLAIN) and base.placement.replicas == base.slices == 1
         self._arrival = self._best
@@ -269,18 +409,18 @@ class _Search:
             return self._proved(self._arrival, bound)  # variations leave out sums over replicas, which took longer
         return plan
 
-    def _proved(self, found: _Found, bound: float) -> StepPlan:
-        costs = replace(self._costs, microbatch=self._weights.reordered(found.order))
-        validate(found.schedule, costs, self._caps)
-        makespan = simulate(found.schedule, costs).makespan
-        return StepPlan(found.order, found.schedule, makespan, self._arrival_makespan, bound)
+    def _proved(self, candidate: _Candidate, bound: float) -> StepPlan:
+        costs = replace(self._costs, microbatch=self._weights.reordered(candidate.order))
+        validate(candidate.schedule, costs, self._caps)
+        makespan = simulate(candidate.schedule, costs).makespan
+        return StepPlan(candidate.order, candidate.schedule, makespan, self._in_arrival.makespan, bound)
 
     def _bound(self) -> float:
         base = self._base
         if self._is_plain and self._trains:
             size, splits = base.num_microbatches, base.splits_backward
             return lower_bound(base.placement, size, self._costs, self._caps, splits=splits)
-        return simulate(base, self._costs).ideal
+        return self._in_arrival.ideal
 
     @property
     def _trains(self) -> bool:
@@ -294,11 +434,11 @@ class _Search:
 
     def _has_time(self, steps: float = 0.0) -> bool:
         """Return whether there is time left to simulate the base ``steps`` times."""
-        return time.perf_counter() + steps * self._pace < self._deadline
+        return time.thread_time() + steps * self._pace < self._deadline
 
-    def _take(self, found: _Found) -> None:
-        if self._best is None or found.value < self._best.value:
-            self._best = found
+    def _take(self, candidate: _Candidate) -> None:
+        if self._best is None or candidate.makespan < self._best.makespan:
+            self._best = candidate
 
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
         """Improve the best greedy schedule and the base in turn, by varying the order of their microbatches.
@@ -307,44 +447,40 @@ class _Search:
         order of microbatches new greedy schedules are made.
         """
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
-        made = self._dispatched(dispatcher, product(limits, starts))
-        in_made = in_base = None
+        greedy = self._dispatched(dispatcher, product(limits, starts))
+        of_greedy = of_base = None
         kicks = 0
         while kicks < _KICKS and self._has_time(_TO_START):
-            if made is not None and (in_made is None or made.schedule is not in_made.schedule):
-                in_made = self._variation(made.schedule, [made.order])
-            gained = in_made is not None and self._vary(in_made)
-            if in_base is None and self._has_time(_TO_START):
-                in_base = self._variation(self._base, [*starts, self._by_arrival])
-            gained = (in_base is not None and self._vary(in_base)) or gained
-            varied = [each for each in (in_made, in_base) if each is not None]
-            anew = self._dispatched(dispatcher, product(limits, [each.order for each in varied]))
-            if anew is not None and (in_made is None or anew.value < in_made.value):
-                made = anew
+            if greedy is not None and (of_greedy is None or greedy.schedule is not of_greedy.schedule):
+                of_greedy = self._variation(greedy.schedule, [greedy.order])
+            gained = of_greedy is not None and self._vary(of_greedy)
+            if of_base is None and self._has_time(_TO_START):
+                of_base = self._variation(self._base, [*starts, self._by_arrival])
+            gained = (of_base is not None and self._vary(of_base)) or gained
+            varied = [variation.order for variation in (of_greedy, of_base) if variation is not None]
+            following = self._dispatched(dispatcher, product(limits, varied))
+            if following is not None and (of_greedy is None or following.makespan < of_greedy.value):
+                greedy = following
             elif not gained:
                 kicks += 1
-                made = self._climbed(dispatcher, limits, anew or made)
+                greedy = self._climbed(dispatcher, limits, following or greedy)
 
-    def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
+    def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Candidate | None:
         """Return the fastest of the greedy schedules for these limits and orders, which are tried while there is time.
 
         The schedule is also kept if it is the best so far. Return ``None`` if the caps block all. If nothing better
         than the arrival order is known yet, go on without a time limit until one keeps the caps.
         """
-        fastest, of = None, None
+        fastest: tuple[Dispatched, Order] | None = None
         for ahead, order in tries:
             if (fastest is not None or self._best is not self._arrival) and not self._has_time():
                 break
-            found = dispatcher.run(order, ahead)
-            if found is not None and (fastest is None or found.makespan < fastest.makespan):
-                fastest, of = found, order
-        if fastest is None or of is None:
-            return None
-        result = _Found(fastest.makespan, of, dispatcher.schedule(fastest))
-        self._take(result)
-        return result
+            dispatched = dispatcher.run(order, ahead)
+            if dispatched is not None and (fastest is None or dispatched.makespan < fastest[0].makespan):
+                fastest = dispatched, order
+        return None if fastest is None else self._greedy(dispatcher, *fastest)
 
-    def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
+    def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Candidate | None) -> _Candidate | None:
         """Return ``begin``, improved by random swaps and moves of microbatches that keep or shorten the makespan.
 
         Every tried order gets a greedy schedule, with one of ``limits`` in turn. ``begin`` itself is not changed.
@@ -352,24 +488,26 @@ class _Search:
         """
         if begin is None:
             return None
-        best, value, order = None, begin.value, begin.order
+        best, makespan, order = None, begin.makespan, begin.order
         for number in range(_CLIMB):
             if not self._has_time():
                 break
-            tried = random_move(len(order), self._random)(order)
-            found = dispatcher.run(tried, limits[number % len(limits)])
-            if found is not None and found.makespan <= value:
-                best, value, order = found, found.makespan, tried
-        if best is None:
-            return begin
-        result = _Found(value, order, dispatcher.schedule(best))
-        self._take(result)
-        return result
+            moved = random_move(order, self._random)
+            dispatched = dispatcher.run(moved, limits[number % len(limits)])
+            if dispatched is not None and dispatched.makespan <= makespan:
+                best, makespan, order = dispatched, dispatched.makespan, moved
+        return begin if best is None else self._greedy(dispatcher, best, order)
 
-    def _variation(self, schedule: Schedule, starts: Sequence[Order]) -> Variation:
-        return Variation(schedule, self._costs, self._caps, starts, self._random)
+    def _greedy(self, dispatcher: Dispatcher, dispatched: Dispatched, order: Order) -> _Candidate:
+        """Return a greedy schedule as a candidate, and keep it if it is the best so far."""
+        candidate = _Candidate(dispatched.makespan, order, dispatcher.schedule(dispatched))
+        self._take(candidate)
+        return candidate
 
-    def _vary(self, variation: Variation) -> bool:
+    def _variation(self, schedule: Schedule, starts: Sequence[Order]) -> _Variation:
+        return _Variation(schedule, self._costs, self._caps, starts, self._random)
+
+    def _vary(self, variation: _Variation) -> bool:
         """Run rounds until they stop helping or time is up. Keep the fastest order within the caps.
 
         Return whether ``value`` has become smaller.
@@ -377,9 +515,8 @@ class _Search:
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
-        makespan, order = variation.fitting
-        if makespan < math.inf:
-            self._take(_Found(makespan, order, variation.schedule))
+        if variation.fitting is not None:
+            self._take(variation.fitting)
         return variation.value < before
 
 
@@ -392,8 +529,8 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
     rising = sorted(range(len(work)), key=work.__getitem__)
     for share in (4, 2, 10):
         falling = rising[1::share]
-        kept = set(falling)
-        yield (*(each for each in rising if each not in kept), *reversed(falling))
+        before_peak = [k for at, k in enumerate(rising) if at % share != 1]
+        yield (*before_peak, *reversed(falling))
     yield tuple(rising)
     yield tuple(reversed(rising))
 

@@ -29,7 +29,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
-from megatron_pipemem.search.order_variation import ManyOrders
+from megatron_pipemem.search.step_plan import ManyOrders
 
 LINEAR = Placement.linear(2)
 SHARE = st.floats(0, 1)

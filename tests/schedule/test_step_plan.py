@@ -26,8 +26,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import step_plan
-from megatron_pipemem.search.order_variation import ManyOrders
-from megatron_pipemem.search.step_plan import Dispatcher, StepPlan, plan_step
+from megatron_pipemem.search.step_plan import Dispatcher, ManyOrders, StepPlan, plan_step
 
 SYNCHRONOUS = sorted(name for name, family in FAMILIES.items() if not family.asynchronous)
 PLAIN = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "1f1b-v", "dualpipe-v")
