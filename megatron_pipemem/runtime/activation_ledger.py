@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import wraps
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, Concatenate, NamedTuple
 
 import torch
@@ -79,22 +80,23 @@ def bytes_per_action(
     bytes on the host. ``slices`` is their number per microbatch. With several, the microbatch numbers of actions count
     slices.
     """
-    held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
+    bytes_after = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
         (entry.action.stage, entry.action.microbatch): entry for entry in entries if entry.action.kind is Kind.F
     }
-    seen: dict[tuple[Kind, int], list[tuple[_Size, int]]] = {}
+    sizes_and_changes: dict[tuple[Kind, int], list[tuple[_Size, int]]] = {}
     routable: dict[int, int] = {}
-    for entry, before, after in zip(entries, (0, *held), held, strict=False):
+    for entry, before, after in zip(entries, (0, *bytes_after), bytes_after, strict=False):
         kind, stage, microbatch = entry.action
         at = place(entry.action, slices)
         forward = forwards.get((stage, microbatch))
         (b, s), routed = entry.tokens, 0 if forward is None else forward.routed
-        seen.setdefault((kind, at), []).append((_Size(routed, b * s, s), after - before))
+        sizes_and_changes.setdefault((kind, at), []).append((_Size(routed, b * s, s), after - before))
         routable[at] = max(routable.get(at, 0), entry.routable)
     changes: dict[Kind, list[int]] = {}
-    for (kind, at), of_microbatches in seen.items():
-        (least, low), (top, high) = (extreme(of_microbatches, key=lambda each: each[0]) for extreme in (min, max))
+    for (kind, at), of_microbatches in sizes_and_changes.items():
+        least, low = min(of_microbatches, key=itemgetter(0))
+        top, high = max(of_microbatches, key=itemgetter(0))
         change = high if most else low
         if most and least.routed < top.routed < routable[at]:
             change += round((high - low) * (routable[at] - top.routed) / (top.routed - least.routed))
@@ -182,9 +184,9 @@ class ActivationLedger:
 
     def _hold(self, tensor: torch.Tensor) -> bool:
         key = storage_key(tensor)
-        held = self._held.get(key)
-        for known in (self._excluded.get(key), held and held.storage):
-            if known is not None and not known.expired():
+        counted = self._held.get(key)
+        for storage in (self._excluded.get(key), counted and counted.storage):
+            if storage is not None and not storage.expired():
                 return False
         self._held[key] = _Held(StorageWeakRef(tensor.untyped_storage()), len(self.entries))
         return True
@@ -225,8 +227,8 @@ class ActivationLedger:
 
         A forward and a backward may run together. The bytes that the backward frees belong to its own record.
         """
-        sizes = {key: (known.storage, _size(known.storage)) for key, known in self._held.items()}
-        self._freed_later = {key: (known, size) for key, (known, size) in sizes.items() if size}
+        sizes = {key: (counted.storage, _size(counted.storage)) for key, counted in self._held.items()}
+        self._freed_later = {key: (storage, size) for key, (storage, size) in sizes.items() if size}
 
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
@@ -235,17 +237,17 @@ class ActivationLedger:
         ``host_bytes`` are the bytes of activations that the host holds now.
         """
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
-        held, alive = 0, {}
-        for key, known in self._held.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(known.storage.cdata)
+        device_bytes, alive = 0, {}
+        for key, counted in self._held.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(counted.storage.cdata)
             if storage is not None:
-                held += storage.nbytes()
-                alive[key] = known
+                device_bytes += storage.nbytes()
+                alive[key] = counted
         self._held = alive
-        held += sum(size - (_size(known) or 0) for known, size in self._freed_later.values())
+        device_bytes += sum(size - (_size(freed) or 0) for freed, size in self._freed_later.values())
         self._freed_later = {}
         routing = self._routed, self._routable, self._evenly
-        self.entries.append(LedgerEntry(action, held, host_bytes, *routing, self.tokens_of(action)))
+        self.entries.append(LedgerEntry(action, device_bytes, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0
 
     @_counting
@@ -331,8 +333,8 @@ def data_of(tensor: Any) -> tuple[torch.Tensor, ...]:
 
 def _size(storage: StorageWeakRef) -> int | None:
     """Return the current bytes of a storage, or ``None`` if it was freed."""
-    found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    return None if found is None else found.nbytes()
+    alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return None if alive is None else alive.nbytes()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

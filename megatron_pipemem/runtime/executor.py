@@ -44,13 +44,14 @@ class Instruction:
     key: Key
     receive: Action | None = None  # the message that it waits for
     # A stage of this device makes its tensor. With a cut vocabulary, the embedding and the head count as such stages.
-    from_here: bool = False
+    is_made_here: bool = False
     send: Action | None = None  # the message with its result
-    to_here: Key | None = None  # the forward or backward of this device that takes its result
-    settles: tuple[Action, ...] = ()  # messages of this device that the sender of ``receive`` had used before it sent
-    split: bool = False  # its backward is split into I and W
-    again: Kind | None = None  # the action that runs its forward again
-    offloaded: bool = False  # activations of its stage leave the device
+    consumer_on_this_device: Key | None = None  # the forward or backward of this device that takes its result
+    # Messages of this device that the sender of ``receive`` had used before it sent.
+    frees_sent: tuple[Action, ...] = ()
+    is_split: bool = False  # its backward is split into I and W
+    recompute_kind: Kind | None = None  # the action that runs its forward again
+    is_offloaded: bool = False  # activations of its stage leave the device
 
 
 @dataclass(frozen=True)
@@ -63,33 +64,34 @@ class RankProgram:
 
 
 @lru_cache(maxsize=32)  # a run has few programs: training, evaluation, and their versions before a new plan
-def settle(program: Program, device: int) -> RankProgram:
+def rank_program(program: Program, device: int) -> RankProgram:
     """Return a device's instructions. Nothing is sent, received or freed here.
 
     For each received message, they name the sent messages whose memory this device may then free. The cache compares
     programs by identity.
     """
-    answers, instructions = _answers(program, device), []
-    settled: Counter[int] = Counter()
-    for each in _instructions(program, device):
-        if each.receive in answers:
-            peer, used, count = answers[each.receive]
-            # Earlier messages on the same edge have arrived, too, so their answers count here.
-            if sent := tuple(used[settled[peer] : count]):
-                each = replace(each, settles=sent)
-            settled[peer] = max(settled[peer], count)
-        instructions.append(each)
-    kinds = frozenset(each.action.kind for each in instructions)
+    uses, instructions = _uses_before_receives(program, device), []
+    num_freed: Counter[int] = Counter()  # of this device's messages to each peer
+    for instruction in _instructions(program, device):
+        if instruction.receive in uses:
+            peer, used, count = uses[instruction.receive]
+            # Earlier messages on the same edge have arrived, too, and count here.
+            if sent := tuple(used[num_freed[peer] : count]):
+                instruction = replace(instruction, frees_sent=sent)
+            num_freed[peer] = max(num_freed[peer], count)
+        instructions.append(instruction)
+    kinds = frozenset(instruction.action.kind for instruction in instructions)
     return RankProgram(tuple(instructions), not kinds.isdisjoint(_BACKWARDS), kinds)
 
 
-def _answers(program: Program, device: int) -> dict[Action | None, tuple[int, list[Action], int]]:
+def _uses_before_receives(program: Program, device: int) -> dict[Action | None, tuple[int, list[Action], int]]:
     """Return, for each receive of this device, the sender, this device's messages that the sender uses, in order, and
     how many of them it has used before it sends.
 
     When the receive ends, the memory of those messages can be freed without asking the backend whether they were sent.
     """
-    router, found = Router(program.placement), dict[Action | None, tuple[int, list[Action], int]]()
+    router = Router(program.placement)
+    uses: dict[Action | None, tuple[int, list[Action], int]] = {}
     sent = {message.receive: message.send for message in map(router.emitted, program.actions[device]) if message}
     for peer in {source for source, destination in router.edges if destination == device}:
         actions = program.actions[peer]
@@ -100,17 +102,17 @@ def _answers(program: Program, device: int) -> dict[Action | None, tuple[int, li
             if receive is not None and receive in sent:
                 used.append(sent[receive])
             elif action in receives and receives[action].edge[1] == device:
-                found[receives[action].receive] = peer, used, len(used)
-    return found
+                uses[receives[action].receive] = peer, used, len(used)
+    return uses
 
 
 @lru_cache(maxsize=128)
 def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
     actions = program.actions[device]
-    split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
-    again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in RECOMPUTE}
+    split_keys = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
+    recompute_kinds = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in RECOMPUTE}
     # By stage, because microbatches may share tensors. A shared tensor is offloaded with the last offloaded microbatch.
-    offloaded = {a.stage for a in actions if a.kind is Kind.OFFLOAD}
+    offloaded_stages = {a.stage for a in actions if a.kind is Kind.OFFLOAD}
     placement, cut = program.placement, bool(program.schedule.vocabulary_barriers)
     instructions = []
     for action in actions:
@@ -120,22 +122,25 @@ def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
             instructions.append(Instruction(action, key))
             continue
         neighbours = placement.previous_stage(stage), placement.next_stage(stage)
-        forward = kind in _FORWARDS
-        before, after = neighbours if forward else neighbours[::-1]
-        receive, send = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_I, Kind.SEND_I)
-        from_here, here = (cut if other is None else placement.devices[other] == device for other in (before, after))
-        beyond = stage + (1 if forward else -1)
+        is_forward = kind in _FORWARDS
+        before, after = neighbours if is_forward else neighbours[::-1]
+        receive, send = (Kind.RECV_F, Kind.SEND_F) if is_forward else (Kind.RECV_I, Kind.SEND_I)
+        is_made_here, is_used_here = (
+            cut if neighbour is None else placement.devices[neighbour] == device for neighbour in (before, after)
+        )
+        # With a cut vocabulary, the head counts as the stage after the last, and the embedding as stage -1.
+        end = stage + 1 if is_forward else stage - 1
         instructions.append(
             Instruction(
                 action,
                 key,
-                receive=None if before is None or from_here else Action(receive, *key),
-                from_here=from_here,
-                send=None if after is None or here else Action(send, *key),
-                to_here=(beyond if after is None else after, microbatch) if here else None,
-                split=key in split,
-                again=again.get(key),
-                offloaded=stage in offloaded,
+                receive=None if before is None or is_made_here else Action(receive, *key),
+                is_made_here=is_made_here,
+                send=None if after is None or is_used_here else Action(send, *key),
+                consumer_on_this_device=(end if after is None else after, microbatch) if is_used_here else None,
+                is_split=key in split_keys,
+                recompute_kind=recompute_kinds.get(key),
+                is_offloaded=stage in offloaded_stages,
             )
         )
     return tuple(instructions)
@@ -250,9 +255,9 @@ class StepFeature(Protocol):
             def extend(self, executor):
                 run_forward = executor.handlers[Kind.F]
 
-                def forward(each):
+                def forward(instruction):
                     self.forwards += 1
-                    run_forward(each)
+                    run_forward(instruction)
 
                 return {Kind.AUDIT: self.check, Kind.F: forward}
     """
@@ -316,9 +321,9 @@ class Executor:
         self._transport = transport
         self.ledger = ledger
         self._trace = trace
-        settled = settle(program, device)
-        self.instructions = settled.instructions
-        self._has_backward = settled.has_backward
+        rank = rank_program(program, device)
+        self.instructions = rank.instructions
+        self._has_backward = rank.has_backward
         self._is_profiled = False
         self._done = 0
         # Keyed by (stage, microbatch) of the stage that uses the tensor next.
@@ -342,11 +347,11 @@ class Executor:
             Kind.W: self._weight_gradients,
             **dict.fromkeys(SENDS, self._send),
             **dict.fromkeys(RECEIVES, self._receive),
-            Kind.REDUCE_GRAD: lambda each: self._stages[each.action.stage].reduce_gradients(),
+            Kind.REDUCE_GRAD: lambda instruction: self._stages[instruction.action.stage].reduce_gradients(),
         }
         for feature in features:
             self.handlers |= feature.extend(self)
-        if unknown := sorted(settled.kinds.difference(self.handlers)):
+        if unknown := sorted(rank.kinds.difference(self.handlers)):
             raise UnsupportedError(
                 "no-handler",
                 f"the executor has no handler for {', '.join(unknown)}; give it a StepFeature that returns one",
@@ -363,10 +368,10 @@ class Executor:
         self._is_profiled = torch.autograd._profiler_enabled()
         position = begin = self._done
         try:
-            for position, each in enumerate(self.instructions[begin:until], begin):  # noqa: B007 - for the note
-                handlers[each.action.kind](each)
+            for position, instruction in enumerate(self.instructions[begin:until], begin):  # noqa: B007 - for the note
+                handlers[instruction.action.kind](instruction)
                 if ledger is not None:
-                    ledger.record(each.action, self.host_bytes())
+                    ledger.record(instruction.action, self.host_bytes())
         except Exception as error:
             error.add_note(
                 f"device {self._device} failed at position {position}, action {self.instructions[position].action}, "
@@ -410,11 +415,15 @@ class Executor:
         self._inputs, self._outputs = {}, {}
         return left
 
-    def kept(self, each: Instruction) -> list[torch.Tensor]:
+    def kept_tensors(self, instruction: Instruction) -> list[torch.Tensor]:
         """Return the input and output of a forward that the executor itself keeps at present, apart from autograd."""
-        sent = self._outbox.get(each.send, (None,))[0] if each.send is not None else None
-        handed = self.handed_inputs.get(each.to_here) if each.to_here is not None else None
-        tensors = (self._inputs.get(each.key), sent, handed)
+        sent = self._outbox.get(instruction.send, (None,))[0] if instruction.send is not None else None
+        handed = (
+            self.handed_inputs.get(instruction.consumer_on_this_device)
+            if instruction.consumer_on_this_device is not None
+            else None
+        )
+        tensors = (self._inputs.get(instruction.key), sent, handed)
         return [tensor for tensor in tensors if tensor is not None]
 
     def measured(self, action: Action) -> AbstractContextManager:
@@ -423,45 +432,44 @@ class Executor:
             return self._profiled(action)
         return _NOTHING if self._trace is None else self._trace.measure(action)
 
-    def _forward(self, each: Instruction) -> None:
-        key = each.key
-        stage, input = self._stages[key[0]], self._input_of(each)
-        recomputed = each.again is Kind.R
-        if recomputed:
-            with self.measured(each.action), torch.no_grad():
+    def _forward(self, instruction: Instruction) -> None:
+        key = instruction.key
+        stage, input = self._stages[key[0]], self._input_of(instruction)
+        if instruction.recompute_kind is Kind.R:
+            with self.measured(instruction.action), torch.no_grad():
                 output = stage.forward(key[1], input, will_recompute=True)
             self._inputs[key] = input
         else:
-            output = self._run_stage(each, stage.forward, input)
-        self._pass_on(each, output)
+            output = self._run_stage(instruction, stage.forward, input)
+        self._pass_on(instruction, output)
 
-    def _input_of(self, each: Instruction) -> torch.Tensor | None:
+    def _input_of(self, instruction: Instruction) -> torch.Tensor | None:
         """Wait for the input of a forward, and return it; ``None`` on the stage that reads the data.
 
         The input requires a gradient if it has floating-point numbers and the program has backwards.
         """
         input = None
-        if each.receive is not None:
-            input = self._received(each)
-        elif each.from_here:
-            input = self.handed_inputs.pop(each.key)
+        if instruction.receive is not None:
+            input = self._received(instruction)
+        elif instruction.is_made_here:
+            input = self.handed_inputs.pop(instruction.key)
         if input is not None:
             input.requires_grad_(self._has_backward and input.is_floating_point())
         return input
 
-    def _pass_on(self, each: Instruction, output: torch.Tensor) -> None:
+    def _pass_on(self, instruction: Instruction, output: torch.Tensor) -> None:
         """Keep the output of a forward for its send, or for the next stage on this device. Nothing is sent here.
 
         The stage may then drop its own output's data, unless the forward runs again or the program has no backward.
         """
-        if each.send is not None:
-            self._put_out(each.send, output.detach())
-        elif each.to_here is not None:
-            self.handed_inputs[each.to_here] = self._held(output.detach())
+        if instruction.send is not None:
+            self._put_out(instruction.send, output.detach())
+        elif instruction.consumer_on_this_device is not None:
+            self.handed_inputs[instruction.consumer_on_this_device] = self._held(output.detach())
         else:
             return
-        if self._has_backward and each.again is not Kind.R:
-            self._stages[each.key[0]].release_output(output)
+        if self._has_backward and instruction.recompute_kind is not Kind.R:
+            self._stages[instruction.key[0]].release_output(output)
 
     def run_pair(self, forward: Instruction, backward: Instruction) -> Callable[[], None]:
         """Run a forward and a backward together. The backward's stage is a ``PairRunner``.
@@ -488,33 +496,33 @@ class Executor:
         def finish() -> None:
             with self.measured(backward.action), collecting(self.queues[key]):
                 other.defer_weight_gradients()
-                if not backward.split:
+                if not backward.is_split:
                     self.queues.pop(key).run()
             self._hold_queued(backward)
             self._pass_back(backward, gradients.pop())
 
         return finish
 
-    def _received(self, each: Instruction) -> torch.Tensor:
-        assert each.receive is not None
-        tensor = self._transport.wait(each.receive)
-        for sent in each.settles:
-            self._transport.settle(sent)
+    def _received(self, instruction: Instruction) -> torch.Tensor:
+        assert instruction.receive is not None
+        tensor = self._transport.wait(instruction.receive)
+        for sent in instruction.frees_sent:
+            self._transport.free_sent(sent)
         return tensor
 
-    def _recompute(self, each: Instruction) -> None:
-        stage = self._stages[each.action.stage]
-        output = self._run_stage(each, stage.recompute, self._inputs.pop(each.key))
-        if each.send is not None or each.to_here is not None:
+    def _recompute(self, instruction: Instruction) -> None:
+        stage = self._stages[instruction.action.stage]
+        output = self._run_stage(instruction, stage.recompute, self._inputs.pop(instruction.key))
+        if instruction.send is not None or instruction.consumer_on_this_device is not None:
             stage.release_output(output)
 
-    def _recompute_selectively(self, each: Instruction) -> None:
-        with self.measured(each.action):
-            self._recorders.pop(each.key).run_again()
+    def _recompute_selectively(self, instruction: Instruction) -> None:
+        with self.measured(instruction.action):
+            self._recorders.pop(instruction.key).run_again()
 
     def _run_stage(
         self,
-        each: Instruction,
+        instruction: Instruction,
         forward: Callable[[int, torch.Tensor | None], torch.Tensor],
         input: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -522,93 +530,93 @@ class Executor:
 
         Keep its input and output if the program has backwards. If the backward is split, its W gets a new queue.
         """
-        key, selective = each.key, each.again is Kind.RS
+        key, is_selective = instruction.key, instruction.recompute_kind is Kind.RS
         queue = None
-        if each.split:
+        if instruction.is_split:
             queue = self.queues[key] = WeightGradientQueue()
-        elif each.offloaded or selective:
+        elif instruction.is_offloaded or is_selective:
             # Megatron's linear layers save their weight with autograd, and need it unchanged in the backward.
             queue = ImmediateWeightGradients()
         elif self.late_weights and self._has_backward:
             queue = self.queues[key] = LateWeightGradients()
         if queue is None and self.ledger is None:
-            with self.measured(each.action):
+            with self.measured(instruction.action):
                 output = forward(key[1], input)
         else:
             recorded: AbstractContextManager[None] = _NOTHING
-            if selective:
+            if is_selective:
                 self._recorders[key] = Recorder(self._held)
                 recorded = self._recorders[key].record()
-            with self.measured(each.action), collecting(queue), self._watched(each), recorded:
+            with self.measured(instruction.action), collecting(queue), self._watched(instruction), recorded:
                 output = forward(key[1], input)
         if self._has_backward:
             self._inputs[key], self._outputs[key] = input, output
         return output
 
-    def _backward(self, each: Instruction) -> None:
-        key = each.key
-        output_gradient = self._gradient_of(each)
+    def _backward(self, instruction: Instruction) -> None:
+        key = instruction.key
+        output_gradient = self._gradient_of(instruction)
         backward = self._stages[key[0]].backward
         input, output = self._inputs.pop(key), self._outputs.pop(key)
         queue = self.queues.get(key)
-        with self.measured(each.action), collecting(queue) if queue is not None else _NOTHING:
+        with self.measured(instruction.action), collecting(queue) if queue is not None else _NOTHING:
             gradient = backward(key[1], input, output, output_gradient)
-            if not each.split and queue is not None:
+            if not instruction.is_split and queue is not None:
                 self.queues.pop(key).run()
-        self._hold_queued(each)
-        self._pass_back(each, gradient)
+        self._hold_queued(instruction)
+        self._pass_back(instruction, gradient)
 
-    def _gradient_of(self, each: Instruction) -> torch.Tensor | None:
+    def _gradient_of(self, instruction: Instruction) -> torch.Tensor | None:
         """Wait for the gradient of a stage's output, and return it; ``None`` for a loss."""
-        if each.receive is not None:
-            return self._received(each)
-        return self.handed_gradients.pop(each.key) if each.from_here else None
+        if instruction.receive is not None:
+            return self._received(instruction)
+        return self.handed_gradients.pop(instruction.key) if instruction.is_made_here else None
 
-    def _hold_queued(self, each: Instruction) -> None:
+    def _hold_queued(self, instruction: Instruction) -> None:
         """Let the ledger count the tensors that a backward has left for its W."""
-        if each.split and self.ledger is not None:
-            for tensor in self.queues[each.key].tensors():
+        if instruction.is_split and self.ledger is not None:
+            for tensor in self.queues[instruction.key].tensors():
                 self.ledger.hold(tensor)
 
-    def _pass_back(self, each: Instruction, gradient: torch.Tensor | None) -> None:
+    def _pass_back(self, instruction: Instruction, gradient: torch.Tensor | None) -> None:
         """Keep the gradient of a backward's input for its send, or for the previous stage on this device.
 
         Nothing is sent here. The gradient is dropped on the stage that reads the data. Raise a RuntimeError if another
         stage has none.
         """
-        if each.send is None and each.to_here is None:
+        if instruction.send is None and instruction.consumer_on_this_device is None:
             return
         if gradient is None:
             raise RuntimeError(
-                f"stage {each.key[0]} gave no gradient for its input; a stage that detaches or ignores its input cannot come "
-                "after another stage"
+                f"stage {instruction.key[0]} gave no gradient for its input; a stage that detaches or ignores its input "
+                "cannot come after another stage"
             )
-        if each.send is not None:
-            self._put_out(each.send, gradient)
-        elif each.to_here is not None:
-            self.handed_gradients[each.to_here] = self._held(gradient)
+        if instruction.send is not None:
+            self._put_out(instruction.send, gradient)
+        elif instruction.consumer_on_this_device is not None:
+            self.handed_gradients[instruction.consumer_on_this_device] = self._held(gradient)
 
-    def _weight_gradients(self, each: Instruction) -> None:
-        queue = self.queues.pop(each.key)
+    def _weight_gradients(self, instruction: Instruction) -> None:
+        queue = self.queues.pop(instruction.key)
         if self.ledger is not None:
             # This action frees them, but a backend that gathers them may hold them a moment longer.
             for tensor in queue.tensors():
                 self.ledger.release(tensor)
-        with self.measured(each.action):
+        with self.measured(instruction.action):
             queue.run()
 
     def _put_out(self, send: Action, tensor: torch.Tensor) -> None:
         self._outbox[send] = tensor, self.ledger is not None and bool(self.ledger.hold(tensor))
 
-    def _send(self, each: Instruction) -> None:
-        tensor, is_counted_here = self._outbox.pop(each.action)
-        self._transport.post_send(each.action, tensor)
+    def _send(self, instruction: Instruction) -> None:
+        tensor, is_counted_here = self._outbox.pop(instruction.action)
+        self._transport.post_send(instruction.action, tensor)
         # The ledger still counts an output, if autograd keeps it. A gradient is only kept by the transport.
-        if self.ledger is not None and (is_counted_here or each.action.kind is Kind.SEND_I):
+        if self.ledger is not None and (is_counted_here or instruction.action.kind is Kind.SEND_I):
             self.ledger.release(tensor)
 
-    def _receive(self, each: Instruction) -> None:
-        buffer = self._transport.post_receive(each.action)
+    def _receive(self, instruction: Instruction) -> None:
+        buffer = self._transport.post_receive(instruction.action)
         if buffer is not None:
             self._held(buffer)
 
@@ -617,13 +625,13 @@ class Executor:
             self.ledger.hold(tensor)
         return tensor
 
-    def _watched(self, each: Instruction) -> AbstractContextManager:
+    def _watched(self, instruction: Instruction) -> AbstractContextManager:
         """Return a context in which the ledger counts the tensors that autograd saves.
 
         It does nothing without a ledger or without backwards. It does nothing for an offloaded stage either, because
         hooks on saved tensors do not nest, and the offload counts these tensors.
         """
-        if each.offloaded or self.ledger is None or not self._has_backward:
+        if instruction.is_offloaded or self.ledger is None or not self._has_backward:
             return _NOTHING
         return self.ledger.watch_saved()
 

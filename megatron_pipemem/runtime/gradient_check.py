@@ -17,19 +17,19 @@ from torch.autograd import Variable
 from megatron_pipemem.runtime.weight_gradients import accumulator_of, completing
 
 
-def reached(roots: Iterable[torch.Tensor], known: tuple[str, ...]) -> Iterator[torch.Tensor]:
+def reached(roots: Iterable[torch.Tensor], modules: tuple[str, ...]) -> Iterator[torch.Tensor]:
     """Yield the parameters to which a whole backward from these tensors would give a gradient.
 
     The node of a split layer has the weights whose gradients wait for W in its attribute ``deferred``. The inputs of
-    other autograd functions are left out, because a function need not return a gradient for them. ``known`` are
-    beginnings of the names of modules whose functions do return one, or leave it to W.
+    other autograd functions are left out, because a function need not return a gradient for them. ``modules``
+    are beginnings of the names of modules whose functions do return one, or leave it to W.
     """
     nodes: list[Any] = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
         function = getattr(node, "_forward_cls", None)
-        if function is not None and not function.__module__.startswith(known):
+        if function is not None and not function.__module__.startswith(modules):
             continue
         yield from getattr(node, "deferred", ())
         for following, _ in node.next_functions:
@@ -43,11 +43,11 @@ def reached(roots: Iterable[torch.Tensor], known: tuple[str, ...]) -> Iterator[t
 class GradientCheck:
     """Compares the parameters that autograd's graphs reach with those that get a gradient, in a ``with`` block.
 
-    ``parameters`` are the trained parameters of a rank, by name. For ``known`` see ``reached``.
+    ``parameters`` are the trained parameters of a rank, by name. For ``modules`` see ``reached``.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], known: tuple[str, ...]):
-        self._parameters, self._known = parameters, known
+    def __init__(self, parameters: Mapping[str, torch.Tensor], modules: tuple[str, ...]):
+        self._parameters, self._modules = parameters, modules
         self._reached: set[torch.Tensor] = set()
         self._complete: set[torch.Tensor] = set()
 
@@ -67,7 +67,7 @@ class GradientCheck:
 
     def _note(self, roots: Iterable[torch.Tensor]) -> None:
         # Other leaves are activations, which must not be kept.
-        self._reached.update({*self._parameters.values()}.intersection(reached(roots, self._known)))
+        self._reached.update({*self._parameters.values()}.intersection(reached(roots, self._modules)))
 
     def _arrives(self, parameter: torch.Tensor, gradients: tuple) -> None:
         if gradients[0] is not None:
@@ -76,7 +76,7 @@ class GradientCheck:
     def lost(self) -> list[str]:
         """Return the names of parameters that were reached and got no gradient."""
         lost = self._reached - self._complete
-        return [name for name, each in self._parameters.items() if each in lost and not _has_gradient(each)]
+        return [name for name, weight in self._parameters.items() if weight in lost and not _has_gradient(weight)]
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -69,15 +69,15 @@ class Recorder:
 
         ``replay`` repeats its random numbers in a second run.
         """
-        region = _Region(function, replay, [self._input(each) for each in arguments])
+        region = _Region(function, replay, [self._input(argument) for argument in arguments])
         with saved_as_is(), saved_tensors_hooks(region.save, _filled):
             output = function(*arguments)
         self._regions.append(region)
-        inputs = {storage_key(each) for each in arguments if isinstance(each, torch.Tensor)}
-        for index, each in enumerate(_listed(output)):
-            if isinstance(each, torch.Tensor) and storage_key(each) not in inputs:
-                alive = StorageWeakRef(each.untyped_storage())
-                self._results[storage_key(each)] = _Result(alive, region, index, each.dtype, each._version)
+        inputs = {storage_key(argument) for argument in arguments if isinstance(argument, torch.Tensor)}
+        for index, result in enumerate(_listed(output)):
+            if isinstance(result, torch.Tensor) and storage_key(result) not in inputs:
+                alive = StorageWeakRef(result.untyped_storage())
+                self._results[storage_key(result)] = _Result(alive, region, index, result.dtype, result._version)
         return output
 
     def _input(self, argument: object) -> object:
@@ -140,6 +140,9 @@ class _Input(NamedTuple):
     saved: object
     requires_grad: bool
 
+    def loaded(self, load: Callable) -> torch.Tensor:
+        return load(self.saved).detach().requires_grad_(self.requires_grad)
+
 
 class _Region:
     """One run of a region: its inputs, and the placeholders of its tensors that autograd still needs."""
@@ -155,25 +158,24 @@ class _Region:
         return place
 
     def run_again(self, load: Callable, made: Callable[[torch.Tensor], object]) -> None:
-        again: list[torch.Tensor] = []
+        saved_again: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> None:
-            again.append(tensor.detach())
+            saved_again.append(tensor.detach())
 
         arguments = [
-            load(each.saved).detach().requires_grad_(each.requires_grad) if isinstance(each, _Input) else each
-            for each in self._arguments
+            argument.loaded(load) if isinstance(argument, _Input) else argument for argument in self._arguments
         ]
         self._arguments = []
         with self._replay(), torch.enable_grad(), saved_as_is(), saved_tensors_hooks(collect, _filled):
             results = _listed(self._function(*arguments))
-        if len(again) != len(self._saved):
+        if len(saved_again) != len(self._saved):
             raise RuntimeError(
-                f"a part of the model saved {len(self._saved)} tensors for its backward, but {len(again)} when it ran "
+                f"a part of the model saved {len(self._saved)} tensors for its backward, but {len(saved_again)} when it ran "
                 "again; the part is not deterministic, so recompute its stage fully (--pipemem-recompute full) or not "
                 "at all"
             )
-        for saved, tensor in zip(self._saved, again, strict=True):
+        for saved, tensor in zip(self._saved, saved_again, strict=True):
             _fill(saved, tensor, made)
         for saved, index, geometry in self.results:
             _fill(saved, results[index].detach().as_strided(*geometry), made)

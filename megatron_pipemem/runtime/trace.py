@@ -70,7 +70,9 @@ class Trace:
         if self._read is None:
             if self._on_cuda and self._times:
                 self._times[-1][2].synchronize()
-            self._read = [TracedAction(each, self._after(start), self._after(end)) for each, start, end in self._times]
+            self._read = [
+                TracedAction(action, self._after(start), self._after(end)) for action, start, end in self._times
+            ]
             self._times.clear()
         return self._read
 
@@ -132,11 +134,11 @@ def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
     Ranks that hold the same stage in different replicas have equal weight.
     """
-    found: dict[Key, list[float]] = {}
+    values_of: dict[Key, list[float]] = {}
     for report in reports:
         for key, seconds in report.items():
-            found.setdefault(key, []).append(seconds)
-    return {key: fmean(values) for key, values in found.items()}
+            values_of.setdefault(key, []).append(seconds)
+    return {key: fmean(values) for key, values in values_of.items()}
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:

@@ -34,7 +34,7 @@ default is up to 32 thread blocks, which would slow the computation."""
 
 
 def new_groups(
-    wanted: Iterable[Sequence[int]],
+    members: Iterable[Sequence[int]],
     parent: dist.ProcessGroup,
     description: str,
     *,
@@ -44,8 +44,8 @@ def new_groups(
 ) -> list[dist.ProcessGroup]:
     """Open process groups with the timeout of ``parent``. Every rank of ``callers`` must call this at the same time.
 
-    By default, the callers are the ranks of ``parent``. Other ranks of the job take no part. ``wanted`` has the global
-    ranks of every group, and must be the same on all callers. A rank gets the groups that it wants, in order. Groups
+    By default, the callers are the ranks of ``parent``. Other ranks of the job take no part. ``members`` has the global
+    ranks of every group, and must be the same on all callers. A rank gets its groups, in order. Groups
     without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL groups run on streams of high priority and keep the
     parent's limits on thread blocks (``--nccl-communicator-config-path``). With ``messages``, NCCL may use
     ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. ``description`` is the name that torch's logs give to
@@ -59,7 +59,7 @@ def new_groups(
     dist.all_gather_object(tokens, secrets.token_hex(8), group=callers)
     own = dist.get_rank()
     opened: list[Any] = []
-    for number, ranks in enumerate(wanted):
+    for number, ranks in enumerate(members):
         if own not in ranks:
             opened.append(dist.GroupMember.NON_GROUP_MEMBER)
             continue
@@ -208,8 +208,8 @@ class MessageFormat:
 
     def check(self, action: Action, tensor: torch.Tensor) -> None:
         """Raise an UnsupportedError if the tensor to send has another shape than its receiver expects."""
-        known = self.shape_of(action.microbatch)
-        if known is not None and tensor.shape != known:
+        expected = self.shape_of(action.microbatch)
+        if expected is not None and tensor.shape != expected:
             way_out = (
                 "set variable_seq_lengths=True in the model's configuration if microbatches differ"
                 if self.shapes is None
@@ -217,7 +217,7 @@ class MessageFormat:
             )
             raise UnsupportedError(
                 "message-shape",
-                f"{action} has a tensor of shape {tuple(tensor.shape)}, but its receiver expects {tuple(known)}; {way_out}",
+                f"{action} has a tensor of shape {tuple(tensor.shape)}, but its receiver expects {tuple(expected)}; {way_out}",
             )
 
 
@@ -257,7 +257,7 @@ class Transport:
     If shapes are unknown, a header with the shape comes before each message. With ``in_sequence``, the header is read
     when the receive is posted, and not when the tensor is needed. The order for one hardware queue needs this. With
     ``polls``, the host asks the backend after every send which messages have been sent, to free their memory. Without
-    ``polls``, only ``settle`` and ``finish`` free it.
+    ``polls``, only ``free_sent`` and ``finish`` free it.
     """
 
     pipeline: Pipeline
@@ -306,7 +306,7 @@ class Transport:
         shape = self.message.shape_of(action.microbatch) or (1,)
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 
-    def settle(self, action: Action) -> None:
+    def free_sent(self, action: Action) -> None:
         """Free the memory of the message that ``action`` sent, unless it is free. The receiver must have used it."""
         for work, _ in self._sends.pop(action, ()):
             work.wait()
@@ -339,9 +339,9 @@ class Transport:
         return taken
 
     def finish(self) -> None:
-        """Wait for the sends that are not settled, and free their memory. With NCCL the stream waits, not the host."""
+        """Wait for the sends whose memory is not free yet, and free it. With NCCL the stream waits, not the host."""
         for action in list(self._sends):
-            self.settle(action)
+            self.free_sent(action)
 
     def _take_next(self, channel: _Channel) -> None:
         receive = channel.receives.popleft()
@@ -373,9 +373,9 @@ class Transport:
 
     def _channel(self, action: Action) -> _Channel:
         """Return the channel of a message: outputs go to the next stage, and gradients to the previous stage."""
-        known = self._channel_of.get(action[:2])
-        if known is not None:
-            return known
+        cached = self._channel_of.get(action[:2])
+        if cached is not None:
+            return cached
         upward = action.kind in (Kind.SEND_F, Kind.RECV_I)
         device, placement = self.pipeline.device, self.pipeline.placement
         neighbour = placement.next_stage if upward else placement.previous_stage

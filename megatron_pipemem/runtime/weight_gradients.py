@@ -239,7 +239,11 @@ class AccumulatorHooks:
 
     def hooked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters whose nodes have such hooks. A parameter that needs no gradient has no node."""
-        return [each for each in parameters if each.requires_grad and any(map(self._counts, self._hooks_of(each)))]
+        return [
+            parameter
+            for parameter in parameters
+            if parameter.requires_grad and any(map(self._counts, self._hooks_of(parameter)))
+        ]
 
     def _hooks_of(self, parameter: torch.Tensor) -> Iterator[Callable]:
         if parameter not in self._hooks:
@@ -309,22 +313,22 @@ class Shard:
 def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
     """Start to gather the shards ``[s/t, ...]`` of a group's ``t`` ranks into ``[s, ...]``, in the order of ranks.
 
-    Every rank of the group gets the whole tensor. It is complete after ``Arriving.wait``.
+    Every rank of the group gets the gathered tensor. It is complete after ``Arriving.wait``.
     """
     shard = shard.contiguous()
-    whole = torch.empty((shard.size(0) * group.size(), *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
-    return Arriving(whole, dist.all_gather_into_tensor(whole, shard, group=group, async_op=True), shard)
+    gathered = torch.empty((shard.size(0) * group.size(), *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
+    return Arriving(gathered, dist.all_gather_into_tensor(gathered, shard, group=group, async_op=True), shard)
 
 
 # A shard is kept only as long as the tensor that was gathered from it.
 _shards: Any = WeakIdKeyDictionary()
 
 
-def remember(whole: Any, shard: Shard) -> None:
+def remember(gathered: Any, shard: Shard) -> None:
     """Note the shard from which a tensor was gathered, as long as the tensor exists."""
-    _shards[whole] = shard
+    _shards[gathered] = shard
 
 
-def shard_of(whole: Any) -> Shard | None:
+def shard_of(gathered: Any) -> Shard | None:
     """Return the shard from which a tensor was gathered; ``None`` if there is none."""
-    return None if whole is None else _shards.get(whole)
+    return None if gathered is None else _shards.get(gathered)

@@ -14,7 +14,7 @@ from refusals import refused
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
-from megatron_pipemem.runtime.executor import Instruction, settle
+from megatron_pipemem.runtime.executor import Instruction, rank_program
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -31,7 +31,7 @@ def run() -> list[str]:
     def handler(each: Instruction) -> None:
         ran.append(str(each.action))
 
-    instructions = settle(PROGRAM, 0).instructions
+    instructions = rank_program(PROGRAM, 0).instructions
     handlers = {each.action.kind: handler for each in instructions}
     for feature in Markers().extend_executor(SimpleNamespace()):
         handlers |= feature.extend(SimpleNamespace(handlers=handlers))

@@ -70,7 +70,7 @@ class Checksums:
     def extend(self, executor: Executor) -> Handlers:
         def check(each):
             with executor.measured(each.action):
-                self.seen[each.key] = sum(float(tensor.sum()) for tensor in executor.kept(each))
+                self.seen[each.key] = sum(float(tensor.sum()) for tensor in executor.kept_tensors(each))
 
         return {Kind.CHECKSUM: check}
 

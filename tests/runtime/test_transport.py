@@ -16,7 +16,7 @@ from refusals import refused
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.runtime import transport
-from megatron_pipemem.runtime.executor import settle
+from megatron_pipemem.runtime.executor import rank_program
 from megatron_pipemem.runtime.transport import (
     MessageFormat,
     Pipeline,
@@ -163,7 +163,8 @@ def test_a_host_asks_what_has_left_where_no_answer_shows_it():
     schedule = build_schedule("1f1b", num_devices=4, num_microbatches=6)
     evaluation = lower(schedule.forward_only())
     for device in range(4):
-        assert not any(each.settles for each in settle(evaluation, device).instructions)
+        instructions = rank_program(evaluation, device).instructions
+        assert not any(instruction.frees_sent for instruction in instructions)
     more = (build_schedule("interleaved", num_devices=4, num_microbatches=8), with_vocabulary(schedule, 1))
     assert all(map(polls_departures, (evaluation, *map(lower, more))))
     assert not polls_departures(lower(schedule))

@@ -43,7 +43,7 @@ class Neighbours:
     def post_send(self, action, tensor):
         self._leaving[action] = tensor
 
-    def settle(self, action):
+    def free_sent(self, action):
         del self._leaving[action]
 
     def finish(self): ...

@@ -514,12 +514,12 @@ class OffloadActions:
         def captured(each: Instruction) -> None:
             run = others[each.action.kind]
             # A forward that runs again saves only its input; the R makes the tensors that move.
-            if not each.offloaded or (each.again is Kind.R and each.action.kind is Kind.F):
+            if not each.is_offloaded or (each.recompute_kind is Kind.R and each.action.kind is Kind.F):
                 run(each)
                 return
             with engine.capture(each.key):
                 run(each)
-            engine.stay(each.key, executor.kept(each))
+            engine.stay(each.key, executor.kept_tensors(each))
 
         return {
             Kind.F: captured,

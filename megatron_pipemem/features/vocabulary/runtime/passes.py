@@ -215,8 +215,8 @@ class VocabularyPasses:
                 self._own_last_stage.look_ahead(microbatch, self._embeddings.pop(microbatch).wait())
             others[Kind.F](each)
             if stage == last:
-                assert each.to_here is not None
-                self.take_head_input(microbatch, executor.handed_inputs.pop(each.to_here))
+                assert each.consumer_on_this_device is not None
+                self.take_head_input(microbatch, executor.handed_inputs.pop(each.consumer_on_this_device))
 
         def backward(each: Instruction) -> None:
             stage, microbatch = each.key
@@ -227,8 +227,8 @@ class VocabularyPasses:
                 ahead = self._own_last_stage.ahead_gradient(microbatch)
                 self._embedding_gradients[microbatch] = self._held(ahead)
             if stage == first:
-                assert each.to_here is not None
-                self.take_embedding_gradient(microbatch, executor.handed_gradients.pop(each.to_here))
+                assert each.consumer_on_this_device is not None
+                self.take_embedding_gradient(microbatch, executor.handed_gradients.pop(each.consumer_on_this_device))
 
         executor.at_end.append(self.finish)
         return {**dict.fromkeys(VOCABULARY, run_pass), Kind.F: forward, Kind.I: backward, Kind.B: backward}
