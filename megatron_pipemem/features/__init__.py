@@ -87,7 +87,7 @@ def register_feature(feature: FeatureSpec) -> None:
     Raises:
         UnsupportedError: another feature has the same name.
     """
-    if feature.name in (each.name for each in (*FEATURES, *_REGISTERED)):
+    if feature.name in (registered.name for registered in (*FEATURES, *_REGISTERED)):
         raise UnsupportedError(
             "exists-already", f"feature {shortened(feature.name)} is registered already; pick another name"
         )
@@ -99,4 +99,6 @@ def features_at(position: Position, request: Request) -> Iterable[FeatureSpec]:
 
     Those of ``FEATURES`` come first, in its order, then the registered ones.
     """
-    return (each for each in (*FEATURES, *_REGISTERED) if each.position is position and each.wanted(request))
+    return (
+        feature for feature in (*FEATURES, *_REGISTERED) if feature.position is position and feature.wanted(request)
+    )

@@ -231,7 +231,7 @@ def settle() -> None:
     """
     if _enabled is not None and _enabled.forward_backward is not None:
         for extension in _enabled.forward_backward.extensions:
-            extension.settle_now()
+            extension.wait_for_overlapped_steps()
 
 
 def write_report() -> None:

@@ -128,16 +128,19 @@ def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
         is_made_here, is_used_here = (
             cut if neighbour is None else placement.devices[neighbour] == device for neighbour in (before, after)
         )
-        # With a cut vocabulary, the head counts as the stage after the last, and the embedding as stage -1.
-        end = stage + 1 if is_forward else stage - 1
+        if after is None:
+            # With a cut vocabulary, the head counts as the stage after the last, and the embedding as stage -1.
+            after_stage, sent = stage + 1 if is_forward else stage - 1, None
+        else:
+            after_stage, sent = after, None if is_used_here else Action(send, *key)
         instructions.append(
             Instruction(
                 action,
                 key,
                 receive=None if before is None or is_made_here else Action(receive, *key),
                 is_made_here=is_made_here,
-                send=None if after is None or is_used_here else Action(send, *key),
-                consumer_on_this_device=(end if after is None else after, microbatch) if is_used_here else None,
+                send=sent,
+                consumer_on_this_device=(after_stage, microbatch) if is_used_here else None,
                 is_split=key in split_keys,
                 recompute_kind=recompute_kinds.get(key),
                 is_offloaded=stage in offloaded_stages,
@@ -281,11 +284,12 @@ class InFlight:
 
     def renumbered(self, by: int) -> InFlight:
         """Return a copy in which every microbatch number is larger by ``by``. The tensors are the same."""
-        return InFlight(
-            {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.inputs.items()},
-            {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.outputs.items()},
-            {action._replace(microbatch=action.microbatch + by): tensor for action, tensor in self.arrived.items()},
-        )
+        inputs = {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.inputs.items()}
+        outputs = {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.outputs.items()}
+        arrived = {
+            action._replace(microbatch=action.microbatch + by): tensor for action, tensor in self.arrived.items()
+        }
+        return InFlight(inputs, outputs, arrived)
 
 
 class Executor:

@@ -170,14 +170,14 @@ class WeightSwitch:
         """Return handlers that show each action its weights first, and update them after the actions of ``updates``."""
         others = dict(executor.handlers)
 
-        def switched(each: Instruction) -> None:
-            action = each.action
+        def switched(instruction: Instruction) -> None:
+            action = instruction.action
             if action in self.versions:
                 version = self.versions[action]
                 if self.catch_up is not None and version > self.weights.newest:
                     self.catch_up()
                 self.weights.show(version)
-            others[action.kind](each)
+            others[action.kind](instruction)
             if action in self.updates:
                 self.update(self.updates[action])
 

@@ -162,10 +162,10 @@ class LayerwiseRandom(Extension):
         """
 
         def noting(handler: Handler) -> Handler:
-            def run(each: Instruction) -> None:
-                self._number = each.action.microbatch
+            def run(instruction: Instruction) -> None:
+                self._number = instruction.action.microbatch
                 try:
-                    handler(each)
+                    handler(instruction)
                 finally:
                     self._number = None
 
@@ -258,9 +258,6 @@ def _build_module(kind: str, number_of: Callable[[dict], int], original: Callabl
 
 
 def _number_in_model(named: dict) -> int:
-    """Return a layer's number in the whole model. ``named`` has the keyword arguments with which the layer is built.
-
-    One of them is the layer's number in its chunk.
-    """
+    """Return a layer's number in the whole model. ``named`` has the keyword arguments with which the layer is built."""
     offset = get_transformer_layer_offset(named["config"], named["vp_stage"], named["pg_collection"].pp.rank())
     return named["layer_number"] + offset

@@ -227,9 +227,8 @@ def _shared_channels(
 
 
 def _slowest(links: Sequence[HostLink]) -> HostLink:
-    return HostLink(
-        min(link.out for link in links), min(link.back for link in links), all(link.duplex for link in links)
-    )
+    out, back = min(link.out for link in links), min(link.back for link in links)
+    return HostLink(out, back, all(link.duplex for link in links))
 
 
 def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:

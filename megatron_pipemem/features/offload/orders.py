@@ -152,11 +152,7 @@ def plan_offload(
 
 
 def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:
-    """Return the stages whose activations may leave their device, as ``select`` of ``plan_offload`` says.
-
-    Raise an UnsupportedError for an unknown text, a negative number, or a stage that does not exist.
-    """
-    stages = schedule.placement.stages
+    """Return the stages whose activations may leave their device, as ``select`` of ``plan_offload`` says."""
     if isinstance(select, str):
         if select not in OFFLOAD:
             raise UnsupportedError(
@@ -177,8 +173,12 @@ def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozens
     if number is None:
         return frozenset(range(schedule.num_stages))
     ages = _mean_lifespans(timeline)
-    longest = [sorted(held, key=lambda stage: (-ages.get(stage, 0.0), stage)) for held in stages]
-    return frozenset(s for held in longest for s in held[: (len(held) + 1) // 2 if number < 0 else number])
+    leaving: set[int] = set()
+    for stages in schedule.placement.stages:
+        longest_first = sorted(stages, key=lambda stage: (-ages.get(stage, 0.0), stage))
+        count = (len(stages) + 1) // 2 if number < 0 else number
+        leaving.update(longest_first[:count])
+    return frozenset(leaving)
 
 
 def _mean_lifespans(timeline: Timeline) -> dict[int, float]:

@@ -43,7 +43,9 @@ class PassTimes(NamedTuple):
 
     def stretched(self, factor: float) -> PassTimes:
         """Return the timetable with all times multiplied by ``factor``. The seconds of copies do not change."""
-        return PassTimes(*([[time * factor for time in device] for device in times] for times in self))
+        starts = [[time * factor for time in device] for device in self.starts]
+        ends = [[time * factor for time in device] for device in self.ends]
+        return PassTimes(starts, ends)
 
 
 def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
@@ -51,21 +53,23 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
 
     The interval is ``share`` of the busiest device's seconds for one microbatch (or slice). ``share`` is at most 1.
     """
-    found = Dependencies.of_schedule(schedule)
-    graph, seconds, lags = ActionPrices(schedule, costs).of_graph(found)
+    dependencies = Dependencies.of_schedule(schedule)
+    graph, seconds, lags = ActionPrices(schedule, costs).of_graph(dependencies)
     work = [sum(seconds[graph.prices[node]] for node in nodes) for nodes in graph.lanes]
     interval = share * max(work) / schedule.num_units * (1 - 1e-9)
     times = Times(graph, (), lags, 0.0)
     last: dict[int, float] = {}
-    for node in found.walk.nodes:
-        kind, stage, _ = found.actions[node]
+    for node in dependencies.walk.nodes:
+        kind, stage, _ = dependencies.actions[node]
         start = times.start_of(node)
         if kind is Kind.F:
             start = last[stage] = max(start, last.get(stage, -interval) + interval)
         times.starts[node] = start
         times.ends[node] = times.free[graph.lane_of[node]] = start + seconds[graph.prices[node]]
-    lanes = found.lanes
-    return PassTimes(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
+    lanes = dependencies.lanes
+    starts = [times.starts[nodes.start : nodes.stop] for nodes in lanes]
+    ends = [times.ends[nodes.start : nodes.stop] for nodes in lanes]
+    return PassTimes(starts, ends)
 
 
 def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
@@ -73,28 +77,30 @@ def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
 
     In the first, only the forwards of the warm-up are late. In the second, all actions are.
     """
-    found = Dependencies.of_schedule(timeline.schedule)
-    warm_up = {
-        node for nodes in found.graph.lanes for node in takewhile(lambda n: found.actions[n].kind is Kind.F, nodes)
-    }
-    return tuple(_late(timeline, found, movable) for movable in (warm_up, range(len(found.actions))))
+    dependencies = Dependencies.of_schedule(timeline.schedule)
+
+    def is_forward(node: int) -> bool:
+        return dependencies.actions[node].kind is Kind.F
+
+    warm_up = {node for nodes in dependencies.graph.lanes for node in takewhile(is_forward, nodes)}
+    return tuple(_late(timeline, dependencies, movable) for movable in (warm_up, range(len(dependencies.actions))))
 
 
-def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> PassTimes:
+def _late(timeline: Timeline, dependencies: Dependencies, movable: Container[int]) -> PassTimes:
     """Return the timetable of the simulated run with each action of ``movable`` moved as late as possible.
 
-    ``movable`` has indices of ``found.actions``. An action must end before the next action of its device starts, and
+    ``movable`` has indices of ``dependencies.actions``. An action must end before the next action of its device starts, and
     before another device needs its result.
     """
     spans = timeline.spans
-    graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(found)
+    graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(dependencies)
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
     starts = [[start for start, _ in device] for device in spans]
     ends = [[end for _, end in device] for device in spans]
-    limits = [end_of_run] * len(found.actions)
-    for node in reversed(found.walk.nodes):
+    limits = [end_of_run] * len(dependencies.actions)
+    for node in reversed(dependencies.walk.nodes):
         device = graph.lane_of[node]
-        at = node - found.lanes[device].start
+        at = node - dependencies.lanes[device].start
         start, end = spans[device][at]
         if node in movable:
             following = starts[device][at + 1] if at + 1 < len(starts[device]) else end_of_run
@@ -149,14 +155,14 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
     Forwards without a later use are left out.
     """
     made: dict[Key, int] = {}
-    found: dict[Key, tuple[int, int]] = {}
+    spans: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):
         key = (action.stage, action.microbatch)
         if action.kind is Kind.F:
             made[key] = at
-        elif action.kind in (Kind.RS, Kind.I, Kind.B) and key not in found:
-            found[key] = made[key], at
-    return found
+        elif action.kind in (Kind.RS, Kind.I, Kind.B) and key not in spans:
+            spans[key] = made[key], at
+    return spans
 
 
 def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
@@ -256,15 +262,15 @@ class Planner:
         There are several only if there is no cap and devices share a channel. Otherwise the peaks are known without
         simulation.
         """
-        whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
-        stages -= whole
+        recomputed_stages = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
+        stages -= recomputed_stages
         # Devices wait for each other, so all of them are planned for one timetable.
         plans = [self._plan_all(stages, timetable, 1.0) for timetable in self._timetables]
         slower = [(timetable, 1.0) for timetable in self._paced]
         slower += [(self._paced[-1], stretch) for stretch in self._stretches]
         if self._caps is None and self._channel.is_shared:
             plans += [self._plan_all(stages, timetable, stretch) for timetable, stretch in slower]
-            return [self._proposal(plan, whole) for plan in plans]
+            return [self._proposal(plan, recomputed_stages) for plan in plans]
         plan = min(plans, key=self._rank)
         for timetable, stretch in slower:
             if self._caps is not None and not any(group.over for group in plan):
@@ -272,19 +278,16 @@ class Planner:
             other = self._plan_all(stages, timetable, stretch)
             if self._rank(other)[:-2] < self._rank(plan)[:-2]:
                 plan = other
-        return [self._proposal(plan, whole)]
+        return [self._proposal(plan, recomputed_stages)]
 
-    def _proposal(self, plan: Sequence[_TripGroup], whole: set[int]) -> Proposal:
-        """Return the orders of all devices with their round trips, the reasons why activations stay, and the timetable.
-
-        ``whole`` has the stages that are recomputed from their input, so they hold no activations that could leave.
-        """
+    def _proposal(self, plan: Sequence[_TripGroup], recomputed_stages: set[int]) -> Proposal:
+        """Return the orders of all devices with their round trips, the reasons why activations stay, and the timetable."""
         orders = {
             device: self._order(device, group.part, group.trips) for group in plan for device in group.part.devices
         }
         # No group's plan has the stages that were not selected.
         kept = {
-            (action.stage, action.microbatch): RECOMPUTED if action.stage in whole else NOT_NEEDED
+            (action.stage, action.microbatch): RECOMPUTED if action.stage in recomputed_stages else NOT_NEEDED
             for order in self._base.orders
             for action in order
             if action.kind is Kind.F
@@ -303,10 +306,7 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not.
-
-        ``timetable`` is the one before stretching.
-        """
+        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not."""
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
@@ -341,15 +341,15 @@ class Planner:
         It first tries to move all activations, then fewer and fewer, the longest-lived first. It stops when moving
         fewer cannot give a lower peak.
         """
-        found: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
+        ranked: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
         for factor in _SLOWER:
             items = self._items(part, stages, factor)
             for count in reversed([0, *_counts(items)]):
-                if found and self._at_best(part, items[:count]) > min(found)[0]:
+                if ranked and self._at_best(part, items[:count]) > min(ranked)[0]:
                     break
                 group = self._plan(part, items[:count], items[count:])
-                found.append((self._rank([group]), factor, count, group))
-        return min(found)[-1]
+                ranked.append((self._rank([group]), factor, count, group))
+        return min(ranked)[-1]
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
         """Return a rank (``_rank``, less is better) that no plan with these activations or some of them can beat.
@@ -363,14 +363,18 @@ class Planner:
     def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
         """Return the best plan of a part with caps: find how many of the longest-lived activations must leave.
 
-        It moves more and more activations until the caps hold, and then bisects their number. ``factor`` multiplies the
-        seconds of the copies. ``best`` is the best plan of earlier searches, and the result if no plan here is better.
+        It moves more and more activations until the caps hold, and then bisects their number. ``best`` is the best plan
+        of earlier searches, and the result if no plan here is better.
         """
+
+        def rank(group: _TripGroup) -> tuple[float, ...]:
+            return self._rank([group])
+
         items = self._items(part, stages, factor)
         too_few, enough = 0, None
         for count in _counts(items):
             group = self._plan(part, items[:count], items[count:])
-            best = min(best, group, key=lambda each: self._rank([each]))
+            best = min(best, group, key=rank)
             if not group.over:
                 enough = count
                 break
@@ -378,7 +382,7 @@ class Planner:
         while enough is not None and enough - too_few > 1:
             middle = (too_few + enough) // 2
             group = self._plan(part, items[:middle], items[middle:])
-            best = min(best, group, key=lambda each: self._rank([each]))
+            best = min(best, group, key=rank)
             if group.over:
                 too_few = middle
             else:
@@ -386,10 +390,7 @@ class Planner:
         return best
 
     def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
-        """Return the activations of ``stages`` on the part's devices, the longest-lived first.
-
-        ``factor`` multiplies the seconds of the copies.
-        """
+        """Return the activations of ``stages`` on the part's devices, the longest-lived first."""
         items = []
         for device in part.devices:
             starts, ends = part.timetable.starts[device], part.timetable.ends[device]
@@ -436,10 +437,7 @@ class Planner:
         others: Sequence[Item],
         budgets: Sequence[float] | None,
     ) -> _TripGroup:
-        """Plan round trips within ``budgets``, and leave out those during which no action of their device runs.
-
-        ``budgets`` has the host memory per device in the unit of item sizes, or is ``None`` for no limit.
-        """
+        """Plan round trips within ``budgets``, and leave out those during which no action of their device runs."""
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
@@ -457,13 +455,13 @@ class Planner:
         """Return these round trips with their peak memory and the memory above the caps. ``others`` stay because they
         need not leave.
         """
-        held = {device: self._peak(self._order(device, part, trips), self._changes) for device in part.devices}
+        peaks = {device: self._peak(self._order(device, part, trips), self._changes) for device in part.devices}
         over = 0.0
         for device in part.devices:
             if self._caps is not None:
-                over += max(0.0, held[device] - loosened(self._caps[device]))
+                over += max(0.0, peaks[device] - loosened(self._caps[device]))
         kept = {item.key: NOT_NEEDED for item in others}
-        return _TripGroup(part, trips, kept, over, max(held.values()))
+        return _TripGroup(part, trips, kept, over, max(peaks.values()))
 
     def _order(self, device: int, part: _Part, trips: Sequence[RoundTrip]) -> Order:
         return with_round_trips(self._base.orders[device], device, part.timetable, trips, self._lives[device])

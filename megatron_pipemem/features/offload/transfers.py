@@ -202,8 +202,8 @@ class _TransferPlan:
     def _host_has_room(self, item: Item) -> bool:
         if self._host_budget is None:
             return True
-        held = self._host_held.get(item.device, 0.0) + item.size
-        return held <= loosened(self._host_budget[item.device])
+        needed = self._host_held.get(item.device, 0.0) + item.size
+        return needed <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
         """Return the next time at which something changes, or ``now`` if nothing more can leave.

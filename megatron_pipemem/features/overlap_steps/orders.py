@@ -90,9 +90,9 @@ def validation_cut(program: Program) -> ValidationCut:
         tuple(action for action in actions[length:] if action in open_ends)
         for actions, length in zip(program.actions, lengths, strict=True)
     )
-    found = ValidationCut(program, lengths, tuple(drains))
-    found.check()
-    return found
+    validated = ValidationCut(program, lengths, tuple(drains))
+    validated.check()
+    return validated
 
 
 def _can_be_dropped(action: Action) -> bool:

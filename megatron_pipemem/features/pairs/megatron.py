@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -92,8 +92,7 @@ class PairedSteps(Extension):
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run in pieces."""
         for stage, runner in step.stages.items():
-            given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
-            step.stages[stage] = PlanStage(**given)
+            step.stages[stage] = runner.recast(PlanStage)
         return [Pairs(step.program.schedule.pairs, lambda: torch.cuda.stream(get_comm_stream()))]
 
 

@@ -42,7 +42,7 @@ def _share_of(price: Price, share: float) -> Price:
     """Return a share of a price. Embedding and head of ``PartPrices`` get 0, because they have no experts."""
     if isinstance(price, PartPrices):
         return replace(price * share, first=0.0, middle=0.0, last=0.0)
-    return tuple(each * share for each in price) if isinstance(price, Sequence) else price * share
+    return tuple(stage_price * share for stage_price in price) if isinstance(price, Sequence) else price * share
 
 
 def may_pair(schedule: Schedule) -> bool:
@@ -63,8 +63,9 @@ def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule],
     device's peak.
     """
     ways = ((patience, swaps) for patience in _PATIENCE for swaps in (True, False))
-    found = [schedule, *filter(keeps_cap, dict.fromkeys(_greedy(schedule, costs, *way) for way in ways))]
-    return min((simulate(each, costs) for each in found), key=lambda each: each.makespan)
+    paired = dict.fromkeys(_greedy(schedule, costs, *way) for way in ways)
+    versions = [schedule, *filter(keeps_cap, paired)]
+    return min((simulate(version, costs) for version in versions), key=lambda timeline: timeline.makespan)
 
 
 def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> Schedule:
@@ -74,10 +75,10 @@ def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> S
     seconds that the pair saves. ``swaps`` allows pairs of a backward and the forward after it, which then stand in the
     other order.
     """
-    found = Dependencies.of_schedule(schedule)
+    dependencies = Dependencies.of_schedule(schedule)
     prices = ActionPrices(schedule, costs)
-    graph, seconds, lags = prices.of_graph(found)
-    actions, lanes, waits = found.actions, found.lanes, graph.waits
+    graph, seconds, lags = prices.of_graph(dependencies)
+    actions, lanes, waits = dependencies.actions, dependencies.lanes, graph.waits
     ends: dict[int, float] = {NEVER: 0.0}
     free = [0.0] * len(lanes)
     waiting: dict[int, list[int]] = {}
@@ -109,8 +110,8 @@ def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> S
         second = first + 1
         run = [first]
         end = start + seconds[graph.prices[first]]
-        both_known = second < lanes[lane].stop and missing(second) is None
-        if both_known and (pair := _pair_of(actions[first], actions[second], swaps)) is not None:
+        is_pair_runnable = second < lanes[lane].stop and missing(second) is None
+        if is_pair_runnable and (pair := _pair_of(actions[first], actions[second], swaps)) is not None:
             forward, backward = pair
             together = max(start, arrival(second))
             apart = max(end, arrival(second)) + seconds[graph.prices[second]]

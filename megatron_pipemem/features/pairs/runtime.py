@@ -36,30 +36,30 @@ class Pairs:
         executor.late_weights = True
         run_forward, run_send = executor.handlers[Kind.F], executor.handlers[Kind.SEND_F]
 
-        def forward(each: Instruction) -> None:
-            backward = partners.get(each.action)
-            self._last = None if backward is None else each.action
+        def forward(instruction: Instruction) -> None:
+            backward = partners.get(instruction.action)
+            self._last = None if backward is None else instruction.action
             if backward is None:
-                run_forward(each)
+                run_forward(instruction)
             else:
-                self._finishes[backward.action] = executor.run_pair(each, backward)
+                self._finishes[backward.action] = executor.run_pair(instruction, backward)
 
         def after_pairs(run: Handler) -> Handler:
-            def backward(each: Instruction) -> None:
-                finish = self._finishes.pop(each.action, None)
+            def backward(instruction: Instruction) -> None:
+                finish = self._finishes.pop(instruction.action, None)
                 if finish is None:
                     self._last = None
-                    run(each)
+                    run(instruction)
                 else:
                     finish()
 
             return backward
 
-        def send(each: Instruction) -> None:
+        def send(instruction: Instruction) -> None:
             # Later exchanges on the same stream would hold the message up.
-            is_last = each.action._replace(kind=Kind.F) == self._last
+            is_last = instruction.action._replace(kind=Kind.F) == self._last
             with self.exchanging() if is_last else nullcontext():
-                run_send(each)
+                run_send(instruction)
 
         backwards = {kind: after_pairs(executor.handlers[kind]) for kind in (Kind.I, Kind.B)}
         return {Kind.F: forward, Kind.SEND_F: send, **backwards}

@@ -28,14 +28,14 @@ def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
     """
 
     def orders(order: Order) -> Order:
-        found: list[Action] = []
+        kept: list[Action] = []
         for action in order:
             if action.kind in MEMORY or action.kind in RECOMPUTE:
                 continue
             if action.stage in stages and action.kind in (Kind.I, Kind.B):
-                found.append(action._replace(kind=stages[action.stage]))
-            found.append(action)
-        return tuple(found)
+                kept.append(action._replace(kind=stages[action.stage]))
+            kept.append(action)
+        return tuple(kept)
 
     return replace(schedule, orders=tuple(map(orders, schedule.orders)))
 
@@ -84,16 +84,17 @@ def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple
     spared = {}
     for kind in RECOMPUTE:
         kept = costs.memory_changes(placement, dict.fromkeys(range(placement.num_stages), kind))[Kind.F]
-        spared[kind] = [whole - part for whole, part in zip(plain, kept, strict=True)]
+        spared[kind] = [stored - remaining for stored, remaining in zip(plain, kept, strict=True)]
     priced: list[tuple[float, int, Kind]] = []
     for stage in placement.stages[device]:
         passes = [_IN_FLIGHT.get(action.kind, 0) for action in schedule.orders[device] if action.stage == stage]
         in_flight = max(accumulate(passes), default=0)
-        part, whole = ((seconds[kind][stage], spared[kind][stage]) for kind in (Kind.RS, Kind.R))
+        partial, full = ((seconds[kind][stage], spared[kind][stage]) for kind in (Kind.RS, Kind.R))
         before = (0.0, 0.0)
         # Partial recompute first, unless it takes more seconds per byte saved than full recompute.
-        ways = [(Kind.RS, part), (Kind.R, whole)]
-        for kind, way in ways if part[0] * whole[1] < whole[0] * part[1] else ways[1:]:
+        ways = [(Kind.RS, partial), (Kind.R, full)]
+        is_partial_cheaper = partial[0] * full[1] < full[0] * partial[1]
+        for kind, way in ways if is_partial_cheaper else ways[1:]:
             takes, spares = way[0] - before[0], way[1] - before[1]
             if spares > 0 and in_flight:
                 priced.append((takes / spares / in_flight, stage, kind))
@@ -139,12 +140,12 @@ def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> 
             # After the action that makes or reloads its inputs.
             while any(other[1:] == action[1:] for other in order[first:at]):
                 first += 1
-            place = max(range(first, at), key=lambda each: (waits[each], each), default=at)
+            place = max(range(first, at), key=lambda position: (waits[position], position), default=at)
             if place < at and waits[place] > 1e-9 * spans[-1][1]:
                 waits[place] -= spans[at][1] - spans[at][0]
                 moved[place].append(action)
                 stays[at] = []
-    return tuple(action for each in zip(moved, stays, strict=True) for actions in each for action in actions)
+    return tuple(action for recomputes, own in zip(moved, stays, strict=True) for action in (*recomputes, *own))
 
 
 def in_words(plan: OffloadPlan) -> str:

@@ -91,8 +91,8 @@ def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
     """
     if isinstance(replica_id, int):
         return replica_id + _TIED_ENDS
-    first, *rest = replica_id
-    return (first + _TIED_ENDS, *rest)
+    first, *remaining = replica_id
+    return (first + _TIED_ENDS, *remaining)
 
 
 def gradients(chunk: torch.nn.Module) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class ReplicaSteps(Extension):
         )
         return [reducer]
 
-    def settle(self, step: Step) -> None:
+    def before_finalize(self, step: Step) -> None:
         if self._dealer is not None:
             self._dealer.finish()
 

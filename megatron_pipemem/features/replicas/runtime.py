@@ -28,7 +28,7 @@ def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: tor
     ranks = dist.get_process_group_ranks(group)
     sets = sorted({placement.holders(stage) for stage in range(placement.model_stages)})
     shared = [devices for devices in sets if len(devices) > 1]
-    opened = new_groups([[ranks[each] for each in devices] for devices in shared], group, "PIPEMEM_REPLICAS")
+    opened = new_groups([[ranks[device] for device in devices] for devices in shared], group, "PIPEMEM_REPLICAS")
     channels = {devices: created for devices, created in zip(shared, opened, strict=True) if group.rank() in devices}
     hello = torch.zeros(1, device=device)
     for channel in channels.values():
@@ -56,11 +56,14 @@ class ReplicaReducer:
         """
         reduce = executor.handlers[Kind.REDUCE_GRAD]
 
-        def reduce_sum(each: Instruction) -> None:
-            self.wait(each.action.stage)
-            reduce(each)
+        def reduce_sum(instruction: Instruction) -> None:
+            self.wait(instruction.action.stage)
+            reduce(instruction)
 
-        return {Kind.REDUCE_REPLICAS: lambda each: self.post(each.action.stage), Kind.REDUCE_GRAD: reduce_sum}
+        return {
+            Kind.REDUCE_REPLICAS: lambda instruction: self.post(instruction.action.stage),
+            Kind.REDUCE_GRAD: reduce_sum,
+        }
 
     def post(self, stage: int) -> None:
         """Note that a stage's gradients are complete, and start the sum if those of its replicas here are."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -169,19 +169,19 @@ class SlicedModel:
         if self._part is None:
             return None
         begin, end, caches = self._part
-        query, key, value, mask, *rest = arguments
+        query, key, value, mask, *remaining = arguments
         key = caches.of(core, "key").append(key, begin)
         value = caches.of(core, "value").append(value, begin)
         if not isinstance(core, DotProductAttention):
             # Transformer Engine ignores the mask, and aligns its own to the last query and the last key.
-            return (query, key, value, None, *rest), named | {"attn_mask_type": AttnMaskType.causal_bottom_right}
+            return (query, key, value, None, *remaining), named | {"attn_mask_type": AttnMaskType.causal_bottom_right}
         if mask is None:
             positions = torch.arange(end, device=query.device)
             mask = positions > positions[begin:, None]  # [queries, keys]; True hides a key
             mask = mask[None, None]
         else:
             mask = mask[..., begin:end, :end]
-        return (query, key, value, mask, *rest), named
+        return (query, key, value, mask, *remaining), named
 
 
 def _check_attention(attention: Attention) -> None:
@@ -302,8 +302,7 @@ class SlicedStage(ChunkStage):
     def _begin_backward(self, sequence: _OpenSequence, loss: torch.Tensor, joined: torch.Tensor) -> None:
         """Compute the gradient of the loss with respect to the output of each slice, for their later backwards.
 
-        ``joined`` has the outputs of all slices. The gradients are stored in ``sequence``. Raise an UnsupportedError if
-        the loss does not depend on ``joined``.
+        Raise an UnsupportedError if the loss does not depend on them.
         """
         (gradient,) = torch.autograd.grad(loss, joined, allow_unused=True)
         if gradient is None:
@@ -345,7 +344,8 @@ class SlicedStage(ChunkStage):
             sequence.running, sequence.outputs[part] = output, output.detach()
             if not self._computes_loss(microbatch):
                 return output, loss_function
-            sequence.joined = torch.cat([sequence.outputs[each] for each in range(len(self.bounds))], dim=1)
+            outputs = [sequence.outputs[s] for s in range(len(self.bounds))]
+            sequence.joined = torch.cat(outputs, dim=1)
             if not self.step.forward_only:
                 sequence.joined.requires_grad_(torch.is_grad_enabled())
             return sequence.joined, loss_function
@@ -390,7 +390,7 @@ class SequenceSlices(Extension):
         share = attention_share(model_of(config, s))
         tokens = slice_tokens(s, step.program.schedule.slices, self._cut, share, multiple=ranks)
         self._bounds = boundaries(tokens)
-        shapes = [step.message_shape(b, each) for each in tokens]
+        shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]
         if len(set(shapes)) == 1:
             step.message = replace(step.message, shape=shapes[0])
         else:
@@ -413,9 +413,8 @@ class SequenceSlices(Extension):
                     exclude([tensor])
 
             for stage, runner in step.stages.items():
-                given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
                 sliced = self._models[runner.model]
-                step.stages[stage] = SlicedStage(**given, sliced=sliced, bounds=self._bounds, hold=hold)
+                step.stages[stage] = runner.recast(SlicedStage, sliced=sliced, bounds=self._bounds, hold=hold)
         return ()
 
     def around(self, step: Step) -> AbstractContextManager:

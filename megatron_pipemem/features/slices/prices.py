@@ -33,21 +33,21 @@ def slice_tokens(
     ``attention`` is the share of causal attention in F's seconds. The first part ``x`` of a sequence, with x from 0 to
     1, then takes ``(1 - attention) x + attention x^2`` of F's seconds.
     """
-    units, rest = divmod(tokens, multiple)
-    wanted = f"{tokens} tokens cannot be cut into {slices} slices"
+    units, remainder = divmod(tokens, multiple)
+    refusal = f"{tokens} tokens cannot be cut into {slices} slices"
     if slices < 1 or cut not in SLICE_CUTS or not 0 <= attention <= 1:
         raise UnsupportedError(
             "bad-number",
-            f"{wanted} by {shortened(cut)} with an attention share of {attention:g}; give at least 1 slice, "
+            f"{refusal} by {shortened(cut)} with an attention share of {attention:g}; give at least 1 slice, "
             f"{' or '.join(SLICE_CUTS)}, "
             "and a share from 0 to 1",
         )
-    if rest or units < slices or (cut == TOKENS and units % slices):
+    if remainder or units < slices or (cut == TOKENS and units % slices):
         equal = "equal " if cut == TOKENS else ""
         raise UnsupportedError(
             "slices-do-not-fit",
-            f"{wanted} that are {equal}multiples of {multiple}; give another number of slices or of tokens"
-            + (f", or cut by {FLOPS}" if cut == TOKENS and not rest and units >= slices else ""),
+            f"{refusal} that are {equal}multiples of {multiple}; give another number of slices or of tokens"
+            + (f", or cut by {FLOPS}" if cut == TOKENS and not remainder and units >= slices else ""),
         )
     if cut == TOKENS:
         return (tokens // slices,) * slices
@@ -96,7 +96,7 @@ def slice_costs(
             "with one replica can price slices differently; use no slices with this placement, or give all slices the "
             "same price",
         )
-    whole = costs.seconds(placement)
+    seconds = costs.seconds(placement)
     if slices == 1:
         return costs
     edges = [edge / sum(tokens) for edge in accumulate(tokens, initial=0)]
@@ -105,7 +105,7 @@ def slice_costs(
     def priced(kind: Kind) -> tuple[float, ...]:
         share = shares.get(kind, shares[Kind.F])
         squares = [end**2 - start**2 for start, end in pairwise(edges)]
-        return _spread(whole[kind], [(1 - share) * x + share * y for x, y in zip(by_tokens, squares, strict=True)])
+        return _spread(seconds[kind], [(1 - share) * x + share * y for x, y in zip(by_tokens, squares, strict=True)])
 
     memory, slice_units = _memory(costs, placement, by_tokens, keys_and_values), None
     if costs.memory is None:
@@ -113,13 +113,15 @@ def slice_costs(
         slice_units = {kind: changes[:slices] for kind, changes in memory.items()}
         if not keys_and_values and len(set(tokens)) == 1:
             slice_units = None
+    recompute = None if costs.recompute is None else priced(Kind.R)
+    recompute_selective = None if costs.recompute_selective is None else priced(Kind.RS)
     return replace(
         costs,
         forward=priced(Kind.F),
         backward_input=priced(Kind.I),
-        backward_weight=_spread(whole[Kind.W], by_tokens),
-        recompute=None if costs.recompute is None else priced(Kind.R),
-        recompute_selective=None if costs.recompute_selective is None else priced(Kind.RS),
+        backward_weight=_spread(seconds[Kind.W], by_tokens),
+        recompute=recompute,
+        recompute_selective=recompute_selective,
         memory=None if costs.memory is None else memory,
         slice_units=slice_units,
         channel=_channel(costs.channel, placement, by_tokens, keys_and_values),
@@ -128,10 +130,7 @@ def slice_costs(
 
 
 def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> dict[Kind, float]:
-    """Return the share of attention in the seconds of each kind; see ``slice_costs``.
-
-    Raise an UnsupportedError if a share, or ``keys_and_values``, is not from 0 to 1.
-    """
+    """Return the share of attention in the seconds of each kind; see ``slice_costs``."""
     if isinstance(attention, Mapping):
         shares = {Kind(kind): number(f"attention.{kind}", share) for kind, share in attention.items()}
         shares = {Kind.F: 0.0, Kind.I: 0.0, **shares}
@@ -158,14 +157,14 @@ def _memory(
     that of ``Costs.memory_changes``.
     """
     stages, last = range(placement.num_stages), len(by_tokens) - 1
-    whole = costs.memory_changes(placement)
+    changes = costs.memory_changes(placement)
     dropped = costs.memory_changes(placement, dict.fromkeys(stages, Kind.R))
     selective = costs.memory_changes(placement, dict.fromkeys(stages, Kind.RS))[Kind.RS]
-    caches = [keys_and_values * takes for takes in whole[Kind.F]]
+    caches = [keys_and_values * takes for takes in changes[Kind.F]]
     nothing = (0.0,) * placement.num_stages
     memory = {}
-    known = {Kind.I: nothing, **whole, Kind.F: dropped[Kind.F], Kind.R: dropped[Kind.R]}
-    for kind, values in known.items():
+    changes_by_kind = {Kind.I: nothing, **changes, Kind.F: dropped[Kind.F], Kind.R: dropped[Kind.R]}
+    for kind, values in changes_by_kind.items():
         if kind in WHOLE_STAGE:
             memory[kind] = values
         elif kind in _ACTIVATIONS:
@@ -173,8 +172,10 @@ def _memory(
         else:
             memory[kind] = _spread(values, by_tokens)
     # Selective recompute makes neither keys nor values again.
-    again = [min(part, taken - cache) for part, taken, cache in zip(selective, whole[Kind.F], caches, strict=True)]
-    memory[Kind.RS] = _spread(again, by_tokens)
+    recomputed = [
+        min(part, taken - cache) for part, taken, cache in zip(selective, changes[Kind.F], caches, strict=True)
+    ]
+    memory[Kind.RS] = _spread(recomputed, by_tokens)
     for kind, allocates in ((Kind.F, {0: 1}), (Kind.I, {last: 1, 0: -2}), (Kind.B, {last: 1, 0: -2})):
         if keys_and_values:
             waits = [cache * allocates.get(at, 0) for cache in caches for at in range(last + 1)]
@@ -193,7 +194,7 @@ def _channel(
         return None
     seconds = channel.seconds(placement)
     out, back = (
-        _spread([(1 - keys_and_values) * each for each in seconds[kind]], by_tokens)
+        _spread([(1 - keys_and_values) * stage_seconds for stage_seconds in seconds[kind]], by_tokens)
         for kind in (Kind.OFFLOAD, Kind.RELOAD)
     )
     return replace(channel, offload=out, reload=back)

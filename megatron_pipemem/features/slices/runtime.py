@@ -20,7 +20,7 @@ class KeyValueCache:
 
     def __init__(self, tokens: int, hold: Callable[[torch.Tensor], object]):
         self._tokens, self._hold = tokens, hold
-        self._whole: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
 
     def append(self, part: torch.Tensor, begin: int) -> torch.Tensor:
@@ -35,14 +35,14 @@ class KeyValueCache:
 
     def write(self, part: torch.Tensor, begin: int) -> torch.Tensor:
         """Do the same as ``append``, without autograd."""
-        if self._whole is None:
-            self._whole = part.new_empty(self._tokens, *part.shape[1:])
-            self._hold(self._whole)
+        if self._buffer is None:
+            self._buffer = part.new_empty(self._tokens, *part.shape[1:])
+            self._hold(self._buffer)
         end = begin + part.size(0)
         # A new alias each time: autograd has a version per alias, and views of earlier slices must not seem overwritten.
-        whole = self._whole.data
-        whole[begin:end].copy_(part)
-        return whole[:end]
+        alias = self._buffer.data
+        alias[begin:end].copy_(part)
+        return alias[:end]
 
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> torch.Tensor:
         """Return the gradient of one slice's keys (or values), summed over this and all later slices.

@@ -46,7 +46,7 @@ def head_on_last_stage(
         model = {kind: sum(prices) for kind, prices in seconds.items()}
         seconds = {kind: shared([model[kind] * n / sum(layers) for n in layers], slices) for kind in seconds}
     forward, inputs, weights = (
-        (*seconds[kind][:-slices], *(each + head / 3 / slices for each in seconds[kind][-slices:]))
+        (*seconds[kind][:-slices], *(stage_seconds + head / 3 / slices for stage_seconds in seconds[kind][-slices:]))
         for kind in (Kind.F, Kind.I, Kind.W)
     )
     return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
@@ -70,17 +70,17 @@ def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, .
         )
     load = [0.0] * placement.num_devices
     load[placement.devices[-1]] += head
-    held = [0] * placement.num_devices
+    device_layers = [0] * placement.num_devices
     for _ in range(layers):
-        device = min(range(len(load)), key=lambda d: (load[d], held[d], d))
+        device = min(range(len(load)), key=lambda d: (load[d], device_layers[d], d))
         load[device] += 1
-        held[device] += 1
-    found = [0] * placement.num_stages
+        device_layers[device] += 1
+    stage_layers = [0] * placement.num_stages
     for device, stages in enumerate(placement.stages):
         # Earlier stages of a device take the rest of the division, because the last stage has the head.
         for index, stage in enumerate(stages):
-            found[stage] = held[device] // len(stages) + (index < held[device] % len(stages))
-    return tuple(found)
+            stage_layers[stage] = device_layers[device] // len(stages) + (index < device_layers[device] % len(stages))
+    return tuple(stage_layers)
 
 
 REDISTRIBUTE = "redistribute"
@@ -144,8 +144,8 @@ def choose_vocabulary(
     """
     placement, slices = schedule.placement, schedule.slices
     seconds = costs.seconds(placement, slices)
-    whole = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
-    if not whole:
+    model_seconds = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
+    if not model_seconds:
         raise CostsError(
             "no-time",
             "F, I and W of the layers take no time, so the head has no cost relative to them; give costs above 0",
@@ -160,7 +160,7 @@ def choose_vocabulary(
 
     consider(OFF, simulate(schedule, with_head(head, layout)), layout)
     if layers is not None:
-        moved = redistribute(layers, placement, head * layers / whole)
+        moved = redistribute(layers, placement, head * layers / model_seconds)
         consider(REDISTRIBUTE, simulate(schedule, with_head(head, moved)), moved)
     alone = with_head(0.0, layout)
     for algorithm, barriers in BARRIERS_OF_ALGORITHM.items():

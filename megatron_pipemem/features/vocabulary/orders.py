@@ -13,6 +13,13 @@ because posting does not wait. With one barrier, a device's part of the input gr
 shards. So the device computes that part before its next action. All orders come from this one simulation, so they
 cannot deadlock.
 
+Example: the last of two devices up to its first backward, without the passes of the embedding. Brackets hold
+collectives: X broadcasts the head's input, and G the gradient of the loss.
+
+    no barrier:    F0 B0
+    one barrier:   F0 [X0] S0 [STATS0 REDUCE_X0] LOSS0 [G0]    F1 [X1] T0 S1 [STATS1 REDUCE_X1] LOSS1 [G1]    B0
+    two barriers:  F0 [X0] S0 [STATS0] LOSS0 [G0] T0 [REDUCE_X0]    F1 ... T1 [REDUCE_X1]    F2 ... T2 [REDUCE_X2]    B0
+
 If sequences are cut into slices, every slice has its own passes and collectives. But a microbatch has only one LOSS,
 after the statistics of its last slice. So as many softmaxes are in memory at a time as a microbatch has slices.
 """
@@ -81,9 +88,10 @@ class PassRun:
         self._begun = 0
         self._returned = 0
         self._ends: dict[Action, int] = {}
-        self._brought: Counter[Collective] = Counter()
+        self._num_ready_parts: Counter[Collective] = Counter()
         self._done: set[Collective] = set()
-        self._forming: list[list[int]] = [[] for _ in orders]
+        # Per device, the units whose input gradient a device computes when its running action ends (one barrier).
+        self._input_gradients: list[list[int]] = [[] for _ in orders]
         self._channel_free = 0
         self._events: list[tuple[int, int, int, Collective | None]] = []
         self._serial = 0
@@ -150,16 +158,16 @@ class PassRun:
         elif kind is Kind.LOSS and self._trains:
             for unit in range(microbatch, microbatch - self._slices, -1):
                 self._post((Kind.BCAST_G, unit), now)
-        elif kind in _BRINGS and (kind is not Kind.T or self._barriers == 2):
-            self._bring((_BRINGS[kind], microbatch), now)
-        for waiting in self._forming[device]:
-            self._bring((Kind.REDUCE_X, waiting), now)
-        self._forming[device].clear()
+        elif kind in _COLLECTIVE_AFTER and (kind is not Kind.T or self._barriers == 2):
+            self._bring((_COLLECTIVE_AFTER[kind], microbatch), now)
+        for unit in self._input_gradients[device]:
+            self._bring((Kind.REDUCE_X, unit), now)
+        self._input_gradients[device].clear()
 
     def _bring(self, collective: Collective, now: int) -> None:
         """Record that one device's part of a collective is ready. Post the collective when all parts are."""
-        self._brought[collective] += 1
-        if self._brought[collective] == self._p:
+        self._num_ready_parts[collective] += 1
+        if self._num_ready_parts[collective] == self._p:
             self._post(collective, now)
 
     def _post(self, collective: Collective, now: int) -> None:
@@ -180,19 +188,18 @@ class PassRun:
                 if running is None:
                     self._bring((Kind.REDUCE_X, microbatch), now)
                 else:
-                    self._forming[device].append(microbatch)
+                    self._input_gradients[device].append(microbatch)
 
     def _choose(self, device: int, now: int) -> Action | None:
         """Return the action that an idle device should start at ``now``, or None. It is not started here."""
         ready = {kind: Action(kind, device, self._next(device, kind)) for kind in self._ready(device)}
-        waits = _URGENT if self._hurries(device) else _NOT_T
-        for kind in waits:
-            if kind in ready and (kind in _ALWAYS or self._is_due(ready[kind])):
+        for kind in _FIRST_WITH_T if self._is_t_urgent(device) else _FIRST_WITHOUT_T:
+            if kind in ready and (kind in _ALWAYS_DUE or self._is_due(ready[kind])):
                 return ready[kind]
         following = self._following(device, now)
-        return following or next((ready[kind] for kind in _FILL if kind in ready), None)
+        return following or next((ready[kind] for kind in _IN_IDLE_TIME if kind in ready), None)
 
-    def _hurries(self, device: int) -> bool:
+    def _is_t_urgent(self, device: int) -> bool:
         """Return whether a device must run its next T before other work, because another action waits for it.
 
         That action is the next S or, with two barriers, the last stage's next backward. With slices, a LOSS makes all
@@ -257,11 +264,14 @@ class PassRun:
         return None
 
 
-_BRINGS = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
-_URGENT = (Kind.LOSS, Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
-_NOT_T = (Kind.LOSS, Kind.S, Kind.EMBED_F, Kind.EMBED_B)
-_ALWAYS = frozenset((Kind.LOSS, Kind.S, Kind.T))
-_FILL = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)
+# The collective that needs the result of a pass of every device.
+_COLLECTIVE_AFTER = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
+# The passes that run before a device's own order, first to last, if T is urgent and if it is not.
+_FIRST_WITH_T = (Kind.LOSS, Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+_FIRST_WITHOUT_T = (Kind.LOSS, Kind.S, Kind.EMBED_F, Kind.EMBED_B)
+_ALWAYS_DUE = frozenset((Kind.LOSS, Kind.S, Kind.T))
+# The passes that run in idle time, first to last.
+_IN_IDLE_TIME = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
@@ -343,8 +353,8 @@ def families_with_passes(
     Schedules for which ``costs`` cannot give prices are left out. ``max_chunks`` is the argument of
     ``synchronous_schedules``.
     """
-    found = []
+    schedules = []
     for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
         with suppress(CostsError):
-            found.append(with_vocabulary(schedule, barriers, costs))
-    return found
+            schedules.append(with_vocabulary(schedule, barriers, costs))
+    return schedules

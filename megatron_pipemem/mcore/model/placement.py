@@ -224,7 +224,7 @@ class ChunkPlacement(Feature):
                 )
             _tell_chunk(chunks[-1], chunk)
             if not placement.is_round_robin:
-                self.settle_chunk(chunks[-1], chunk)
+                self.prepare_chunk(chunks[-1], chunk)
         check_sharing(get_model_config(chunks[0]), self.name, placement)
         if placement.replicas > 1:
             assert self.replicate is not None, "the schedule's own feature does it"
@@ -235,7 +235,7 @@ class ChunkPlacement(Feature):
             self.cut(chunks, placement, pg_collection)
         return chunks
 
-    def settle_chunk(self, module: Any, chunk: int) -> None:
+    def prepare_chunk(self, module: Any, chunk: int) -> None:
         """Make a built chunk use its own layer numbers in checkpoints.
 
         Its forward then raises an UnsupportedError if it is called to generate text.
@@ -546,7 +546,7 @@ class ProgramChunks:
         with self.placement.chunk(chunk):
             original(*asked.args, **asked.kwargs)
         model = asked.args[0]
-        self.placement.settle_chunk(model, chunk)
+        self.placement.prepare_chunk(model, chunk)
         self._built.append(model)
         if len(self._built) == placement.num_chunks:
             copy_tied_weights(self._built)

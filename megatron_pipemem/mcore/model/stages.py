@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -275,6 +275,11 @@ class ChunkStage:
         self._experts = expert_layers(self.model) if has_experts else ()
         self._keeping = layers_with_streams(self.model, self.step.config)
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
+
+    def recast[S: ChunkStage](self, kind: type[S], **changes: Any) -> S:
+        """Return a stage of the class ``kind`` with the fields of this one and ``changes``."""
+        arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return kind(**arguments | changes)
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         """Return the stage's output for a microbatch, with Megatron's own forward step (``StageRunner.forward``).

@@ -387,13 +387,13 @@ class Extension(Feature):
         """Return a context manager that is entered while the executor runs the step's actions."""
         return nullcontext()
 
-    def settle(self, step: Step) -> None:
+    def before_finalize(self, step: Step) -> None:
         """Finish the feature's work of the step. It is called after the last action, before gradients are finalized."""
 
     def after(self, step: Step) -> None:
         """Read results of the step. It is called after gradients are finalized."""
 
-    def settle_now(self) -> None:
+    def wait_for_overlapped_steps(self) -> None:
         """Complete pending updates of the weights, between two steps. Every rank calls this at the same time."""
 
     def close(self, orderly: bool) -> None:

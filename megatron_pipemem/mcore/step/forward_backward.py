@@ -208,7 +208,7 @@ class ForwardBackward(Feature):
             # The numbers of slices are like those of microbatches.
             step.observation.ledger.end_step(step.shape.num_microbatches * step.program.schedule.slices)
         for extension in extensions:
-            extension.settle(step)
+            extension.before_finalize(step)
         if step.finalizes:
             step.finalize(step.context.num_tokens if config.calculate_per_token_loss else None)
         if config.timers is not None:

@@ -181,7 +181,7 @@ class SplitBackward(Extension):
     def around(self, step: Step) -> AbstractContextManager:
         return nullcontext() if self._check is None else self._check.watching()
 
-    def settle(self, step: Step) -> None:
+    def before_finalize(self, step: Step) -> None:
         """Raise an UnsupportedError, before weights change, if a parameter lost its gradient in the first step."""
         lost = [] if self._check is None else self._check.lost()
         if lost:

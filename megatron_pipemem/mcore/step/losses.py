@@ -156,7 +156,7 @@ class Losses(Extension):
             return ()
         return [_SentEarly(step, self._carrier(step))]
 
-    def settle(self, step: Step) -> None:
+    def before_finalize(self, step: Step) -> None:
         gather_losses(step.context, step.program.schedule, self._carrier(step), step.pipeline.group)
         if not step.forward_only:
             sum_depths(step)

@@ -34,7 +34,7 @@ class DelayedOptimizer(OverlappedOptimizer):
 
     With double-buffered weights, the batch after the next one is the first that needs the updated weights. Until then
     the gradients are kept in memory of their own, because the next batch accumulates into Megatron's buffers.
-    ``settle`` then takes Megatron's own step with the kept gradients, and with the norm and the learning rate of their
+    ``resolve`` then takes Megatron's own step with the kept gradients, and with the norm and the learning rate of their
     batch. So no step has to be undone. ``weights`` holds the versions of the model's weights. Each step makes a new
     version.
     """
@@ -48,7 +48,7 @@ class DelayedOptimizer(OverlappedOptimizer):
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
-    def waits(self) -> bool:
+    def has_postponed_step(self) -> bool:
         """Whether an optimizer step is postponed and not yet taken."""
         return self._waiting is not None
 
@@ -63,12 +63,12 @@ class DelayedOptimizer(OverlappedOptimizer):
             self.require().has_grad_norm_group(name)
 
     def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm, None]:
-        """Keep the gradients and the optimizer's settings for ``settle``, and return as if the step had been taken."""
+        """Keep the gradients and the optimizer's settings for the postponed step, and return as if it had been taken."""
         optimizer = self.require()
         self._waiting = _Waiting(norm, self._keep(optimizer), hyperparameters(optimizer.param_groups))
         return self._ahead_of(norm, True)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Take the postponed optimizer step, if there is one. It makes the next version of the weights.
 
         The step waits for its gradient norm.
@@ -91,10 +91,10 @@ class DelayedOptimizer(OverlappedOptimizer):
             parameter.grad = None
         weights.forget_updates()
 
-    def told(self) -> Overlap:
+    def statistics(self) -> Overlap:
         """Return the base class's statistics, with the bytes of the kept gradients filled in."""
         waiting = sum(gradient.nbytes for gradient in self._kept.values())
-        return super().told()._replace(waiting_gradient_bytes=waiting)
+        return super().statistics()._replace(waiting_gradient_bytes=waiting)
 
     def release(self, orderly: bool) -> None:
         if not orderly:
@@ -113,7 +113,7 @@ class DelayedOptimizer(OverlappedOptimizer):
             for chunk in chunks
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         }
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        taken: list[tuple[torch.Tensor, torch.Tensor]] = []
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in optimizer.get_parameters():
             gradient, parameter.grad = parameter.grad, None
@@ -123,10 +123,10 @@ class DelayedOptimizer(OverlappedOptimizer):
                 kept = self._kept.setdefault(parameter, torch.empty_like(gradient))
                 copied.append((kept, gradient))
                 gradient = kept
-            found.append((parameter, gradient))
+            taken.append((parameter, gradient))
         if copied:
             torch._foreach_copy_([kept for kept, _ in copied], [gradient for _, gradient in copied])
-        return found
+        return taken
 
 
 class DelayedSteps(OverlappedSteps):

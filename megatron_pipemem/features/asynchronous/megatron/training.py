@@ -304,7 +304,7 @@ class AsynchronousTraining(Extension):
                 weights.forget_updates()
 
         if delayed is not None and delayed.overlaps:
-            return [WeightSwitch(weights, window.versions, {}, update, delayed.settle)]
+            return [WeightSwitch(weights, window.versions, {}, update, delayed.resolve)]
         return [WeightSwitch(weights, window.versions, updates, update)]
 
     @contextmanager
@@ -324,7 +324,7 @@ class AsynchronousTraining(Extension):
         try:
             yield
         except BaseException:
-            stream.drop(self._waits)
+            stream.drop(self._has_postponed_step)
             raise
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         stream.router_scale = None if scale is None else scale.clone()
@@ -337,9 +337,9 @@ class AsynchronousTraining(Extension):
         self._steps += 1
 
     @property
-    def _waits(self) -> bool:
+    def _has_postponed_step(self) -> bool:
         """Whether the optimizer step of the last batch has been postponed and not yet taken."""
-        return self._delayed is not None and self._delayed.waits
+        return self._delayed is not None and self._delayed.has_postponed_step
 
     def _weight_bytes(self) -> WeightBytes:
         """Return the bytes of one weight version on this rank, and of all version buffers, free ones included.
@@ -396,10 +396,10 @@ class AsynchronousTraining(Extension):
     def _loaded(self, saved: SavedVersions | None) -> None:
         """Drop all microbatches in flight, because the model now has the weights of a checkpoint.
 
-        ``saved`` has the checkpoint's older weight versions. The next step restores them.
+        The next step restores ``saved``, the checkpoint's older weight versions.
         """
         if self._stream is not None:
-            self._stream.drop(self._waits)
+            self._stream.drop(self._has_postponed_step)
             self._stream = None
         self._saved = saved
 
@@ -456,7 +456,7 @@ class AsynchronousTraining(Extension):
     def close(self, orderly: bool) -> None:
         """Set the model to the newest weights, drop microbatches in flight and plans, and restore ``step()``."""
         if self._stream is not None:
-            self._stream.drop(self._waits)
+            self._stream.drop(self._has_postponed_step)
             self._stream = None
         self._optimizer.release()
         self._plans.clear()

@@ -220,7 +220,7 @@ class OffloadEngine:
         try:
             yield self
             for transfer in list(self._traffic.transfers):
-                self._settle(transfer)
+                self._complete(transfer)
         finally:
             self._drop_everything()
 
@@ -230,8 +230,8 @@ class OffloadEngine:
 
         Raise an OffloadError if ``key`` still holds tensors of another forward.
         """
-        known = self._captures.get(key)
-        if known is not None and known.storages:
+        earlier = self._captures.get(key)
+        if earlier is not None and earlier.storages:
             raise OffloadError(
                 "offload-order", f"activations of {key} are captured twice; their backward has not run yet"
             )
@@ -275,8 +275,8 @@ class OffloadEngine:
             for storage in list(captured.storages.values())
             if storage.place is Place.DEVICE
             and storage not in staying
-            and not storage.emptied
-            and not captured.held_by_others(storage)
+            and not storage.is_emptied
+            and not captured.has_other_holders(storage)
         ]
         self._collect_ended()
         blocks: list[HostBlock] = []
@@ -349,8 +349,10 @@ class OffloadEngine:
             raise _unknown(key)
         moving = {id(storage.transfer) for storage in list(self._captures[key].storages.values())}
         # Some of its storages may move in a transfer of another key.
-        for transfer in [each for each in self._traffic.transfers if each.key == key or id(each) in moving]:
-            self._settle(transfer)
+        for transfer in [
+            transfer for transfer in self._traffic.transfers if transfer.key == key or id(transfer) in moving
+        ]:
+            self._complete(transfer)
 
     @property
     def device_bytes(self) -> int:
@@ -401,7 +403,7 @@ class OffloadEngine:
         self._device_peak, self._host_peak = self._device_bytes, self._host_bytes
 
     def _pack(self, tensor: torch.Tensor, key: Hashable, captured: Capture, hold: Hold) -> torch.Tensor | SavedView:
-        if self._residents.stays(tensor):
+        if self._residents.stays_on_device(tensor):
             if tensor.layout is torch.strided and self._on_device is not None:
                 self._on_device(tensor)
             # Not the tensor itself: an output that its own node saves would keep itself alive.
@@ -418,8 +420,8 @@ class OffloadEngine:
 
     def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
         """Return the captured storages that these tensors are views of. Other tensors are ignored."""
-        known = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
-        return [saved for saved in known if saved is not None]
+        storages = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
+        return [saved for saved in storages if saved is not None]
 
     def _known(self, key: Hashable, away: bool) -> Capture:
         captured = self._captures.get(key)
@@ -433,7 +435,7 @@ class OffloadEngine:
             )
         return captured
 
-    def _settle(self, transfer: StartedTransfer) -> None:
+    def _complete(self, transfer: StartedTransfer) -> None:
         for storage in self._traffic.join(transfer):
             if transfer.direction is Direction.OUT:
                 self._release(storage)
@@ -511,21 +513,23 @@ class OffloadActions:
         engine, others = self._engine, dict(executor.handlers)
         executor.host_bytes = lambda: engine.host_bytes
 
-        def captured(each: Instruction) -> None:
-            run = others[each.action.kind]
+        def captured(instruction: Instruction) -> None:
+            run = others[instruction.action.kind]
             # A forward that runs again saves only its input; the R makes the tensors that move.
-            if not each.is_offloaded or (each.recompute_kind is Kind.R and each.action.kind is Kind.F):
-                run(each)
+            if not instruction.is_offloaded or (
+                instruction.recompute_kind is Kind.R and instruction.action.kind is Kind.F
+            ):
+                run(instruction)
                 return
-            with engine.capture(each.key):
-                run(each)
-            engine.stay(each.key, executor.kept_tensors(each))
+            with engine.capture(instruction.key):
+                run(instruction)
+            engine.stay(instruction.key, executor.kept_tensors(instruction))
 
         return {
             Kind.F: captured,
             Kind.R: captured,
-            Kind.OFFLOAD: lambda each: engine.offload(each.key),
-            Kind.RELOAD: lambda each: engine.reload(each.key),
-            Kind.WAIT_OFFLOAD: lambda each: engine.wait(each.key),
-            Kind.WAIT_RELOAD: lambda each: engine.wait(each.key),
+            Kind.OFFLOAD: lambda instruction: engine.offload(instruction.key),
+            Kind.RELOAD: lambda instruction: engine.reload(instruction.key),
+            Kind.WAIT_OFFLOAD: lambda instruction: engine.wait(instruction.key),
+            Kind.WAIT_RELOAD: lambda instruction: engine.wait(instruction.key),
         }

@@ -223,15 +223,15 @@ def measure_bandwidths(
 
     multiply(3)
     one = _seconds(channel, lambda: multiply(10)) / 10
-    found = {}
+    bandwidths = {}
     for name, directions in WAYS.items():
         copies = [(direction, ends[direction]) for direction in directions]
         alone = transfer_seconds(channel, copies, repeats)
         # The products take longer than the copies, so that every copy overlaps one.
-        beside = partial(multiply, int(2 * alone / one) + 1)
-        found[name] = nbytes / alone
-        found[f"{name}_computing"] = nbytes / transfer_seconds(channel, copies, repeats, beside)
-    return found
+        multiply_meanwhile = partial(multiply, int(2 * alone / one) + 1)
+        bandwidths[name] = nbytes / alone
+        bandwidths[f"{name}_computing"] = nbytes / transfer_seconds(channel, copies, repeats, multiply_meanwhile)
+    return bandwidths
 
 
 def _seconds(channel: CopyChannel, work: Callable[[], object]) -> float:

@@ -94,7 +94,7 @@ class SavedStorage:
         return self.departure
 
     @property
-    def emptied(self) -> bool:
+    def is_emptied(self) -> bool:
         """Whether other code has shrunk the storage. Recomputation does so, and refills the same storage later."""
         return self.storage is not None and self.storage.nbytes() < self.end - self._origin
 
@@ -182,14 +182,14 @@ class Capture:
             if hold is not None and storage not in staying:
                 storage.holders.discard(hold)
 
-    def held_by_others(self, storage: SavedStorage) -> bool:
+    def has_other_holders(self, storage: SavedStorage) -> bool:
         return any(holder is not self._hold() for holder in storage.holders)
 
 
 def checksum(run: torch.Tensor) -> torch.Tensor:
     """Return two sums over the bytes ``run``: of the complete 64-bit words, and of the remaining bytes."""
-    whole = run.numel() // 8 * 8
-    return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
+    words_end = run.numel() // 8 * 8
+    return torch.stack((run[:words_end].view(torch.int64).sum(), run[words_end:].sum(dtype=torch.int64)))
 
 
 class Residents:
@@ -214,7 +214,7 @@ class Residents:
         for part in (part for tensor in tensors for part in data_of(tensor)):
             self._kept[storage_key(part)] = StorageWeakRef(part.untyped_storage()), reason
 
-    def stays(self, tensor: torch.Tensor) -> bool:
+    def stays_on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether a saved tensor stays on the device, and if so count its bytes."""
         reason = self._reason_to_stay(tensor)
         if reason is not None and tensor.layout is torch.strided:

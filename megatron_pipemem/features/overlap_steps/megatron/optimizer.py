@@ -134,7 +134,8 @@ class Norms:
 
     def _own_square(self) -> torch.Tensor:
         """Return the squared norm of this rank's gradients, computed as Megatron does."""
-        gradients = [each for part in self._optimizer.chained_optimizers for each in part.get_grads_for_grad_norm()]
+        parts = self._optimizer.chained_optimizers
+        gradients = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
         device = torch.cuda.current_device()
         if not gradients:
             return torch.zeros(1, dtype=torch.float, device=device)
@@ -228,9 +229,9 @@ class OverlappedOptimizer:
     def step(self) -> tuple[bool, LateNorm | float | None, int | None]:
         """Take an optimizer step and return the same as Megatron's ``step``. The norm may be a ``LateNorm``.
 
-        A step that is still pending is settled first.
+        A step that is still pending is resolved first.
         """
-        self.settle()
+        self.resolve()
         self.answers_locally = False
         optimizer, take_step = self.require(), self._step
         assert take_step is not None, "it is kept with the optimizer"
@@ -260,10 +261,7 @@ class OverlappedOptimizer:
         return self._ahead_of(norm, optimizer.step_with_ready_grads())
 
     def _ahead_of(self, norm: LateNorm, stepped: bool) -> tuple[bool, LateNorm, None]:
-        """Count a step that has not waited for its norm, and return the result of Megatron's ``step`` for it.
-
-        ``stepped`` is the success that the result reports.
-        """
+        """Count a step that has not waited for its norm, and return the result of Megatron's ``step`` for it."""
         self.answers_locally = True
         self._ahead += 1
         return stepped, norm, None
@@ -297,7 +295,7 @@ class OverlappedOptimizer:
         self._pending = None
         self._pay()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Make a pending step final, or redo it. Every rank must call this at the same time."""
         if self._pending is not None and not self.validate():
             self.redo()
@@ -312,12 +310,12 @@ class OverlappedOptimizer:
     def release(self, orderly: bool) -> None:
         """Give the optimizer its own ``step`` and ``zero_grad`` again, and free the snapshot.
 
-        If ``orderly``, all ranks take part, and a pending step is settled first.
+        If ``orderly``, all ranks take part, and a pending step is resolved first.
         """
         if self._caught is None:
             return
         if orderly:
-            self.settle()
+            self.resolve()
             if self._norms is not None:
                 self._norms.close()
         if self._snapshot is not None:
@@ -327,7 +325,7 @@ class OverlappedOptimizer:
         self._pending, self._owed, self.overlaps, self.answers_locally = None, [], False, False
         self._clean = self._ahead = self._redone = 0
 
-    def told(self) -> Overlap:
+    def statistics(self) -> Overlap:
         """Return how many steps did not wait for their norm, how many were redone, and the bytes of the snapshot."""
         nbytes = 0 if self._snapshot is None else self._snapshot.nbytes
         return Overlap(self._ahead, self._redone, nbytes)

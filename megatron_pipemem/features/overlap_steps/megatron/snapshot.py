@@ -48,7 +48,7 @@ class Snapshot:
         self._groups: list[tuple[dict, dict]] = []
         self._tensors: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
-        needed, device = _most_bytes(self._parts), next((each.device for each in _tensors(self._parts)), None)
+        needed, device = _most_bytes(self._parts), next((tensor.device for tensor in _tensors(self._parts)), None)
         if device is not None and device.type == "cuda" and needed > (left := _left_on(device)):
             raise UnsupportedError(
                 "does-not-fit",
@@ -125,7 +125,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
         UnsupportedError: an optimizer keeps more than its parameters and their state.
     """
     if type(optimizer) is ChainedOptimizer:
-        return tuple(part for each in optimizer.chained_optimizers for part in parts_of(each))
+        return tuple(part for chained in optimizer.chained_optimizers for part in parts_of(chained))
     inner = getattr(optimizer, "optimizer", None)
     if type(optimizer) not in _KNOWN or hasattr(inner, "sub_optimizers"):
         name = type(optimizer).__name__ if type(optimizer) not in _KNOWN else type(inner).__name__

@@ -76,7 +76,7 @@ class TrainingLoop:
             (ALL_OF_PIPELINE, self._all_of_pipeline),
             (MOST_OF_PIPELINE, self._most_of_pipeline),
             (TRAINING_LOG, self._training_log),
-            *((symbol, self._settled) for symbol in (SAVE_AND_TIME, SAVE, EVALUATE, STOP_GATHERING)),
+            *((symbol, self._resolve_first) for symbol in (SAVE_AND_TIME, SAVE, EVALUATE, STOP_GATHERING)),
             (DECIDE_EXIT, self._decide_exit),
             (SIGNALS, self._signals_received),
             (TRAIN, self._train),
@@ -103,14 +103,14 @@ class TrainingLoop:
     def _training_log(self, original: Callable, *args, **kwargs):
         self._write_norm()
         bound = inspect.signature(original).bind(*args, **kwargs)
-        told = bound.arguments
-        iteration, norm = told["iteration"], told["grad_norm"]
-        if prints_log(iteration, told.get("is_first_iteration", False)) or iteration == argument("train_iters"):
-            self._optimizer.settle()
+        arguments = bound.arguments
+        iteration, norm = arguments["iteration"], arguments["grad_norm"]
+        if prints_log(iteration, arguments.get("is_first_iteration", False)) or iteration == argument("train_iters"):
+            self._optimizer.resolve()
             self._optimizer.answers_locally = False
-            told["grad_norm"] = norm.item() if isinstance(norm, LateNorm) else norm
+            arguments["grad_norm"] = norm.item() if isinstance(norm, LateNorm) else norm
         elif isinstance(norm, LateNorm):
-            told["grad_norm"] = None
+            arguments["grad_norm"] = None
             self._unwritten = _Unwritten(iteration, argument("consumed_train_samples"), norm)
         return original(*bound.args, **bound.kwargs)
 
@@ -127,14 +127,14 @@ class TrainingLoop:
         write_scalars({"grad-norm": value}, unwritten.iteration)
         write_scalars({"grad-norm vs samples": value}, unwritten.samples, wandb=False)
 
-    def _settled(self, original: Callable, *args, **kwargs):
-        self._optimizer.settle()
+    def _resolve_first(self, original: Callable, *args, **kwargs):
+        self._optimizer.resolve()
         return original(*args, **kwargs)
 
     def _decide_exit(self, original: Callable, *args, **kwargs):
         leaves = original(*args, **kwargs)
         if leaves:
-            self._optimizer.settle()
+            self._optimizer.resolve()
             self._write_norm()
         return leaves
 
@@ -156,7 +156,7 @@ class TrainingLoop:
 
     def _train(self, original: Callable, *args, **kwargs):
         result = original(*args, **kwargs)
-        self._optimizer.settle()
+        self._optimizer.resolve()
         return result
 
 
@@ -188,9 +188,9 @@ class OverlappedSteps(Extension):
         ]
 
     def choose(self, step: Step) -> None:
-        """Settle a pending optimizer step before an evaluation, which needs the final weights."""
+        """Resolve a pending optimizer step before an evaluation, which needs the final weights."""
         if step.forward_only:
-            self._optimizer.settle()
+            self._optimizer.resolve()
 
     def prepare(self, step: Step) -> None:
         if step.forward_only:
@@ -198,13 +198,13 @@ class OverlappedSteps(Extension):
         if step.shape not in self._gains:
             self._gains[step.shape] = self._decide(step)
         self._optimizer.overlaps = step.overlaps = self._gains[step.shape]
-        step.overlap = self._optimizer.told
+        step.overlap = self._optimizer.statistics
         if self._optimizer.is_pending:
             step.trial = LeadingForwards(self._optimizer, step)
 
-    def settle_now(self) -> None:
+    def wait_for_overlapped_steps(self) -> None:
         """Make a pending optimizer step final, or redo it. Every rank must call this at the same time."""
-        self._optimizer.settle()
+        self._optimizer.resolve()
 
     def _decide(self, step: Step) -> bool:
         """Return whether steps of this shape overlap, and log the reason or the gain.
@@ -213,8 +213,8 @@ class OverlappedSteps(Extension):
         the job, so a model on a part of them keeps its barrier.
         """
         optimizer, groups = self._optimizer, step.programs.groups
-        asked = step.context.config, step.chunks, optimizer.require(), optimizer.delays
-        joined = done_by_all(lambda: check_overlapped(*asked), groups)
+        checked = step.context.config, step.chunks, optimizer.require(), optimizer.delays
+        joined = done_by_all(lambda: check_overlapped(*checked), groups)
         gain = self._gain(step)
         obstacles = gather(next(iter(joined), None) or self._obstacle(step, gain), groups)
         if dist.is_initialized() and len(obstacles) < dist.get_world_size():
@@ -244,7 +244,8 @@ class OverlappedSteps(Extension):
             return "every step begins with an agreement on the lengths of its sequences"
         if any(part.is_stub_optimizer for part in optimizer.chained_optimizers):
             return "a rank trains no parameters"
-        if self._optimizer.takes_back and not all(each is None or hasattr(each, "__next__") for each in step.iterators):
+        is_readable = all(iterator is None or hasattr(iterator, "__next__") for iterator in step.iterators)
+        if self._optimizer.takes_back and not is_readable:
             return "a data iterator has no __next__, so a step that starts over could not read its data again"
         return None
 
@@ -267,7 +268,7 @@ class LeadingForwards(Trial):
         cut = cut_of(step.program)
         device = step.pipeline.device
         self.length, self.drain = cut.lengths[device], cut.drains[device]
-        self._data = [None if each is None else Rereadable(each) for each in step.iterators]
+        self._data = [None if iterator is None else Rereadable(iterator) for iterator in step.iterators]
         step.iterators = list(self._data)
         self._random_states = random._get_all_rng_states()
         self._traces = ForwardTraces()

@@ -162,11 +162,11 @@ class SavedShards(VocabularyShards):
 class ArrivingEmbedding(torch.nn.Module):
     """Replaces the word embeddings of a stage. Its forward returns embeddings that the shards have looked up before."""
 
-    def __init__(self, whole: tensor_parallel.VocabParallelEmbedding):
+    def __init__(self, embedding: tensor_parallel.VocabParallelEmbedding):
         super().__init__()
         self.register_parameter("weight", None)
-        self._tp_group = whole.tp_group
-        self._scatters = whole.reduce_scatter_embeddings
+        self._tp_group = embedding.tp_group
+        self._scatters = embedding.reduce_scatter_embeddings
         self.arrived: list[torch.Tensor] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -186,14 +186,14 @@ class ArrivingEmbedding(torch.nn.Module):
 class DepartingHead(torch.nn.Module):
     """Replaces the output layer of the last stage. It keeps its input for the shards, and returns logits of NaN."""
 
-    def __init__(self, whole: tensor_parallel.ColumnParallelLinear):
+    def __init__(self, head: tensor_parallel.ColumnParallelLinear):
         super().__init__()
         self.register_parameter("weight", None)
-        self.tp_group = whole.tp_group
-        self.sequence_parallel = whole.sequence_parallel
-        self.gathers_output = whole.gather_output
-        self._output_size = whole.output_size
-        self._output_size_per_rank = whole.output_size_per_partition
+        self.tp_group = head.tp_group
+        self.sequence_parallel = head.sequence_parallel
+        self.gathers_output = head.gather_output
+        self._output_size = head.output_size
+        self._output_size_per_rank = head.output_size_per_partition
         self.input: torch.Tensor | None = None
         self.losses: torch.Tensor | None = None
         self.depths = 0
@@ -301,28 +301,28 @@ def cut_vocabulary(
     for refusal in (ends.refusal for ends in everyones):
         if refusal is not None:  # on all ranks, as none may wait for one that is refused
             raise UnsupportedError(*refusal)
-    is_tied, whole = everyones[first_device * t].is_tied, everyones[first_device * t].embedding
-    assert whole is not None, "the first device has the embedding"
-    partition = VocabularyPartition(whole.vocab_size, shards_group.size())
-    if whole.vocab_size < partition.shards:
-        raise _uncuttable(f"a vocabulary of {whole.vocab_size} cannot be cut over {partition.shards} ranks;")
+    is_tied, embedding_matrix = everyones[first_device * t].is_tied, everyones[first_device * t].embedding
+    assert embedding_matrix is not None, "the first device has the embedding"
+    partition = VocabularyPartition(embedding_matrix.vocab_size, shards_group.size())
+    if embedding_matrix.vocab_size < partition.shards:
+        raise _uncuttable(f"a vocabulary of {embedding_matrix.vocab_size} cannot be cut over {partition.shards} ranks;")
     config = models[0].config
 
-    def shard_of(weight: torch.Tensor | None, owner: int, matrix: _Matrix | None) -> WeightShard:
+    def shard_of(weight: torch.Tensor | None, owner: int, embedding_matrix: _Matrix | None) -> WeightShard:
         """Return this rank's rows of a matrix that only device ``owner`` has. ``weight`` is that matrix, or ``None``
         elsewhere.
         """
-        assert matrix is not None, "the owner has told"
+        assert embedding_matrix is not None, "the owner has sent its description"
         on_cpu = config.use_cpu_initialization
         shard = torch.empty(
             len(partition.rows(index)),
-            whole.hidden_size,
+            embedding_matrix.hidden_size,
             dtype=config.params_dtype,
             device="cpu" if on_cpu else torch.cuda.current_device(),
         )
         _deal(weight, shard, partition, shards_group, range(owner * t, (owner + 1) * t))
-        parameter: Any = torch.nn.Parameter(shard, requires_grad=matrix.trains)
-        vars(parameter).update(matrix.marks)
+        parameter: Any = torch.nn.Parameter(shard, requires_grad=embedding_matrix.trains)
+        vars(parameter).update(embedding_matrix.marks)
         tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         parameter.is_embedding_or_output_parameter = True
         if config.use_mup:
@@ -330,7 +330,7 @@ def cut_vocabulary(
         return WeightShard(parameter, partition, index)
 
     weight = None if first is None else first.embedding.word_embeddings.weight
-    embedding, head = shard_of(weight, first_device, whole), None
+    embedding, head = shard_of(weight, first_device, embedding_matrix), None
     if not is_tied:
         weight = None if last is None else last.output_layer.weight
         head = shard_of(weight, last_device, everyones[last_device * t].head)
@@ -494,10 +494,10 @@ def _deal(
                 buffer.copy_(weight[piece.start : piece.stop])
             dist.broadcast(buffer, src=dist.get_global_rank(group, owner), group=group)
             start = number * part + piece.start
-            wanted = range(max(rows.start, start), min(rows.stop, start + len(piece)))
-            if wanted:
-                shard[wanted.start - rows.start : wanted.stop - rows.start] = buffer[
-                    wanted.start - start : wanted.stop - start
+            overlap = range(max(rows.start, start), min(rows.stop, start + len(piece)))
+            if overlap:
+                shard[overlap.start - rows.start : overlap.stop - rows.start] = buffer[
+                    overlap.start - start : overlap.stop - start
                 ]
 
 

@@ -9,7 +9,7 @@ script has to change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -114,9 +114,8 @@ def share_batch(
             "the forward step does not call the model it is given, or its data come from no iterator, so its "
             "tokens and labels are unknown; call it with the items of next(), or pass --pipemem-vocab-parallel off",
         )
-    of_first, of_last = (
-        None if calls is None else [call for call in calls if call is not None] for calls in (first, last)
-    )
+    first_tokens = None if first is None else [call.tokens for call in first if call is not None]
+    own_labels = None if last is None else [call.labels for call in last if call is not None]
     sizes = [b * s for b, s in shapes]
 
     def share(name: str, values: Sequence[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
@@ -130,11 +129,11 @@ def share_batch(
         else:
             flat = []
             for value, shape in zip(values, shapes, strict=True):
-                found = None if value is None else tuple(value.shape)
-                if value is None or found != shape:
+                actual_shape = None if value is None else tuple(value.shape)
+                if value is None or actual_shape != shape:
                     raise UnsupportedError(
                         "vocabulary-forward-step",
-                        f"the forward step passes {name} of shape {found} to the model where {shape} was expected: "
+                        f"the forward step passes {name} of shape {actual_shape} to the model where {shape} was expected: "
                         "vocabulary parallelism needs them for every microbatch, of its sequence length and micro-batch size; "
                         "pass --pipemem-vocab-parallel off",
                     )
@@ -143,12 +142,11 @@ def share_batch(
         dist.broadcast(shared, src=dist.get_global_rank(group, source), group=group)
         return [part.view(shape) for part, shape in zip(shared.split(sizes), shapes, strict=True)]
 
-    tokens = share("tokens", None if of_first is None else [call.tokens for call in of_first], sources[0])
-    own = None if of_last is None else [call.labels for call in of_last]
-    if may_want_logits and own is not None and all(each is None for each in own):
-        own = [torch.full_like(each, _NO_LABELS) for each in tokens]
-    labels = share("labels", own, sources[1])
-    wants_logits = may_want_logits and all(bool(torch.eq(each, _NO_LABELS).all()) for each in labels)
+    tokens = share("tokens", first_tokens, sources[0])
+    if may_want_logits and own_labels is not None and all(own is None for own in own_labels):
+        own_labels = [torch.full_like(sequences, _NO_LABELS) for sequences in tokens]
+    labels = share("labels", own_labels, sources[1])
+    wants_logits = may_want_logits and all(bool(torch.eq(shared, _NO_LABELS).all()) for shared in labels)
     return Batch(
         tokens, None if wants_logits else labels, looks_ahead=bool(depths), depths=0 if may_want_logits else depths
     )
@@ -233,9 +231,9 @@ class LastStage(ChunkStage):
         if not head.sequence_parallel:
             return output
         ranks = head.tp_group.size()
-        whole = output.new_empty(output.size(0) * ranks, *output.shape[1:])
-        dist.all_gather_into_tensor(whole, output.contiguous(), group=head.tp_group)
-        return _swapped(whole, ranks, 1 + self.depths)
+        gathered = output.new_empty(output.size(0) * ranks, *output.shape[1:])
+        dist.all_gather_into_tensor(gathered, output.contiguous(), group=head.tp_group)
+        return _swapped(gathered, ranks, 1 + self.depths)
 
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         head = self._head
@@ -250,9 +248,9 @@ class LastStage(ChunkStage):
         return gradient
 
     def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
-        leaf = torch.cat([each.losses for each in scored]).requires_grad_(not self.step.forward_only)
+        leaf = torch.cat([normalised.losses for normalised in scored]).requires_grad_(not self.step.forward_only)
         further = self._awaiting[microbatch][2]
-        losses = leaf if further is None else further(leaf, torch.cat([each.hits for each in scored]))
+        losses = leaf if further is None else further(leaf, torch.cat([normalised.hits for normalised in scored]))
         loss = self._finish_forward(microbatch, losses.t().contiguous())
         if self.step.forward_only:
             return None
@@ -264,8 +262,10 @@ class LastStage(ChunkStage):
     def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
         head = self._head
         if not head.gathers_output:
-            logits = [each.chunk(head.tp_group.size(), dim=-1)[head.tp_group.rank()] for each in logits]
-        self._finish_forward(microbatch, torch.cat([each.transpose(0, 1) for each in logits], dim=1).contiguous())
+            logits = [part.chunk(head.tp_group.size(), dim=-1)[head.tp_group.rank()] for part in logits]
+        # [s, b, vocabulary] of each slice -> [b, s, vocabulary] of the sequence
+        joined = torch.cat([part.transpose(0, 1) for part in logits], dim=1)
+        self._finish_forward(microbatch, joined.contiguous())
 
     def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
         """Run the loss function of the forward step on ``output``, and average and report the loss as Megatron does.
@@ -363,8 +363,7 @@ class VocabularySteps(Extension):
             with runner.as_chunk():
                 output_of = partial(output_to_send, step) if stage == 0 else partial(_last_output, step, runner.model)
                 calls[-1], iterator = calls_of(context, runner.data_iterator, runner.model, output_of)
-            given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
-            step.stages[stage] = kind(**given | {"data_iterator": iterator, "is_last": False})
+            step.stages[stage] = runner.recast(kind, data_iterator=iterator, is_last=False)
         first_calls, last_calls = calls
         batch = share_batch(
             step.tokens,
@@ -397,7 +396,7 @@ class VocabularySteps(Extension):
     def close(self, orderly: bool) -> None:
         channels, self._channels = self._channels, {}
         if orderly:
-            destroy_groups([group for each in channels.values() for group in (each.pipeline, each.shards)])
+            destroy_groups([group for opened in channels.values() for group in (opened.pipeline, opened.shards)])
 
 
 def _connect(pipeline: dist.ProcessGroup, shards: dist.ProcessGroup) -> Channels:

@@ -91,7 +91,7 @@ class HeadMicrobatch:
         self.own_maximum, self.own_sum, self.target_logit = self.statistics
 
     @property
-    def no_rows(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether this rank's shard is empty, because there are more ranks than rows."""
         return not self.shard.rows
 
@@ -100,7 +100,7 @@ class HeadMicrobatch:
 
         ``raw`` has their logits from the matrix product, ``[tokens, rows]``.
         """
-        if self.no_rows:
+        if self.is_empty:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
             self.own_sum[piece] = self.target_logit[piece] = 0
             if self.average is not None:
@@ -319,7 +319,7 @@ class Normalised:
         ``g`` is the gradient with respect to the token losses, fp32, ``[tokens]`` of the whole microbatch.
         """
         batch, raw = self._batch, self._logits[piece]
-        if batch.no_rows:
+        if batch.is_empty:
             return raw
         scaled = g[piece] * self.options.scale
         factor = scaled / self._total[piece]
@@ -379,7 +379,7 @@ class OneBarrier(Normalised):
         message = self._message()
         for piece in self.pieces:
             part = average[piece].to(torch.float32).mul_(share[piece, None])
-            if not batch.no_rows:
+            if not batch.is_empty:
                 rows = batch.shard.weight[batch.local[piece]]
                 part.addcmul_(rows.to(torch.float32), label[piece, None])
             message[piece] = part

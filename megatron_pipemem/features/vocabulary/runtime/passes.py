@@ -46,7 +46,7 @@ class Batch:
         """Return the batch with every sequence cut into slices. ``bounds`` has ``(first token, end)`` of each slice."""
 
         def slices(of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            return [whole[:, begin:end] for whole in of for begin, end in bounds]
+            return [sequences[:, begin:end] for sequences in of for begin, end in bounds]
 
         return replace(self, tokens=slices(self.tokens), labels=None if self.labels is None else slices(self.labels))
 
@@ -194,8 +194,8 @@ class VocabularyPasses:
         others, first, last = dict(executor.handlers), 0, self.placement.num_stages - 1
         looks_ahead = self.batch.looks_ahead
 
-        def run_pass(each: Instruction) -> None:
-            action = each.action
+        def run_pass(instruction: Instruction) -> None:
+            action = instruction.action
             # Wait here, so that the measured time of the pass excludes its collectives.
             for waiting in self._needed.get(action.kind, ()):
                 for number in self._joined(action.microbatch) if action.kind is Kind.LOSS else (action.microbatch,):
@@ -207,28 +207,30 @@ class VocabularyPasses:
             with executor.measured(action):
                 self.perform(action)
 
-        def forward(each: Instruction) -> None:
-            stage, microbatch = each.key
+        def forward(instruction: Instruction) -> None:
+            stage, microbatch = instruction.key
             if stage == first:
-                executor.handed_inputs[each.key] = self.embedded(microbatch)
+                executor.handed_inputs[instruction.key] = self.embedded(microbatch)
             if stage == last and looks_ahead:
                 self._own_last_stage.look_ahead(microbatch, self._embeddings.pop(microbatch).wait())
-            others[Kind.F](each)
+            others[Kind.F](instruction)
             if stage == last:
-                assert each.consumer_on_this_device is not None
-                self.take_head_input(microbatch, executor.handed_inputs.pop(each.consumer_on_this_device))
+                assert instruction.consumer_on_this_device is not None
+                self.take_head_input(microbatch, executor.handed_inputs.pop(instruction.consumer_on_this_device))
 
-        def backward(each: Instruction) -> None:
-            stage, microbatch = each.key
+        def backward(instruction: Instruction) -> None:
+            stage, microbatch = instruction.key
             if stage == last:
-                executor.handed_gradients[each.key] = self.head_gradient(microbatch)
-            others[each.action.kind](each)
+                executor.handed_gradients[instruction.key] = self.head_gradient(microbatch)
+            others[instruction.action.kind](instruction)
             if stage == last and looks_ahead:
                 ahead = self._own_last_stage.ahead_gradient(microbatch)
                 self._embedding_gradients[microbatch] = self._held(ahead)
             if stage == first:
-                assert each.consumer_on_this_device is not None
-                self.take_embedding_gradient(microbatch, executor.handed_gradients.pop(each.consumer_on_this_device))
+                assert instruction.consumer_on_this_device is not None
+                self.take_embedding_gradient(
+                    microbatch, executor.handed_gradients.pop(instruction.consumer_on_this_device)
+                )
 
         executor.at_end.append(self.finish)
         return {**dict.fromkeys(VOCABULARY, run_pass), Kind.F: forward, Kind.I: backward, Kind.B: backward}
@@ -254,10 +256,10 @@ class VocabularyPasses:
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
         """Keep the output of the last stage until it is broadcast as the head's input."""
-        whole = self._held(self._own_last_stage.gather_head_input(output))
-        if whole is not output:
+        gathered = self._held(self._own_last_stage.gather_head_input(output))
+        if gathered is not output:
             self._released(output)  # the backend that gathered it may free it a moment later
-        self._head_inputs[microbatch] = whole
+        self._head_inputs[microbatch] = gathered
 
     def head_gradient(self, microbatch: int) -> torch.Tensor:
         """Wait for the gradient of the head's input, and return the gradient of the last stage's output."""
@@ -275,9 +277,9 @@ class VocabularyPasses:
             ahead[:, :-1] += gradient
             self._released(gradient)
             return
-        whole = torch.nn.functional.pad(gradient, (0, 0, 0, 1)) if looks_ahead else gradient.contiguous()
-        self._embedding_gradients[microbatch] = self._held(whole)
-        if whole is not gradient:
+        outgoing = torch.nn.functional.pad(gradient, (0, 0, 0, 1)) if looks_ahead else gradient.contiguous()
+        self._embedding_gradients[microbatch] = self._held(outgoing)
+        if outgoing is not gradient:
             self._released(gradient)  # the backend that gathered it may free it a moment later
 
     # Embedding
@@ -291,8 +293,8 @@ class VocabularyPasses:
             pending = collectives.all_sum(partial, self.channels.pipeline)
         else:
             pending = collectives.reduce_sum(partial, self._first, self.channels.pipeline)
-        wanted = self.device == self._first or (self._sums_for_both and self.device == self._last)
-        self._await(self._embeddings, microbatch, pending, partial, wanted)
+        is_needed = self.device == self._first or (self._sums_for_both and self.device == self._last)
+        self._await(self._embeddings, microbatch, pending, partial, is_needed)
 
     def _broadcast_embedding_gradient(self, microbatch: int) -> None:
         gradient = self._embedding_gradients.pop(microbatch, None)
@@ -356,21 +358,23 @@ class VocabularyPasses:
     def _loss(self, microbatch: int) -> None:
         joined = self._joined(microbatch)
         if self.batch.labels is None:
-            logits = (collectives.joined_logits(self._gathered.pop(e).wait(), self.layers.partition) for e in joined)
+            logits = (
+                collectives.joined_logits(self._gathered.pop(unit).wait(), self.layers.partition) for unit in joined
+            )
             self._own_last_stage.take_logits(microbatch, [*logits])
             return
-        done = {each: self._normalise(each) for each in joined}
+        done = {unit: self._normalise(unit) for unit in joined}
         gradient = self._own_last_stage.loss(microbatch, [*done.values()])
         if not self.trains:
-            for each in joined:
-                del self._normalised[each]
+            for unit in joined:
+                del self._normalised[unit]
             return
         assert gradient is not None, "a training step has a gradient of its loss"
         parts = gradient.split([scored.losses.size(0) for scored in done.values()])
-        for (each, scored), part in zip(done.items(), parts, strict=True):
-            self._loss_gradients[each] = own = self._held(scored.without_ignored(part))
+        for (unit, scored), part in zip(done.items(), parts, strict=True):
+            self._loss_gradients[unit] = own = self._held(scored.without_ignored(part))
             if isinstance(scored, OneBarrier):
-                self._factors[each] = own
+                self._factors[unit] = own
 
     def _joined(self, microbatch: int) -> range:
         """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored.
@@ -424,20 +428,20 @@ class VocabularyPasses:
         microbatch: int,
         pending: Arriving,
         buffer: torch.Tensor,
-        wanted: bool,
+        is_needed: bool,
     ) -> None:
         """Store a reduction in ``waiting`` if this rank needs its result.
 
         Otherwise the ledger stops counting ``buffer`` at once, although the reduction may still read it.
         """
-        if wanted:
+        if is_needed:
             waiting[microbatch] = pending
         else:
             self._released(buffer)
             self._leave(pending)
 
     def _leave(self, pending: Arriving) -> None:
-        self._unawaited = [each for each in self._unawaited if not each.is_complete]
+        self._unawaited = [reduction for reduction in self._unawaited if not reduction.is_complete]
         self._unawaited.append(pending)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,9 @@ class VocabularyPartition:
             raise VocabularyError(
                 "bad-number", f"shard {shard} of {self.shards}: give the rank within the group, counted from 0"
             )
-        each, larger = divmod(self.vocab_size, self.shards)
-        start = shard * each + min(shard, larger)
-        return range(start, start + each + (shard < larger))
+        size, larger = divmod(self.vocab_size, self.shards)
+        start = shard * size + min(shard, larger)
+        return range(start, start + size + (shard < larger))
 
     @property
     def largest(self) -> int:
@@ -60,11 +60,11 @@ class WeightShard:
     index: int  # the number of this rank in the group
 
     def __post_init__(self) -> None:
-        wanted = len(self.rows)
-        if self.parameter.dim() != 2 or self.parameter.size(0) != wanted:
+        num_rows = len(self.rows)
+        if self.parameter.dim() != 2 or self.parameter.size(0) != num_rows:
             raise VocabularyError(
                 "wrong-shape",
-                f"shard {self.index} of {self.partition} stores a matrix of {wanted} rows, but the parameter has "
+                f"shard {self.index} of {self.partition} stores a matrix of {num_rows} rows, but the parameter has "
                 f"shape {tuple(self.parameter.shape)}; cut the whole matrix with torch.tensor_split()",
             )
 
