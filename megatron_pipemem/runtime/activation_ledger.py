@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import wraps
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -342,80 +341,28 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-Tokens = tuple[int, int]
-"""``(b, s)``: the sequences of a microbatch, and their length."""
+class BytesBySize:
+    """The bytes that actions add to a rank's memory if microbatches differ in their numbers of sequences and lengths.
 
-_Row = list[Fraction]
-
-
-def _terms(b: int, s: int) -> tuple[int, ...]:
-    # Hidden states; scores of unfused attention; losses; one more token per sequence; positions; masks.
-    return b * s, b * s * s, 1, b, s, s * s
-
-
-class BytesByTokens:
-    """Predicts the bytes of actions for microbatches of any size, from the microbatches that were counted.
-
-    For each kind of action on each stage, it fits a polynomial of the number of sequences ``b`` and their length ``s``.
-    The terms are ``bs``, ``bs^2``, ``1``, ``b``, ``s`` and ``s^2``. Each new size determines one more coefficient, the
-    first size the bytes per token. Predictions for other sizes may be wrong until six sizes are known, or three if all
-    microbatches have the same ``b``. The report shows the error. With ``on_host``, the bytes are those on the host.
+    Actions of the same kind, stage and size add the bytes of the first one that was counted. With ``on_host``, the
+    bytes are those on the host.
     """
 
     def __init__(self, on_host: bool = False) -> None:
         self._on_host = on_host
-        # Reduced rows of a linear system, by the column of their leading 1. The last column holds the bytes.
-        self._rows: dict[tuple[Kind, int], dict[int, _Row]] = {}
-        self._changes: dict[tuple[Kind, int], dict[Tokens, int]] = {}
+        self._changes: dict[tuple[Kind, int, tuple[int, int]], int] = {}
 
     def learn(self, entries: Sequence[LedgerEntry]) -> None:
-        """Add the microbatch sizes and bytes of a step's ledger entries, which are in the order of the actions."""
+        """Add the bytes of a step's ledger entries, which are in the order of the actions."""
         held = [0, *(entry.host_bytes if self._on_host else entry.bytes for entry in entries)]
         for entry, (before, after) in zip(entries, pairwise(held), strict=True):
-            changes = self._changes.setdefault(entry.action[:2], {})
-            if entry.tokens not in changes and self._teach(entry, after - before):
-                changes.clear()
+            self._changes.setdefault((entry.action.kind, entry.action.stage, entry.tokens), after - before)
 
-    def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], Tokens]) -> int:
-        """Return the predicted peak bytes of a rank that runs these actions in order.
+    def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], tuple[int, int]]) -> int:
+        """Return the most bytes of a rank that runs these actions in order.
 
-        ``tokens_of`` returns the ``(b, s)`` of an action's microbatch.
+        ``tokens_of`` returns the number of sequences and their length of an action's microbatch. All sizes must have
+        been learnt.
         """
-        return max(accumulate(self._change(action, tokens_of(action)) for action in actions), default=0)
-
-    def _teach(self, entry: LedgerEntry, change: int) -> bool:
-        """Fit the polynomial of an action's kind and stage to the bytes of one more action.
-
-        ``change`` is the number of bytes that the action added, negative if it freed more. Return whether the action
-        determined one more coefficient.
-        """
-        rows = self._rows.setdefault(entry.action[:2], {})
-        row = [Fraction(each) for each in (*_terms(*entry.tokens), change)]
-        for column, known in rows.items():
-            row = _minus(row, known, column)
-        leading = next((column for column, each in enumerate(row[:-1]) if each), None)
-        if leading is None:
-            return False
-        row = [each / row[leading] for each in row]
-        for column, known in rows.items():
-            rows[column] = _minus(known, row, leading)
-        rows[leading] = row
-        return True
-
-    def _change(self, action: Action, tokens: Tokens) -> int:
-        changes = self._changes.setdefault(action[:2], {})
-        if tokens not in changes:
-            terms = _terms(*tokens)
-            # Terms without a known coefficient are left out.
-            known = (row[-1] * terms[column] for column, row in self._rows[action[:2]].items())
-            changes[tokens] = round(sum(known, Fraction(0)))
-        return changes[tokens]
-
-
-def _minus(row: _Row, other: _Row, column: int) -> _Row:
-    """Return ``row`` minus the multiple of ``other`` that makes the element in ``column`` 0.
-
-    ``other`` has 1 in this column.
-    """
-    factor = row[column]
-    return [each - factor * its for each, its in zip(row, other, strict=True)] if factor else row
+        changes = (self._changes[action.kind, action.stage, tokens_of(action)] for action in actions)
+        return max(accumulate(changes), default=0)

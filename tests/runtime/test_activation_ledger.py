@@ -15,7 +15,7 @@ from quantised import Quantised, WithEmptyStorage, eight_bits
 from megatron_pipemem.features.offload.runtime.saved import Residents
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
-    BytesByTokens,
+    BytesBySize,
     LedgerEntry,
     bytes_per_action,
     predict_peak_bytes,
@@ -256,7 +256,7 @@ def entries_of(tokens, terms) -> list[LedgerEntry]:
     return entries
 
 
-def check(known: BytesByTokens, tokens, terms) -> None:
+def check(known: BytesBySize, tokens, terms) -> None:
     entries = entries_of(tokens, terms)
     foretold = known.peak([entry.action for entry in entries], lambda action: tokens[action.microbatch])
     assert foretold == max(entry.bytes for entry in entries)
@@ -266,28 +266,9 @@ def check(known: BytesByTokens, tokens, terms) -> None:
 @given(TERMS, st.lists(st.tuples(st.integers(1, 3), LENGTHS), min_size=1, max_size=8), st.data())
 def test_what_has_been_seen_is_exact(terms, tokens, data):
     """However few microbatches there were, and in whatever order they come again."""
-    known = BytesByTokens()
+    known = BytesBySize()
     known.learn(entries_of(tokens, terms))
     check(known, data.draw(st.permutations(tokens)), terms)
-
-
-@examples(25)
-@given(
-    TERMS,
-    st.integers(1, 4),
-    st.lists(LENGTHS, min_size=3, max_size=3, unique=True),
-    st.lists(LENGTHS, min_size=1, max_size=5),
-)
-def test_three_lengths_foretell_all_others(terms, b, lengths, others):
-    known = BytesByTokens()
-    known.learn(entries_of([(b, s) for s in lengths], terms))
-    check(known, [(b, s) for s in others], terms)
-
-
-def test_one_microbatch_tells_bytes_per_token():
-    known, per_token = BytesByTokens(), (3, 0, 0, 0, 0, 0)
-    known.learn(entries_of([(2, 8)], per_token))
-    check(known, [(1, 100), (3, 2)], per_token)
 
 
 def test_the_largest_microbatch_stands_for_all_where_one_must():

@@ -22,7 +22,7 @@ from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.features.offload.runtime.engine import OffloadActions
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
-    BytesByTokens,
+    BytesBySize,
     bytes_per_action,
     predict_peak_bytes,
 )
@@ -238,7 +238,7 @@ def run_case(case: dict, program: Program, device: int, connections: dict, engin
         actions = program.actions[device]
         for what, on_host in (("predicted_peak", False), ("predicted_host_peak", True)):
             if case["variable"]:
-                foretold = BytesByTokens(on_host)
+                foretold = BytesBySize(on_host)
                 foretold.learn(ledger.entries)
                 seen[what] = foretold.peak(actions, ledger.tokens_of)
             else:

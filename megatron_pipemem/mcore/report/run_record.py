@@ -27,7 +27,7 @@ from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBy
 from megatron_pipemem.request import outputs
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
-    BytesByTokens,
+    BytesBySize,
     bytes_per_action,
     predict_peak_bytes,
 )
@@ -74,7 +74,7 @@ class RunRecord:
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
     _slices: int = 1
     """The number of slices per microbatch in the steps from which bytes were learnt."""
-    _by_tokens: dict[tuple, tuple[BytesByTokens, BytesByTokens]] = field(default_factory=dict)
+    _by_size: dict[tuple, tuple[BytesBySize, BytesBySize]] = field(default_factory=dict)
     """Predictions for microbatches that differ, on the device and on the host, by the value of ``_treatments``."""
     _uneven: bool = False
     """Whether the number of tokens that experts get differs between microbatches."""
@@ -172,7 +172,7 @@ class RunRecord:
         self._learn_bytes(program, device, ledger)
         held = self.held
         if ledger.tokens is not None and not any(entry.routed for entry in ledger.entries):
-            self._foretell_by_tokens(program.actions[device], ledger)
+            self._foretell_by_size(program.actions[device], ledger)
         elif foretell and (self._uneven or program is not self._program):
             actions = program.actions[device]
             slices = program.schedule.slices
@@ -186,15 +186,15 @@ class RunRecord:
         self._is_settled = program is self._program and counted == self._counted
         self._counted = counted
 
-    def _foretell_by_tokens(self, actions: Sequence[Action], ledger: ActivationLedger) -> None:
+    def _foretell_by_size(self, actions: Sequence[Action], ledger: ActivationLedger) -> None:
         """Raise the predicted peaks of ``held`` to those of a step whose microbatches differ in size.
 
         ``actions`` are this rank's.
         """
         treatments = tuple(sorted(self._treatments.items()))
-        on_device, on_host = self._by_tokens.setdefault(treatments, (BytesByTokens(), BytesByTokens(on_host=True)))
-        for bytes_by_tokens in (on_device, on_host):
-            bytes_by_tokens.learn(ledger.entries)
+        on_device, on_host = self._by_size.setdefault(treatments, (BytesBySize(), BytesBySize(on_host=True)))
+        for by_size in (on_device, on_host):
+            by_size.learn(ledger.entries)
         peak, away = (each.peak(actions, ledger.tokens_of) for each in (on_device, on_host))
         most = max(self.held.predicted_peak_bytes or 0, peak)
         self._foretell(most, most, away)
