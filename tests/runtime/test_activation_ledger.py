@@ -84,7 +84,7 @@ def test_offload_tells_which_quantised_tensors_stay(kind):
     residents = Residents(torch.device("cpu"), min_bytes=1)
     residents.begin_step([weight])
     residents.exclude([cached])
-    assert all(map(residents.stays, (weight, cached, activation)))
+    assert all(map(residents.stays_on_device, (weight, cached, activation)))
     assert residents.stayed == {"permanent": 100, "excluded": 50, "unsupported": 10}
 
 
