@@ -29,7 +29,6 @@ from rich.markup import escape
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.refusals import refuse_schedule, refuse_transformer_engine
 from megatron_pipemem.request import Request
 from megatron_pipemem.tools.advise.advice import AS_FAST, Advice, advise
@@ -37,6 +36,7 @@ from megatron_pipemem.tools.advise.programs import evaluate, run_of
 from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, unpriced_part
+from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.report.terminal import FittingTable
 
 COLUMNS = ("recipe", "p, m", "today", "idle", "in the same memory", "step", "stock tuned", "step")

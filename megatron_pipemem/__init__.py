@@ -78,8 +78,9 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"megatron_pipemem.{_HOME[name]}"), name)
     if _HOME[name].startswith("schedule."):
         from megatron_pipemem.schedule.display import draw_with
+        from megatron_pipemem.tools_by_flag import BROWSER
 
-        draw_with("megatron_pipemem.tools.report.browser")
+        draw_with(BROWSER)
     return value
 
 

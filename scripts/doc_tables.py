@@ -27,6 +27,7 @@ from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import CODES
 from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.flags import flag_parser
 from megatron_pipemem.mcore.symbols import REPLACED
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.request import Request, flags_of
@@ -41,7 +42,6 @@ from megatron_pipemem.search import search_schedule
 from megatron_pipemem.tools.cli.schedules import RESEARCH
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, typed
-from megatron_pipemem.tools.launch.command import flag_parser
 from megatron_pipemem.tools.planner.early_head import lowers_excess
 from megatron_pipemem.tools.planner.profile import from_formulas
 

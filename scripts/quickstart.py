@@ -34,12 +34,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.flags import words
+from megatron_pipemem.run import run as run_script
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import family_window, steady
-from megatron_pipemem.tools.cli.run import run as run_script
+from megatron_pipemem.tools.cpu.flags import CPU_FLAGS
 from megatron_pipemem.tools.cpu.ranks import end_ranks, start_ranks
-from megatron_pipemem.tools.launch.command import CPU_FLAGS, words
 from megatron_pipemem.tools.report import save_comparison
 from megatron_pipemem.tools.report.terminal import FittingTable
 

@@ -108,8 +108,8 @@ def command_pages() -> dict[str, str]:
 
 def command_page(name: str, command: CommandWithExamples) -> str:
     """Return the Markdown of one command: its purpose, arguments, options and examples."""
+    from megatron_pipemem.flags import flag_parser
     from megatron_pipemem.tools.cli.app import RunCommand
-    from megatron_pipemem.tools.launch.command import flag_parser
 
     context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
     usage = " ".join(["pipemem", name, *command.collect_usage_pieces(context)])

@@ -13,7 +13,7 @@ import pytest
 import megatron_pipemem
 from megatron_pipemem import errors
 from megatron_pipemem.errors import CODES, with_code
-from megatron_pipemem.tools.cli.ranks import _summary
+from megatron_pipemem.ranks import _summary
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
 CLASSES = {

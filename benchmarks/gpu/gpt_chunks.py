@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 import megatron_pipemem
-from megatron_pipemem.mcore.profiling import FlashAttention
+from megatron_pipemem.tools.megatron.profiling import FlashAttention
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.tools.cpu import is_active
+from megatron_pipemem.mcore import on_cpu_ranks
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def seconds(work: Callable[[], object]) -> float:
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    if not is_active():
+    if not on_cpu_ranks():
         torch.cuda._sleep(HEAD_START)
     begin.record()
     work()

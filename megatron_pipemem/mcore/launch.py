@@ -12,35 +12,25 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import chain, takewhile
-from typing import Any
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.conflicts import requested
-from megatron_pipemem.errors import UnsupportedError, printable, readable
+from megatron_pipemem.errors import UnsupportedError, readable
+from megatron_pipemem.flags import CHECK, flag_parser, plan_parser, values_by_flag, words_by_flag
+from megatron_pipemem.logs import log_on_first_rank, show_log
 from megatron_pipemem.model import cut_flags, layout
-from megatron_pipemem.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
-from megatron_pipemem.request import Request, ScheduleOptions, flags_of, prices_of
-from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.refusals import flag_values, refuse_overlapped, refuse_schedule
+from megatron_pipemem.request import Request, flags_of, prices_of
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.size import estimated, is_fitted
-from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.launch.command import CHECK, CPU_FLAGS, flag_parser, plan_parser, planned_flags, words
-from megatron_pipemem.tools.planner.balance import PRICED_FOR, at_start
+from megatron_pipemem.tools_by_flag import load_tool
 from megatron_pipemem.values import MOST_LAYERS, Limit, whole_number
 
-PACKAGE = __name__.partition(".")[0]
-logger = logging.getLogger(__name__)
-
-_REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence says something else
-_LAYERS = "transformer-impl"
 _PIPELINE_SIZE = "pipeline-model-parallel-size"
 _OVERLAP, _DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
 _PROMPT_SECONDS = 0.5
@@ -88,33 +78,6 @@ def enable_in_script(request: Request) -> None:
     enable_with(request)
 
 
-class _Lines(logging.Formatter):
-    """Starts every log line with ``pipemem:``, then the rank unless it is 0, and the level from warnings up."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        rank = os.environ.get("RANK", "0")
-        place = "" if rank == "0" else f"rank {rank}: "
-        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return f"pipemem: {place}{level}{printable(super().format(record))}"
-
-
-def show_log() -> None:
-    """Write this package's log to standard output: all messages on rank 0, and only warnings on other ranks.
-
-    Only the logger of this package changes, and only if it has no handler yet. A program that calls ``enable()`` sets
-    up its own logging and does not call this.
-    """
-    ours = logging.getLogger(PACKAGE)
-    if ours.handlers:
-        return
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Lines())
-    handler.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
-
-
 @readable("the command line", UnsupportedError)
 def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     """Split a Megatron command line into the request of the ``--pipemem-*`` flags and the other arguments.
@@ -123,12 +86,12 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     PipememError for wrong, missing or contradicting flags, for a plan or schedule file that cannot be read, and for an
     unknown schedule.
     """
-    for flag, occurrences in _by_flag(arguments).items():
+    for flag, occurrences in words_by_flag(arguments).items():
         for value in chain.from_iterable(occurrences):
             layout.check_length(flag.removeprefix("--"), value)
     plan, arguments = plan_parser().parse_known_args(arguments)
     if plan.pipemem_plan is not None:
-        arguments = add_planned_flags(plan.pipemem_plan, arguments)
+        arguments = load_tool("--pipemem-plan").add_planned_flags(plan.pipemem_plan, arguments)
     parser = flag_parser()
     found, others = parser.parse_known_args(arguments)
     for argument in filter(_resembles_ours, takewhile(lambda each: each != "--", others)):
@@ -162,46 +125,6 @@ def _check_known(flag: str, known: list[str]) -> None:
         raise UnsupportedError("unknown-flag", f"unknown flag {flag}; pipemem run --help lists those of this package")
 
 
-def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
-    """Return a command line with the plan file's flags that it lacks: model, parallelism, layout, schedule, precision.
-
-    Raise an UnsupportedError if a flag has another value than in the plan, because the plan is valid for its own values
-    only.
-    """
-    given, added = _by_flag(arguments), []
-    for flag, values in _by_flag(planned_flags(load(file, Run))).items():
-        missing = [each for each in values if each not in given.get(flag, [])]
-        if missing and flag in given and flag not in _REPEATED:
-            raise UnsupportedError(
-                "plan-differs",
-                f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave the flag out, or plan with "
-                "it",
-            )
-        added += [word for each in missing for word in (flag, *each)]
-    return [*arguments, *added]
-
-
-def _by_flag(words: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Return the words after each flag, by the flag with its ``--``, one list per occurrence.
-
-    For example, ``--a 1 2 --a 3`` gives ``{"--a": [["1", "2"], ["3"]]}``. Words before the first flag are left out.
-    """
-    found: dict[str, list[list[str]]] = {}
-    values: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            flag, separator, value = word.partition("=")
-            values = [value] if separator else []
-            found.setdefault(flag, []).append(values)
-        else:
-            values.append(word)
-    return found
-
-
-def _text(values: Sequence[Sequence[str]]) -> str:
-    return ", ".join(" ".join(each) or "set" for each in values)
-
-
 # With these flags, the sizes of the model are not on the command line. Only Megatron and the built model are checked then.
 _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
@@ -211,16 +134,16 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     """Return the command line with the flag for the schedule's model chunks per rank, unless its flags cut the model.
 
     A hybrid model gets its layer pattern cut into stages instead, and a model that Megatron cannot cut evenly gets a
-    layout. With layout ``auto``, ``_with_best_layout`` cuts the model. Raise an UnsupportedError without a pipeline, or if
+    layout. With layout ``auto``, the planner cuts the model. Raise an UnsupportedError without a pipeline, or if
     the schedule does not run a model with these arguments. With Megatron's own schedule, or if the sizes are not on the
     command line, no flag is added.
     """
     if request.layout == AUTO:
-        arguments = _with_best_layout(request, arguments)
-    flags = _values(arguments)
+        arguments = load_tool("--pipemem-layout").with_best_layout(request, arguments)
+    flags = values_by_flag(arguments)
     if request.outputs and cut_flags.given(flags, "skip-train"):
         files = ", ".join(map(str, request.outputs))
-        _tell("--skip-train runs no training step, so %s will not be written", files, level=logging.WARNING)
+        log_on_first_rank("--skip-train runs no training step, so %s will not be written", files, level=logging.WARNING)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
     p, layers = (whole_number(flags.get(name), name) for name in (_PIPELINE_SIZE, "num-layers"))
@@ -245,105 +168,20 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     if layout.is_cut(written):
         cut_flags.check_experts(flags, written, placements[0])
     for remark in cut_flags.remarks(flags, request.schedule):
-        _tell("%s", remark, level=logging.WARNING)
+        log_on_first_rank("%s", remark, level=logging.WARNING)
     if pattern is not None:
-        _tell("the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
+        log_on_first_rank("the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
         return [*arguments, pattern]
     chunks = known_chunks(placements[0])
     needed = None if layers is None else cut_flags.needed_layout(flags, layers, p, placements[0])
     if needed is not None:
-        _tell("%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
+        log_on_first_rank("%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
         arguments = [*cut_flags.without_cut(arguments), f"--{layout.FLAG}={needed.text}"]
-        flags = _values(arguments)
+        flags = values_by_flag(arguments)
     _check_cap(request, Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)))
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
     return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
-
-
-def _tell(line: str, *values: object, level: int = logging.INFO) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        logger.log(level, line, *values)
-
-
-def _with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
-    """Return a command line with the layout whose step is the fastest that ``balance`` finds, and log the layout.
-
-    ``arguments`` are Megatron's, without our flags. In the result, the layout replaces all flags that cut the model.
-    Raise a PipememError without a pipeline, or without the model's sizes.
-    """
-    # The planner takes long to load.
-    from megatron_pipemem.mcore.known_flags import known_flags
-    from megatron_pipemem.tools.advise.reading import named
-
-    known = known_flags()
-    given = named(arguments, known)
-    run = _run_of(request, given, known)
-    found = at_start(run)
-    pattern, counts = layout.pattern_of(run.model), found.best.layers
-    flag = cut_flags.given_pattern(given)[0] or layout.FLAG
-    text = layout.written(counts, run.model.mtp_layers) if pattern is None else layout.cut(pattern, counts)
-    longer = found.even.seconds / found.best.seconds - 1
-    _tell(
-        f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
-        f"layers divided evenly take {longer:.1%} longer"
-    )
-    return [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
-
-
-def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Run:
-    """Return the run of these flags under the requested schedule.
-
-    Its number of chunks per rank is that of the flags if the schedule can have several, else the schedule's own.
-    ``given`` has the values by flag, and ``known`` the properties of Megatron's flags (``known_flags``).
-    """
-    from megatron_pipemem.tools.advise.reading import Context, read_flags
-    from megatron_pipemem.tools.config.cluster import Cluster
-
-    ranks = 1
-    for kind in ("tensor-model", "pipeline-model", "context"):
-        ranks *= whole_number(given.get(name := f"{kind}-parallel-size"), name) or 1
-    devices = int(os.environ.get("WORLD_SIZE", ranks))
-    run = read_flags(given, {}, "", Context(known, load(PRICED_FOR, Cluster), devices)).run
-    asked = {each.name: getattr(request, each.name) for each in fields(ScheduleOptions)}
-    choice = replace(
-        run.schedule,
-        **asked,
-        name=request.schedule,
-        memory_cap=_text_of_cap(request.memory_cap) if not request.plans_offload else None,
-        module=request.schedule_module,
-    )
-    takes_chunks = request.is_stock or request.searches or "chunks" in getattr(request.family, "options", ())
-    cut = replace(run.parallelism, chunks=run.parallelism.chunks if takes_chunks else None)
-    return replace(run, schedule=choice, parallelism=cut)
-
-
-def _text_of_cap(cap: MemoryCap | None) -> str | None:
-    """Return a memory cap as a flag's text, to the byte; ``None`` without a cap."""
-    return None if cap is None else ",".join(f"{each!r}{'B' if cap.in_bytes else ''}" for each in cap.amounts)
-
-
-def cpu_flags(arguments: list[str]) -> list[str]:
-    """Return the flags that a Megatron command line lacks for a run on CPU ranks, and log them.
-
-    The caller appends them. The last occurrence of a flag counts, so they override any ``--transformer-impl`` but
-    ``local``. Without ``--micro-batch-size``, which Megatron's training requires, the command line is another program's
-    and gets no flags.
-
-    Raises:
-        UnsupportedError: a flag asks for a kernel that only a GPU has.
-    """
-    flags = _values(arguments)
-    if "micro-batch-size" not in flags:
-        return []
-    refuse(flag_values(flags), CPU)
-    lacking = {name: value for name, value in CPU_FLAGS.items() if name not in flags}
-    if flags.get(_LAYERS) != CPU_FLAGS[_LAYERS]:
-        lacking[_LAYERS] = CPU_FLAGS[_LAYERS]  # the last one counts
-    added = words(lacking)
-    if added:
-        _tell("CPU ranks: added %s", " ".join(added))
-    return added
 
 
 def _check_cap(request: Request, shape: Shape) -> None:
@@ -378,8 +216,3 @@ def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
 def _whole(flags: dict[str, str | bool], name: str) -> int | None:
     value = flags.get(name)
     return int(value) if isinstance(value, str) and value.isdecimal() else None
-
-
-def _values(arguments: Sequence[str]) -> dict[str, str | bool]:
-    """Return each flag without ``--`` and the word after it; ``True`` if there is none. The last occurrence counts."""
-    return {flag[2:]: each[-1][0] if each[-1] else True for flag, each in _by_flag(arguments).items()}

@@ -22,6 +22,7 @@ from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather, is_first_rank, tell
 from megatron_pipemem.request import Request
+from megatron_pipemem.results import announcement
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.options import AUTO, OFF
@@ -32,7 +33,6 @@ from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import check_placement
-from megatron_pipemem.tools.report.run import announcement
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from megatron.core.utils import get_te_version, is_te_min_version, unwrap_model
 
 from megatron_pipemem.choose.model_cut import OTHER_ENDS, is_folded
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import on_cpu_ranks
 from megatron_pipemem.mcore.compat import counts_all_experts
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
 from megatron_pipemem.refusals import (
@@ -31,7 +32,6 @@ from megatron_pipemem.refusals import (
 )
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.cpu import is_active
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
     """
     for fault in inherited_faults(_of(config)):
         warn_of(fault)
-    if is_active():
+    if on_cpu_ranks():
         refuse(_of(config), CPU)
     if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:
         raise UnsupportedError(

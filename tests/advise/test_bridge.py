@@ -15,7 +15,6 @@ import packages
 from consumer_models import HIDDEN, INNER, LAYERS, VOCABULARY, configuration
 from lanes import nightly
 
-from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.advise.advice import advise, as_it_stands
@@ -23,6 +22,7 @@ from megatron_pipemem.tools.advise.programs import evaluate, run_of
 from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.megatron.known_flags import known_flags
 from tests.watching.refusals import refused
 
 H100 = load("h100-80g", Cluster)

@@ -12,10 +12,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.expressions import listed, unrolled
+from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.values import MOST_LAYERS
 
 NUMBERS = st.integers(0, 12).map(str)

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.advise.advice import advise
 from megatron_pipemem.tools.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL, call, changes
@@ -18,6 +17,7 @@ from megatron_pipemem.tools.advise.reading import Context, Reading
 from megatron_pipemem.tools.advise.shell import training_command
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.megatron.known_flags import known_flags
 from tests.watching.refusals import refused
 
 CONTEXT = Context(known_flags(), load("h100-80g", Cluster))

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.advise.programs import read_program
 from megatron_pipemem.tools.advise.reading import Context, Reading
@@ -19,6 +18,7 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import Nodes, all_flags, command, min_nodes
+from megatron_pipemem.tools.megatron.known_flags import known_flags
 from tests.watching.refusals import refused
 
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,8 @@ import pytest
 from refusals import check_refusal
 from typer.main import get_command
 
+import megatron_pipemem.run
+from megatron_pipemem.__main__ import main
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.tools.cli.app import app, load_commands
 
@@ -22,7 +24,7 @@ def test_the_list_of_commands_says_the_first_sentence_of_each():
     assert {name: each.help for name, each in listed.items()} == told
 
 
-OF_THE_APP = {"tools", "tools.cli", "tools.cli.app", "tools.cli.common", "console", "errors"}
+OF_THE_APP = {"tools", "tools.cli", "tools.cli.app", "errors"}
 SLOW = {"matplotlib", "megatron", "numpy", "torch", "yaml"}
 
 
@@ -31,10 +33,10 @@ SLOW = {"matplotlib", "megatron", "numpy", "torch", "yaml"}
     [
         ("--help", set(), SLOW | {"pydantic"}),
         ("--version", set(), SLOW | {"pydantic"}),
-        ("simulate zbv -p 4 -m 8", {"simulate", "loading", "options"}, SLOW),
-        ("show zbv -p 4 -m 8", {"simulate", "loading", "options"}, SLOW),
-        ("schedules", {"schedules", "loading", "options"}, SLOW),
-        ("check zbv -p 4 -m 8 --write OUT", {"check", "loading", "options"}, SLOW),
+        ("simulate zbv -p 4 -m 8", {"simulate", "common", "loading", "options"}, SLOW),
+        ("show zbv -p 4 -m 8", {"simulate", "common", "loading", "options"}, SLOW),
+        ("schedules", {"schedules", "common", "loading", "options"}, SLOW),
+        ("check zbv -p 4 -m 8 --write OUT", {"check", "common", "loading", "options"}, SLOW),
     ],
     ids=lambda argument: argument.split()[0] if isinstance(argument, str) else "",
 )
@@ -55,10 +57,10 @@ def test_a_command_imports_what_it_needs(tmp_path, arguments, commands, slow):
     if not commands:
         assert ours == OF_THE_APP
     assert {name for name in ours if name.startswith("tools.cli.")} == {
-        f"tools.cli.{module}" for module in ("app", "common", *commands)
+        f"tools.cli.{module}" for module in ("app", *commands)
     }
     assert {name.split(".")[0] for name in ours} <= {
-        *("tools", "console", "errors", "files", "schedule"),
+        *("tools", "errors", "files", "schedule"),
         *("families", "search", "features", "request", "conflicts", "choose"),
     }
 
@@ -85,6 +87,27 @@ def test_run_hands_the_scripts_flags_on_untouched(pipemem, monkeypatch, argument
     monkeypatch.setattr(module, "run", lambda *given: calls.append(given))
     assert pipemem("run", *arguments).exit_code == 0
     assert calls == [(cpu, Path("train.py"), handed_on, False)]
+
+
+@pytest.mark.parametrize(
+    ("words", "handed_on"),
+    [
+        ("run train.py --cpu -m 3", (False, Path("train.py"), ["--cpu", "-m", "3"], False)),
+        ("run --cpu --verbose train.py --help", (True, Path("train.py"), ["--help"], True)),
+        ("run --cup train.py", None),
+        ("run", None),
+        ("run --help", None),
+        ("schedules", None),
+    ],
+)
+def test_ranks_run_a_script_without_the_tools(monkeypatch, words, handed_on):
+    """Other words go to the command line of the tools, which explains them."""
+    calls, commands = [], []
+    monkeypatch.setattr(sys, "argv", ["pipemem", *words.split()])
+    monkeypatch.setattr(megatron_pipemem.run, "run", lambda *given: calls.append(given))
+    monkeypatch.setattr("megatron_pipemem.tools.cli.app.main", lambda: commands.append(True))
+    main()
+    assert (calls, commands) == (([], [True]) if handed_on is None else ([handed_on], []))
 
 
 def test_a_full_disk_under_the_answer_is_told():

@@ -12,9 +12,9 @@ from refusals import code_in
 from rich.table import Table
 from rich.text import Text
 
-from megatron_pipemem.console import Console
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError, printable, readable
-from megatron_pipemem.mcore.launch import _Lines
+from megatron_pipemem.logs import _Lines
+from megatron_pipemem.tools.console import Console
 
 RED = "\x1b[31mred\x9b0m\x07\u202e"
 SHOWN = r"\x1b[31mred\x9b0m\x07\u202e"

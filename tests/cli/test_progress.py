@@ -18,11 +18,12 @@ from rich.console import Console
 from megatron_pipemem import Costs, search_schedule
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.errors import INTERRUPTED
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import display as told
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.tools.cli import app, check, plan, profile, simulate
+from megatron_pipemem.tools.cli import check, plan, profile, simulate
 from megatron_pipemem.tools.cli import common as progress
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
@@ -122,7 +123,7 @@ def test_an_interrupt_is_one_sentence_and_exit_code_130(pipemem, monkeypatch, mo
 
     monkeypatch.setattr(module, function, interrupted)
     result = pipemem(*arguments.split())
-    assert result.exit_code == app.INTERRUPTED == 130 and result.stdout == ""
+    assert result.exit_code == INTERRUPTED == 130 and result.stdout == ""
     name = arguments.split()[0]
     assert result.stderr.splitlines() == [f"error: pipemem {name} was interrupted and wrote nothing"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from commands import run_as_rank
 
-from megatron_pipemem.tools.cli import ranks
-from megatron_pipemem.tools.cli.run import run
+from megatron_pipemem import ranks
+from megatron_pipemem.run import run
 from megatron_pipemem.tools.cpu.ranks import end_ranks, start_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ import pytest
 from lanes import nightly
 from launching import REPOSITORY, free_port, start_command
 
-from megatron_pipemem.mcore.launch import cpu_flags
+from megatron_pipemem.flags import words
 from megatron_pipemem.tools.cpu import ignore_missing_packages
+from megatron_pipemem.tools.cpu.flags import CPU_FLAGS, cpu_flags
 from megatron_pipemem.tools.cpu.ranks import start_ranks
-from megatron_pipemem.tools.launch.command import CPU_FLAGS, words
 
 PROGRAM = """
 from megatron_pipemem.tools.cpu import activate
@@ -53,7 +53,7 @@ def test_only_warnings_of_missing_packages_are_left_out(caplog: pytest.LogCaptur
 
 LOGGED = """
 import logging
-from megatron_pipemem.mcore.launch import show_log
+from megatron_pipemem.logs import show_log
 logging.basicConfig(level=logging.INFO)
 for _ in range(2):
     show_log()

@@ -16,8 +16,8 @@ from lanes import nightly, rest_nightly
 from launching import REPOSITORY, TOY_MODEL, launch, run_ranks
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_pipemem.tools.cli import ranks
-from megatron_pipemem.tools.cli.ranks import first_cause
+from megatron_pipemem import ranks
+from megatron_pipemem.ranks import first_cause
 from megatron_pipemem.tools.cpu.ranks import start_ranks
 
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
@@ -159,7 +159,7 @@ def test_without_megatron_it_says_what_to_install(environment: dict[str, str], t
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError")
     code = (
-        "import sys; from pathlib import Path; from megatron_pipemem.tools.cli.run import run\n"
+        "import sys; from pathlib import Path; from megatron_pipemem.run import run\n"
         f"sys.modules['megatron'] = None; script = Path({str(script)!r}); run({flags})"
     )
     first = environment | {"RANK": "0"}

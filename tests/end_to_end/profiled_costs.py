@@ -9,9 +9,9 @@ from pathlib import Path
 
 def write(folder: str) -> None:
     """Write ``N.json`` for 1 and for 2 context-parallel ranks."""
-    from megatron_pipemem.mcore.profiling import profile
     from megatron_pipemem.tools.config.loading import load
     from megatron_pipemem.tools.config.runs import Run
+    from megatron_pipemem.tools.megatron.profiling import profile
 
     run = load("tiny-cpu", Run)
     for cp in (1, 2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_pipemem.tools.advise import programs
-from megatron_pipemem.tools.launch.asking import MARK, answers
+from megatron_pipemem.tools.megatron.asking import MARK, answers
 from tests.watching.refusals import refused
 
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_pipemem.mcore import profiling
 from megatron_pipemem.mcore.step import early_head
 from megatron_pipemem.mcore.step.early_head import described, has_early_head
 from megatron_pipemem.mcore.step.extension import Step
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.tools.megatron import profiling
 from megatron_pipemem.tools.planner.activations import embedding_bytes, head_bytes, layer_bytes
 from tests.planner.test_profile import EXPERTS, FINE, GPT, HYBRID, LATENT, LLAMA, ODD
 

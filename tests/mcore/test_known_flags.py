@@ -9,9 +9,9 @@ import pytest
 from commands import pipemem
 from refusals import refused
 
-from megatron_pipemem.mcore import known_flags as known_flags_module
-from megatron_pipemem.mcore.known_flags import check_flags, known_flags
-from megatron_pipemem.tools.launch.command import flag_parser
+from megatron_pipemem.flags import flag_parser
+from megatron_pipemem.tools.megatron import known_flags as known_flags_module
+from megatron_pipemem.tools.megatron.known_flags import check_flags, known_flags
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"

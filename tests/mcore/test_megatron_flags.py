@@ -10,11 +10,11 @@ import yaml
 
 from megatron_pipemem import refusals
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.flags import flag_parser
 from megatron_pipemem.mcore import refusals as refusals_of_models
-from megatron_pipemem.mcore.known_flags import described, known_flags
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.model import cut_flags, layout
-from megatron_pipemem.tools.launch.command import flag_parser
+from megatron_pipemem.tools.megatron.known_flags import described, known_flags
 
 ROOT = Path(__file__).parents[2]
 TABLE = {

@@ -109,9 +109,9 @@ def test_layerwise_dropout_is_refused_in_slices():
 
 def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch):
     config = SimpleNamespace(moe_permute_fusion=True)
-    monkeypatch.setattr(refusals, "is_active", lambda: False)
+    monkeypatch.setattr(refusals, "on_cpu_ranks", lambda: False)
     check_model(config, splits=False, recomputes=False)
-    monkeypatch.setattr(refusals, "is_active", lambda: True)
+    monkeypatch.setattr(refusals, "on_cpu_ranks", lambda: True)
     with refused("unsupported-setting", "--moe-permute-fusion", kind=UnsupportedError):
         check_model(config, splits=False, recomputes=False)
 

@@ -23,6 +23,7 @@ from megatron_pipemem.mcore.report.run_record import RunRecord
 from megatron_pipemem.mcore.report.run_report import _costs
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.request import Request
+from megatron_pipemem.results import lines, measured_bubble
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Kind
@@ -31,12 +32,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.tools.planner.explanation import case_of_report, explain
-from megatron_pipemem.tools.report.run import (
-    explanation_lines,
-    lines,
-    measured_bubble,
-    table,
-)
+from megatron_pipemem.tools.report.run import explanation_lines, table
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def without_compiler() -> None:
 
 
 def profiled(model: Model, execution: Execution, cluster: Cluster | None) -> Profile:
-    from megatron_pipemem.mcore.profiling import profile
+    from megatron_pipemem.tools.megatron.profiling import profile
 
     return profile(model, execution, cluster, 1)
 
@@ -167,7 +167,7 @@ def told(model: Model, execution: Execution, cluster: Cluster) -> list[str]:
 
 def ledger_of(model: Model, execution: Execution, position: int, layers: int) -> dict[str, int]:
     """Bytes by which real passes of a real stage changed what the activation ledger counts."""
-    from megatron_pipemem.mcore import profiling
+    from megatron_pipemem.tools.megatron import profiling
 
     with profiling.lone_rank(execution, fake=False):
         stage = profiling.build_stage(model, execution, position, model.kinds[:layers])

@@ -14,15 +14,16 @@ from commands import pipemem
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.mcore.known_flags import check_flags, known_flags
+from megatron_pipemem.flags import words
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.tools.config.loading import SHIPPED, load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch import feasibility
-from megatron_pipemem.tools.launch.command import Nodes, all_flags, command, model_flags, script_flags, words
+from megatron_pipemem.tools.launch.command import Nodes, all_flags, command, model_flags, script_flags
 from megatron_pipemem.tools.launch.feasibility import check_devices, feasible, refusal
+from megatron_pipemem.tools.megatron.known_flags import check_flags, known_flags
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"

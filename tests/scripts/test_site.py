@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 import megatron_pipemem
+from megatron_pipemem.flags import flag_parser
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.tools.cli.app import load_commands
 from megatron_pipemem.tools.cli.explore import schedule_groups
 from megatron_pipemem.tools.explore.serving import PYODIDE_URL, explorer_page
-from megatron_pipemem.tools.launch.command import flag_parser
 
 ROOT = Path(__file__).parents[2]
 

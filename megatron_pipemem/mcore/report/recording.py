@@ -37,11 +37,11 @@ from megatron_pipemem.mcore.symbols import (
     Feature,
     Replacements,
 )
+from megatron_pipemem.results import bubble_of_steps, busiest
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Program
-from megatron_pipemem.tools.report.run import bubble_of_steps, busiest
 
 _Numbers = tuple[RecordedStep, int | None, float]
 """The last step of a rank, its predicted peak in bytes, and its planned bubble rate."""

@@ -25,6 +25,7 @@ from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.request import outputs
+from megatron_pipemem.results import lines, measured_bubble
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     BytesBySize,
@@ -35,8 +36,7 @@ from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action, Kind, place
 from megatron_pipemem.schedule.schedule import Program
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.tools.report import save_timeline
-from megatron_pipemem.tools.report.run import lines, measured_bubble
+from megatron_pipemem.tools_by_flag import load_tool
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class RunRecord:
             for suffix in _TIMELINES:
                 path = folder / f"{name}.{suffix}"
                 with self.guarded(str(path)):
-                    drawn.append(save_timeline(timeline(), path).name)
+                    drawn.append(load_tool("--pipemem-trace").save_timeline(timeline(), path).name)
         return drawn
 
     def _shared(self) -> list[run_report.Shared] | None:

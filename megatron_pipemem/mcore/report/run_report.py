@@ -14,11 +14,11 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.choose.knowledge import Choice, action_memory
 from megatron_pipemem.mcore.step.extension import WeightBytes, predict_weights
+from megatron_pipemem.results import bubble_of_steps, peak_activation, typical
 from megatron_pipemem.runtime.trace import Direction, OffloadStatistics, TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
 from megatron_pipemem.schedule.simulator import Measured, Timeline, count_messages
-from megatron_pipemem.tools.report.run import bubble_of_steps, peak_activation, typical
 
 Plans = Sequence[tuple[int, Choice]]
 """Pairs of a plan and the number of the first step that ran it, as (step, plan)."""

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Literal
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.flags import Flags
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.queues import one_queue_of
@@ -20,7 +21,7 @@ from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.launch.command import Flags, all_flags
+from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.launch.feasibility import refusal
 from megatron_pipemem.tools.planner.balance import as_cut, balance, laid_out
 from megatron_pipemem.tools.planner.early_head import decided, with_early_head

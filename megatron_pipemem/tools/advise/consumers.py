@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.flags import Flags, words
 from megatron_pipemem.model import layout
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.advise.advice import OURS, STOCKS, Way, changed_flags
 from megatron_pipemem.tools.advise.shell import UNKNOWN
 from megatron_pipemem.tools.config.loading import known_model, unpriced_part
 from megatron_pipemem.tools.config.runs import ADAPTERS, EP_OVERLAP, FREEZES, Run
-from megatron_pipemem.tools.launch.command import Flags, model_flags, words
+from megatron_pipemem.tools.launch.command import model_flags
 from megatron_pipemem.tools.planner.space import STOCKS_ALONE
 
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -43,7 +44,7 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 def flags_of(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield ``(flag, value)`` for the fields of a configuration that have a flag. Others do not change a price.
 
-    ``known`` has the flags of Megatron's parser, as ``mcore.known_flags`` describes them.
+    ``known`` has the flags of Megatron's parser, as ``megatron.known_flags`` describes them.
     """
     fields: dict[tuple[str, str | None], str] = {}
     for name, flag in known.items():

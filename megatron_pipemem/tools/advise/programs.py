@@ -33,7 +33,7 @@ from megatron_pipemem.tools.advise.consumers import (
 from megatron_pipemem.tools.advise.reading import Context, Reading, ask_for, named, parts, read_flags
 from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS, UNKNOWN
 from megatron_pipemem.tools.config.loading import YamlError, known_model, merged, override, read_raw, read_yaml, typed
-from megatron_pipemem.tools.launch.asking import answers
+from megatron_pipemem.tools.megatron.asking import answers
 from megatron_pipemem.values import whole_number
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -51,7 +51,7 @@ _OF_VERL = {
 """verl's defaults of the settings that are read."""
 _RANK, _RANK_OF_SWIFT = 32, 8  # of adapters, unless a setting gives it
 PREFIX = "bridge:"
-_CHILD = "megatron_pipemem.mcore.bridge_recipe"
+_CHILD = "megatron_pipemem.tools.megatron.bridge_recipe"
 _SECONDS = 600  # in which the recipes are evaluated
 _PRICED = ("gated_delta_net", "dsa")
 """Kinds of attention, in addition to plain and latent attention, whose seconds and bytes can be predicted."""
@@ -327,7 +327,7 @@ def _number(given: Mapping[str, Any], name: str) -> int | None:
 
 
 def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each recipe, in the order of the names, as ``mcore.bridge_recipe.evaluated`` returns them.
+    """Yield the settings of each recipe, in the order of the names, as ``tools.megatron.bridge_recipe.evaluated`` returns them.
 
     Raises:
         UpstreamError: Megatron-Bridge cannot be imported (``not-installed``), or a recipe takes too long

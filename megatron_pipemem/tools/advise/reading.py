@@ -55,7 +55,7 @@ class Reading:
 class Context:
     """Facts that a command or recipe may leave open. Numbers are ``None`` if they are not known otherwise."""
 
-    known: Mapping[str, Mapping[str, Any]]  # flags of Megatron's parser, as ``mcore.known_flags`` describes them
+    known: Mapping[str, Mapping[str, Any]]  # flags of Megatron's parser, as ``megatron.known_flags`` describes them
     cluster: Cluster  # whose devices are priced; the number of nodes follows from the command
     devices: int | None = None  # of the whole run
     vocabulary: int | None = None  # tokens in the vocabulary

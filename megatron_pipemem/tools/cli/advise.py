@@ -14,7 +14,6 @@ import typer
 from megatron_pipemem.errors import ConfigError, UpstreamError, readable
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore import INSTALL
-from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.advice import AS_FAST, PAIRED, Advice, Way, advise
 from megatron_pipemem.tools.advise.consumers import BRIDGE, call, changes
@@ -26,6 +25,7 @@ from megatron_pipemem.tools.cli.options import Json, check_output
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.ways import gibibytes

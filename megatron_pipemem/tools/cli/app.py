@@ -4,7 +4,6 @@ called.
 
 from __future__ import annotations
 
-import errno
 from importlib import import_module
 from importlib.resources import files
 from itertools import batched
@@ -16,8 +15,7 @@ from rich.console import Console
 from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
-from megatron_pipemem.errors import PipememError, ScheduleError, with_code
-from megatron_pipemem.tools.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_error
+from megatron_pipemem.errors import exits_for_errors
 
 _LEAST_COLUMNS = 80
 """The narrowest terminal for Typer's panels. On narrower terminals Typer cuts option names, so click's plain help is
@@ -71,7 +69,7 @@ class RunCommand(CommandWithExamples):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        from megatron_pipemem.tools.launch.command import flag_parser
+        from megatron_pipemem.flags import flag_parser
 
         flags = flag_parser().format_help().partition(":\n")[2]  # without argparse's own heading
         formatter.write(f"\n Flags after the script\n{indent(flags, ' ')}")
@@ -126,15 +124,6 @@ def load_commands() -> dict[str, CommandWithExamples]:
     return {name: load_command(name) for name in _COMMANDS}
 
 
-_OF_PATHS = {
-    errno.ENAMETOOLONG: "no-file",
-    errno.EACCES: "cannot-read",
-    errno.EPERM: "cannot-read",
-    errno.ENOSPC: "cannot-write",
-}
-"""Codes by the numbers of errors that the operating system raises for a path or output of the user."""
-
-
 class _Group(TyperGroup):
     """The command ``pipemem``. It lists its subcommands without importing them, and imports the one that is called."""
 
@@ -152,25 +141,9 @@ class _Group(TyperGroup):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> object:
-        """Run the subcommand. Report a user's error or an interrupt in one line on stderr, without a traceback.
-
-        Exit then with ``INVALID``, ``UNUSABLE`` or ``INTERRUPTED``. All other errors are raised.
-        """
-        try:
+        """Run the subcommand (``exits_for_errors``)."""
+        with exits_for_errors(" ".join(filter(None, ("pipemem", ctx.invoked_subcommand)))):
             return super().invoke(ctx)
-        except PipememError as error:
-            report_error(with_code(error))
-            raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE) from None
-        except OSError as error:
-            if error.errno not in _OF_PATHS:
-                raise
-            path = "the output" if error.filename is None else str(error.filename)[:80]
-            report_error(f"{path}: {error.strerror}; give another path [{_OF_PATHS[error.errno]}]")
-            raise typer.Exit(UNUSABLE) from None
-        except KeyboardInterrupt:
-            command = " ".join(filter(None, ("pipemem", ctx.invoked_subcommand)))
-            report_error(f"{command} was interrupted and wrote nothing")
-            raise typer.Exit(INTERRUPTED) from None
 
 
 app = typer.Typer(

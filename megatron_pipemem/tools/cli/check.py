@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import INVALID, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters, write_header, write_table
@@ -21,7 +21,6 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.tools.cli.common import (
     CANNOT_RUN,
-    INVALID,
     console,
     print_facts,
     print_json,

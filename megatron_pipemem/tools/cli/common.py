@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
-from megatron_pipemem.console import Console
 from megatron_pipemem.errors import CostsError
+from megatron_pipemem.tools.console import Console
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.display import Listener
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
 """The end of the sentence about a valid schedule file that Megatron cannot run."""
-INVALID, UNUSABLE, INTERRUPTED = 1, 2, 130
-"""Exit codes: an invalid schedule; another error that the user can correct; Ctrl-C."""
 
 _WIDTH_OF_FILES = 130
 _NAMES = 20

@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from megatron_pipemem.console import Console
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import INTERRUPTED, UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.model import layout
@@ -26,7 +25,6 @@ from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import Listener, listening
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.cli.common import (
-    INTERRUPTED,
     duration,
     print_json,
     print_lines,
@@ -39,6 +37,7 @@ from megatron_pipemem.tools.cli.report import show
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.console import Console
 from megatron_pipemem.tools.launch import slurm
 from megatron_pipemem.tools.launch.command import Command, Nodes, command, min_nodes, ranks_per_node
 from megatron_pipemem.tools.launch.feasibility import check_data, check_devices, feasible, refusal
@@ -185,7 +184,7 @@ def check_script_flags(run: Run) -> None:
     checked.
     """
     if run.script is None:
-        from megatron_pipemem.mcore.known_flags import check_flags
+        from megatron_pipemem.tools.megatron.known_flags import check_flags
 
         check_flags(run.flags)
 

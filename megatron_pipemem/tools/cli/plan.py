@@ -14,6 +14,7 @@ import typer
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.flags import words
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import GROUP_SIZE, VIRTUAL_STAGES
 from megatron_pipemem.queues import one_queue_of
@@ -37,7 +38,6 @@ from megatron_pipemem.tools.cli.options import (
 from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
 from megatron_pipemem.tools.config.loading import load, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
-from megatron_pipemem.tools.launch.command import words
 from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, laid_out
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan

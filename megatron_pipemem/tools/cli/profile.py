@@ -145,7 +145,7 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
         if not verbose and (said := missing_packages()) is not None:
             report_note(said)
         report_note("no GPU here: the seconds are of this CPU, and its kernels save other bytes than a GPU's")
-    from megatron_pipemem.mcore.profiling import profile as profile_stages
+    from megatron_pipemem.tools.megatron.profiling import profile as profile_stages
 
     return profile_stages(model, execution, None, repeats)
 
@@ -153,9 +153,9 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
 def _bandwidths() -> Bandwidths | None:
     import torch
 
-    from megatron_pipemem.tools.cpu import is_active
+    from megatron_pipemem.mcore import on_cpu_ranks
 
-    if is_active() or not torch.cuda.is_available():
+    if on_cpu_ranks() or not torch.cuda.is_available():
         report_note("no GPU here: the link to the host was not measured, and k comes from the cluster file")
         return None
     from megatron_pipemem.features.offload.runtime.channels import CudaChannel

@@ -11,6 +11,7 @@ import typer
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_exists
+from megatron_pipemem.results import lines
 from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
 from megatron_pipemem.tools.cli.options import Json, check_output
 from megatron_pipemem.tools.config.runs import REPORT
@@ -20,7 +21,7 @@ from megatron_pipemem.tools.launch.grid.store import Result, Store
 from megatron_pipemem.tools.planner.explanation import Case, explain, read_case
 from megatron_pipemem.tools.report import save_comparison
 from megatron_pipemem.tools.report.figure import IMAGES, write_picture
-from megatron_pipemem.tools.report.run import explanation_lines, idle_table, lines, opened_report
+from megatron_pipemem.tools.report.run import explanation_lines, idle_table, opened_report
 from megatron_pipemem.tools.report.run import table as run_table
 
 

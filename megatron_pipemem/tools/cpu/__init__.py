@@ -21,6 +21,10 @@ import warnings
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import mark_cpu_ranks, on_cpu_ranks
+from megatron_pipemem.tools.cpu.flags import cpu_flags
+
+__all__ = ["activate", "cpu_flags", "ignore_missing_packages", "missing_packages", "shorten_log"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +37,6 @@ _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it for tensor parallelism
 }
 
-_active = False
-
-
-def is_active() -> bool:
-    """Return whether `activate` has run in this process."""
-    return _active
-
 
 def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> None:
     """Make CUDA-only Megatron-Core run on this process's CPU. A second call changes nothing.
@@ -48,8 +45,7 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
     ``fused_weight_gradient_mlp_cuda`` for Megatron's default ``--gradient-accumulation-fusion``. ``verbose`` shows
     warnings about missing GPU packages. Raise an UnsupportedError if ``megatron.core`` is imported already.
     """
-    global _active
-    if _active:
+    if on_cpu_ranks():
         return
     if "megatron.core" in sys.modules:
         raise UnsupportedError(
@@ -72,7 +68,7 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
     if "transformer_engine_torch" not in sys.modules:  # it needs a GPU, so Megatron must not import its package
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     upstream.install(emulate_fused_gradients)
-    _active = True
+    mark_cpu_ranks()
 
 
 def ignore_missing_packages() -> None:

@@ -1,11 +1,10 @@
-"""Build the command that starts a run, and parse the ``--pipemem-*`` flags in it.
+"""Build the command that starts a run.
 
 Only this module translates the keys of a run's configuration into flags of the training script.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
@@ -13,20 +12,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
-from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.flags import Flags, text_of, words
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
 from megatron_pipemem.model.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
-from megatron_pipemem.request import Request, flags_of
+from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.config.runs import ADAPTERS, BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
+from megatron_pipemem.tools.cpu.flags import CPU_FLAGS
 from megatron_pipemem.values import refuse_if
-
-Flags = dict[str, Any]
-"""Values by the names of flags without leading dashes, as in the ``megatron:`` section of a run's configuration."""
 
 EXIT_SIGNAL = "SIGUSR1"
 """The signal at which a run saves a checkpoint and ends. Batch systems send it before they end a job."""
@@ -82,7 +79,7 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
     own = "is not part of pretrain_gpt.py; give the run's script, or start your own program"
     for key, given in (("model.tower", run.model.tower), (ADAPTERS, run.execution.adapters)):
         refuse_if(bool(given) and run.script is None, "unsupported-model", key, own)
-    start = [sys.executable, "-m", "megatron_pipemem.tools.cli.ranks", *_rendezvous(run, nodes)]
+    start = [sys.executable, "-m", "megatron_pipemem.ranks", *_rendezvous(run, nodes)]
     ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
     words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
     return Command(tuple(words), {key: str(value) for key, value in run.environment.items()})
@@ -146,20 +143,6 @@ def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
             twice = f"is set by the run's key {shortened(key)} already; change it there"
             refuse_if(name in names, "conflicting-options", name, twice)
     return {name: value for names in flags.values() for name, value in names.items()}
-
-
-def words(flags: Flags) -> list[str]:
-    """Return flags as words of a command line.
-
-    ``True`` gives a flag without a value, ``False`` and ``None`` leave the flag out, and a list gives several values.
-    """
-    result: list[str] = []
-    for name, value in flags.items():
-        if value is None or value is False:
-            continue
-        values = [] if value is True else value if isinstance(value, (list, tuple)) else [value]
-        result += [f"--{name}", *map(_word, values)]
-    return result
 
 
 def model_flags(model: Model) -> Flags:
@@ -274,7 +257,7 @@ def _schedule_flags(run: Run) -> Flags:
         **{flags[key]: value for key, value in given.items()},
         **_recompute_flags(choice),
         # A flag for each option, as --name=value because a list would be several values of one flag.
-        **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},
+        **{f"pipemem-option={key}={text_of(value)}": True for key, value in options.items()},
         **(
             {f"pipemem-offload-option=switches={json.dumps(switches, separators=(',', ':'))}": True} if switches else {}
         ),
@@ -333,21 +316,6 @@ def _defaults(run: Run) -> Flags:
     return flags | (CPU_FLAGS if run.on_cpu else {})
 
 
-CPU_FLAGS: Flags = {
-    "distributed-backend": "gloo",
-    "transformer-impl": "local",
-    "num-workers": 0,
-    "no-persist-layer-norm": True,
-    "no-gradient-accumulation-fusion": True,
-    "no-masked-softmax-fusion": True,
-    "no-bias-dropout-fusion": True,
-    "no-bias-gelu-fusion": True,
-    "no-bias-swiglu-fusion": True,
-    "no-rope-fusion": True,
-}
-"""The flags with which the training script runs without CUDA, Transformer Engine and Apex."""
-
-
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
     """Return torchrun's own flags. They give each node's rank, so that a restarted rank runs on the same node.
 
@@ -368,45 +336,3 @@ def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
 
 def _quoted(word: str) -> str:
     return f'"{word}"' if word in (_NODE_RANK, _MASTER_ADDR) else shlex.quote(word)
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser of ``--pipemem-*`` flags among others. A wrong flag raises an UnsupportedError and does not exit."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
-
-    def error(self, message: str):
-        raise UnsupportedError(
-            "bad-syntax", f"{message}; pipemem run --help lists the --pipemem-* flags and their values"
-        )
-
-
-CHECK = "--pipemem-check"
-"""The flag with which ``pipemem run`` only checks the other flags. Nothing is trained, and no device is used."""
-
-
-def plan_parser() -> Parser:
-    """Return a parser of ``--pipemem-plan``, which is read before all other flags, because a plan adds flags."""
-    parser = Parser()
-    parser.add_argument(
-        "--pipemem-plan",
-        metavar="FILE",
-        help="add the flags of a plan that pipemem plan --output wrote: parallelism, layout, schedule; other flags must agree",
-    )
-    return parser
-
-
-def flag_parser() -> Parser:
-    """Return a parser of all ``--pipemem-*`` flags. Its namespace has the fields of ``Request`` that are given."""
-    parser = Parser(parents=[plan_parser()], argument_default=argparse.SUPPRESS)
-    for field, flag in flags_of(Request).items():
-        form: dict[str, Any] = {"action": "store_true"}
-        if flag.metavar:
-            form = {"metavar": flag.metavar, "action": "append" if flag.repeated else "store"}
-        parser.add_argument(flag.name, dest=field, help=flag.help.replace("%", "%%"), **form)
-    return parser

@@ -12,6 +12,7 @@ from megatron_pipemem.choose.knowledge import UNIT, action_memory
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
 from megatron_pipemem.model.model import Passes
+from megatron_pipemem.results import measured_bubble
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
@@ -22,7 +23,7 @@ from megatron_pipemem.tools.config.runs import REPORT, Run
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.profile import slowdown_of
 from megatron_pipemem.tools.planner.step import price
-from megatron_pipemem.tools.report.run import measured_bubble, opened_report
+from megatron_pipemem.tools.report.run import opened_report
 from megatron_pipemem.values import MOST_LAYERS, check_magnitudes
 
 _LACKS_STEP = (

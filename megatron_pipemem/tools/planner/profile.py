@@ -3,7 +3,7 @@
 A stage has its layers and its *frame*: all parts that are not layers. The first stage's frame has the embedding, and
 the last one's has final norm, head and loss. Seconds, bytes and parameters of a stage are sums over its layers and its
 frame, so one profile gives the costs of every division into stages. Profiles come from formulas (``from_formulas``), or
-from running stages of Megatron's modules (``mcore.profiling``), for real or with fake tensors.
+from running stages of Megatron's modules (``megatron.profiling``), for real or with fake tensors.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from html import escape
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from megatron_pipemem.console import Console
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.action import MEMORY
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.tools.console import Console
 from megatron_pipemem.tools.report.page import page
 from megatron_pipemem.tools.report.terminal import HEADINGS, TerminalTimeline, cells, placements_table
 from megatron_pipemem.tools.report.timeline import DrawnRun, held_steps

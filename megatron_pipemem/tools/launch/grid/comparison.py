@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.results import busiest
 from megatron_pipemem.tools.launch.grid.points import label
 from megatron_pipemem.tools.launch.grid.store import Result
 from megatron_pipemem.tools.report.figure import Label, add_labels, axes_for_points, figure_of
-from megatron_pipemem.tools.report.run import busiest
 from megatron_pipemem.tools.report.terminal import FittingTable
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.mcore.bridge_recipe NAME``.
+"""Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.tools.megatron.bridge_recipe NAME``.
 
 This runs in a separate process, because it imports Megatron-Bridge. The sizes of models that ``config.loading``
 knows come from that module, so that nothing is downloaded.
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.config.loading import known_model
 from megatron_pipemem.tools.config.runs import FREEZES
-from megatron_pipemem.tools.launch.asking import MARK
+from megatron_pipemem.tools.megatron.asking import MARK
 
 _SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "train")
 

@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import on_cpu_ranks
 from megatron_pipemem.mcore.compat import message_shapes
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.linear import mark_early
@@ -59,7 +60,6 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.cpu import is_active
 from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.tools.launch.command import model_flags
 from megatron_pipemem.tools.planner.activations import layer_bytes, message_bytes
@@ -149,7 +149,7 @@ def device_name() -> str:
 def _check(model: Model, execution: Execution, fake: bool) -> None:
     execution.check(model)
     kinds = "".join(model.all_kinds)
-    alone = execution.cp == 1 or (fake and (execution.attention == "flash" or is_active()))
+    alone = execution.cp == 1 or (fake and (execution.attention == "flash" or on_cpu_ranks()))
     not_recomputed = {
         "activation": "Megatron has no flag for that",
         "layernorm": "Megatron does that with Transformer Engine only, and profiling builds its local modules",

@@ -1,6 +1,6 @@
 """Start this node's ranks. When one rank fails, end all ranks, and print one readable error.
 
-``python -m megatron_pipemem.tools.cli.ranks`` takes the same flags as torchrun. The last thing that it prints is the first
+``python -m megatron_pipemem.ranks`` takes the same flags as torchrun. The last thing that it prints is the first
 cause of a failure.
 
 The first rank that fails writes a key to a store that all ranks can reach, prints its error and exits. Every other rank
@@ -26,8 +26,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from megatron_pipemem.console import Console
-from megatron_pipemem.errors import PipememError, with_code
+from megatron_pipemem.errors import PipememError, print_error, printable, with_code
 from megatron_pipemem.files import write_whole
 
 _ENDED_BY_LAUNCHER = -15  # SIGTERM: torchrun sends it to the remaining ranks
@@ -75,7 +74,7 @@ def first_cause(failures: Mapping[int, Any]) -> str:
 
 
 def _end(words: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(words, style="bold red", markup=False)
+    print_error(words)
     sys.exit(1)
 
 
@@ -115,7 +114,7 @@ def rank_guard() -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
-            print("interrupted; --load resumes from the last checkpoint of --save", file=sys.stderr)
+            sys.stderr.write("interrupted; --load resumes from the last checkpoint of --save\n")
         _exit(130)
     except SystemExit as stop:
         if stop.code in (None, 0):
@@ -124,11 +123,11 @@ def rank_guard() -> Iterator[None]:
         code = stop.code if isinstance(stop.code, int) else 1
         if board is None or board.claim("the script ended itself", seconds=0.0):
             if not isinstance(stop.code, int):
-                print(stop.code, file=sys.stderr)
+                sys.stderr.write(f"{stop.code}\n")
             if (said := _argparse_message(stop)) is not None:
                 words = f"rank {os.environ.get('RANK', 0)} failed: {said}"
                 _tell_torchrun(said, words, early=True)
-                print(words, file=sys.stderr)
+                sys.stderr.write(f"{words}\n")
             _exit(code, board)
         _follow_down()
     except BaseException as error:  # of any class, because the other ranks are waiting for this one
@@ -158,7 +157,7 @@ def refused_together() -> Iterator[None]:
             _follow_down()
         words = f"error: {with_code(error)}"
         if not _tell_torchrun(_summary(error), words, early=True):  # torchrun prints it last
-            Console(stderr=True, soft_wrap=True).print(words, style="bold red", markup=False)
+            print_error(words)
         _exit(1)
 
 
@@ -358,10 +357,9 @@ def _report(error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error)) if wanted else ""
     words = _last_words(error)
     _tell_torchrun(_summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
-    console = Console(stderr=True, soft_wrap=True)
     if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        console.print(trace, markup=False, end="")
-    console.print("\n".join(words), style="bold red", markup=False)
+        sys.stderr.write(printable(trace))
+    print_error("\n".join(words))
 
 
 def _tell_torchrun(summary: str, text: str, early: bool) -> bool:

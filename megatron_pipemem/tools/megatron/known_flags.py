@@ -20,21 +20,21 @@ from typing import Any
 
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.files import read_cached, write_cached
+from megatron_pipemem.flags import flag_parser
 from megatron_pipemem.mcore import is_installed
 from megatron_pipemem.model import layout
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.search.result import default_folder
-from megatron_pipemem.tools.launch.asking import answers
-from megatron_pipemem.tools.launch.command import flag_parser
+from megatron_pipemem.tools.megatron.asking import answers
 
 logger = logging.getLogger(__name__)
 
 _ASK = """
 import argparse, json, sys
 from megatron.training.arguments import add_megatron_arguments
-from megatron_pipemem.tools.launch.asking import MARK
-from megatron_pipemem.mcore.known_flags import described
+from megatron_pipemem.tools.megatron.asking import MARK
+from megatron_pipemem.tools.megatron.known_flags import described
 parser = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(parser)
 sys.stdout.write(MARK + json.dumps(described(parser)))

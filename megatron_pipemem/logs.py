@@ -1,0 +1,45 @@
+"""The log of this package on a training rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from megatron_pipemem.errors import printable
+
+PACKAGE = __name__.partition(".")[0]
+logger = logging.getLogger(PACKAGE)
+
+
+class _Lines(logging.Formatter):
+    """Starts every log line with ``pipemem:``, then the rank unless it is 0, and the level from warnings up."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        rank = os.environ.get("RANK", "0")
+        place = "" if rank == "0" else f"rank {rank}: "
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return f"pipemem: {place}{level}{printable(super().format(record))}"
+
+
+def show_log() -> None:
+    """Write this package's log to standard output: all messages on rank 0, and only warnings on other ranks.
+
+    Only the logger of this package changes, and only if it has no handler yet. A program that calls ``enable()`` sets
+    up its own logging and does not call this.
+    """
+    ours = logging.getLogger(PACKAGE)
+    if ours.handlers:
+        return
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_Lines())
+    handler.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+
+
+def log_on_first_rank(line: str, *values: object, level: int = logging.INFO) -> None:
+    """Log a line on rank 0, with values as ``logging`` formats them. Other ranks would log the same."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.log(level, line, *values)

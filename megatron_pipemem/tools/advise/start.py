@@ -1,0 +1,98 @@
+"""What the start of a run asks of the planner: the flags of a plan's file, and the best layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.flags import words_by_flag
+from megatron_pipemem.logs import log_on_first_rank
+from megatron_pipemem.model import cut_flags, layout
+from megatron_pipemem.request import Request, ScheduleOptions
+from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.tools.advise.reading import Context, named, read_flags
+from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.launch.command import planned_flags
+from megatron_pipemem.tools.megatron.known_flags import known_flags
+from megatron_pipemem.tools.planner.balance import PRICED_FOR, at_start
+from megatron_pipemem.values import whole_number
+
+_REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence says something else
+
+
+def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the plan file's flags that it lacks: model, parallelism, layout, schedule, precision.
+
+    Raise an UnsupportedError if a flag has another value than in the plan, because the plan is valid for its own values
+    only.
+    """
+    given, added = words_by_flag(arguments), []
+    for flag, values in words_by_flag(planned_flags(load(file, Run))).items():
+        missing = [each for each in values if each not in given.get(flag, [])]
+        if missing and flag in given and flag not in _REPEATED:
+            raise UnsupportedError(
+                "plan-differs",
+                f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave the flag out, or plan with "
+                "it",
+            )
+        added += [word for each in missing for word in (flag, *each)]
+    return [*arguments, *added]
+
+
+def _text(values: Sequence[Sequence[str]]) -> str:
+    return ", ".join(" ".join(each) or "set" for each in values)
+
+
+def with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the layout whose step is the fastest that ``balance`` finds, and log the layout.
+
+    ``arguments`` are Megatron's, without our flags. In the result, the layout replaces all flags that cut the model.
+    Raise a PipememError without a pipeline, or without the model's sizes.
+    """
+    known = known_flags()
+    given = named(arguments, known)
+    run = _run_of(request, given, known)
+    found = at_start(run)
+    pattern, counts = layout.pattern_of(run.model), found.best.layers
+    flag = cut_flags.given_pattern(given)[0] or layout.FLAG
+    text = layout.written(counts, run.model.mtp_layers) if pattern is None else layout.cut(pattern, counts)
+    longer = found.even.seconds / found.best.seconds - 1
+    log_on_first_rank(
+        f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
+        f"layers divided evenly take {longer:.1%} longer"
+    )
+    return [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
+
+
+def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Run:
+    """Return the run of these flags under the requested schedule.
+
+    Its number of chunks per rank is that of the flags if the schedule can have several, else the schedule's own.
+    ``given`` has the values by flag, and ``known`` the properties of Megatron's flags (``known_flags``).
+    """
+    ranks = 1
+    for kind in ("tensor-model", "pipeline-model", "context"):
+        ranks *= whole_number(given.get(name := f"{kind}-parallel-size"), name) or 1
+    devices = int(os.environ.get("WORLD_SIZE", ranks))
+    run = read_flags(given, {}, "", Context(known, load(PRICED_FOR, Cluster), devices)).run
+    asked = {each.name: getattr(request, each.name) for each in fields(ScheduleOptions)}
+    choice = replace(
+        run.schedule,
+        **asked,
+        name=request.schedule,
+        memory_cap=_text_of_cap(request.memory_cap) if not request.plans_offload else None,
+        module=request.schedule_module,
+    )
+    takes_chunks = request.is_stock or request.searches or "chunks" in getattr(request.family, "options", ())
+    cut = replace(run.parallelism, chunks=run.parallelism.chunks if takes_chunks else None)
+    return replace(run, schedule=choice, parallelism=cut)
+
+
+def _text_of_cap(cap: MemoryCap | None) -> str | None:
+    """Return a memory cap as a flag's text, to the byte; ``None`` without a cap."""
+    return None if cap is None else ",".join(f"{each!r}{'B' if cap.in_bytes else ''}" for each in cap.amounts)

@@ -1,0 +1,45 @@
+"""The flags of Megatron that a run on CPU ranks needs."""
+
+from __future__ import annotations
+
+from megatron_pipemem.flags import Flags, values_by_flag, words
+from megatron_pipemem.logs import log_on_first_rank
+from megatron_pipemem.refusals import CPU, flag_values, refuse
+
+_LAYERS = "transformer-impl"
+CPU_FLAGS: Flags = {
+    "distributed-backend": "gloo",
+    "transformer-impl": "local",
+    "num-workers": 0,
+    "no-persist-layer-norm": True,
+    "no-gradient-accumulation-fusion": True,
+    "no-masked-softmax-fusion": True,
+    "no-bias-dropout-fusion": True,
+    "no-bias-gelu-fusion": True,
+    "no-bias-swiglu-fusion": True,
+    "no-rope-fusion": True,
+}
+"""The flags with which the training script runs without CUDA, Transformer Engine and Apex."""
+
+
+def cpu_flags(arguments: list[str]) -> list[str]:
+    """Return the flags that a Megatron command line lacks for a run on CPU ranks, and log them.
+
+    The caller appends them. The last occurrence of a flag counts, so they override any ``--transformer-impl`` but
+    ``local``. Without ``--micro-batch-size``, which Megatron's training requires, the command line is another program's
+    and gets no flags.
+
+    Raises:
+        UnsupportedError: a flag asks for a kernel that only a GPU has.
+    """
+    flags = values_by_flag(arguments)
+    if "micro-batch-size" not in flags:
+        return []
+    refuse(flag_values(flags), CPU)
+    lacking = {name: value for name, value in CPU_FLAGS.items() if name not in flags}
+    if flags.get(_LAYERS) != CPU_FLAGS[_LAYERS]:
+        lacking[_LAYERS] = CPU_FLAGS[_LAYERS]  # the last one counts
+    added = words(lacking)
+    if added:
+        log_on_first_rank("CPU ranks: added %s", " ".join(added))
+    return added
