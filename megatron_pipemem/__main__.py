@@ -6,7 +6,7 @@ import sys
 from itertools import takewhile
 from pathlib import Path
 
-from megatron_pipemem.errors import exits_for_errors
+from megatron_pipemem.exits import exits_for_errors
 from megatron_pipemem.tools_by_flag import load_tool
 
 _SWITCHES = ("--cpu", "--verbose")
@@ -22,7 +22,7 @@ def main() -> None:
         return
     from megatron_pipemem.run import run
 
-    with exits_for_errors("pipemem run"):
+    with exits_for_errors(lambda: "pipemem run"):
         run("--cpu" in switches, Path(script), arguments, "--verbose" in switches)
 
 

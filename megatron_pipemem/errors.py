@@ -5,10 +5,7 @@ Each message says what is wrong, where, and what to change.
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -177,13 +174,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def print_error(text: str) -> None:
-    """Print an error on stderr, in bold red on a terminal."""
-    text = printable(text)
-    is_coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    sys.stderr.write(f"\x1b[1;31m{text}\x1b[0m\n" if is_coloured else f"{text}\n")
-
-
 def repeated(text: str) -> str:
     """Return a user's text for a message: without its middle if it has more than 200 characters."""
     half = _MOST_REPEATED // 2 - 2
@@ -334,37 +324,3 @@ def readable(subject: str, refusal: type[PipememError] = ConfigError) -> Iterato
         raise refusal(
             "cannot-read", f"{repeated(subject)} cannot be read ({why}); correct it, or shorten it"
         ) from error
-
-
-INVALID, UNUSABLE, INTERRUPTED = 1, 2, 130
-"""Exit codes: an invalid schedule; another error that the user can correct; Ctrl-C."""
-_OF_PATHS = {
-    errno.ENAMETOOLONG: "no-file",
-    errno.EACCES: "cannot-read",
-    errno.EPERM: "cannot-read",
-    errno.ENOSPC: "cannot-write",
-}
-"""Codes by the numbers of errors that the operating system raises for a path or output of the user."""
-
-
-@contextmanager
-def exits_for_errors(command: str) -> Iterator[None]:
-    """Run a command in the block. Report a user's error or an interrupt in one line on stderr, without a traceback.
-
-    The process then exits with ``INVALID``, ``UNUSABLE`` or ``INTERRUPTED``. All other errors are raised. ``command`` is
-    the command's name for the message.
-    """
-    try:
-        yield
-    except PipememError as error:
-        print_error(f"error: {with_code(error)}")
-        sys.exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE)
-    except OSError as error:
-        if error.errno not in _OF_PATHS:
-            raise
-        path = "the output" if error.filename is None else str(error.filename)[:80]
-        print_error(f"error: {path}: {error.strerror}; give another path [{_OF_PATHS[error.errno]}]")
-        sys.exit(UNUSABLE)
-    except KeyboardInterrupt:
-        print_error(f"error: {command} was interrupted and wrote nothing")
-        sys.exit(INTERRUPTED)

@@ -26,7 +26,8 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from megatron_pipemem.errors import PipememError, print_error, printable, with_code
+from megatron_pipemem.errors import PipememError, printable, with_code
+from megatron_pipemem.exits import print_error
 from megatron_pipemem.files import write_whole
 
 _ENDED_BY_LAUNCHER = -15  # SIGTERM: torchrun sends it to the remaining ranks

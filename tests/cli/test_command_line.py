@@ -24,7 +24,7 @@ def test_the_list_of_commands_says_the_first_sentence_of_each():
     assert {name: each.help for name, each in listed.items()} == told
 
 
-OF_THE_APP = {"tools", "tools.cli", "tools.cli.app", "errors"}
+OF_THE_APP = {"tools", "tools.cli", "tools.cli.app", "errors", "exits"}
 SLOW = {"matplotlib", "megatron", "numpy", "torch", "yaml"}
 
 
@@ -60,7 +60,7 @@ def test_a_command_imports_what_it_needs(tmp_path, arguments, commands, slow):
         f"tools.cli.{module}" for module in ("app", *commands)
     }
     assert {name.split(".")[0] for name in ours} <= {
-        *("tools", "errors", "files", "schedule"),
+        *("tools", "errors", "exits", "files", "schedule"),
         *("families", "search", "features", "request", "conflicts", "choose"),
     }
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from megatron_pipemem import Costs, search_schedule
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.errors import INTERRUPTED
+from megatron_pipemem.exits import INTERRUPTED
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import display as told
 from megatron_pipemem.schedule.costs import Channel

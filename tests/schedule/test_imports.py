@@ -95,6 +95,7 @@ MAY_IMPORT = {
     "values": {"errors", "schedule"},
     "flags": {"errors", "request"},
     "logs": {"errors"},
+    "exits": {"errors"},
     "refusals": {"errors", "schedule", "request"},
     "queues": set(),
     "results": {"schedule"},

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
-from megatron_pipemem.errors import exits_for_errors
+from megatron_pipemem.exits import exits_for_errors
 
 _LEAST_COLUMNS = 80
 """The narrowest terminal for Typer's panels. On narrower terminals Typer cuts option names, so click's plain help is
@@ -142,7 +142,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> object:
         """Run the subcommand (``exits_for_errors``)."""
-        with exits_for_errors(" ".join(filter(None, ("pipemem", ctx.invoked_subcommand)))):
+        with exits_for_errors(lambda: " ".join(filter(None, ("pipemem", ctx.invoked_subcommand)))):
             return super().invoke(ctx)
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from megatron_pipemem.errors import INVALID, UnsupportedError
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.exits import INVALID
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters, write_header, write_table

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from megatron_pipemem.errors import INTERRUPTED, UnsupportedError
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.exits import INTERRUPTED
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.model import layout
