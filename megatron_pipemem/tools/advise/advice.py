@@ -70,7 +70,8 @@ def refusal_of(way: Way) -> PipememError | None:
     cut = way.run.parallelism
     if cut.global_batch == cut.microbatches * cut.micro_batch * cut.dp:
         cut = cut.with_microbatches(shortest(cut.pp, cut.microbatches))
-    return refusal(replace(way.run, parallelism=cut))
+    run = replace(way.run, parallelism=cut)
+    return refusal(run)
 
 
 Verdict = Literal["stay", "overlap", "layout", "stock", "pairs", "ours"]
