@@ -29,7 +29,7 @@ from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.tools.config.cluster import GIB, HostChannel
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.tools.launch.feasibility import feasible
+from megatron_pipemem.tools.launch.feasibility import feasible, refused_settings
 from megatron_pipemem.tools.planner import variants as variants_module
 from megatron_pipemem.tools.planner.early_head import with_early_head
 from megatron_pipemem.tools.planner.memory import held
@@ -254,6 +254,18 @@ def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
     source.write_text(CONFIG)
     refused = pipemem("plan", source, "--only", limit)
     assert refused.exit_code == 2 and words in refused.stderr
+
+
+def test_what_a_start_refuses_is_not_planned():
+    """With CUDA graphs of Megatron's layers, our schedules do not start; one pipeline rank takes stock's step."""
+    limits = Limits({"pp": [1, 2], "tp": [4], "recompute": ["none"], "micro_batch": [1]})
+    graphs = replace(RUN, megatron={"cuda-graph-impl": "local"})
+    answers = [plan(run, limits=limits, search_seconds=1, refusal=refused_settings) for run in (RUN, graphs)]
+    assert [{way.run.parallelism.pp for way in answer.plans} for answer in answers] == [{2}, {1}]
+    ours = replace(graphs, parallelism=replace(graphs.parallelism, pp=2), schedule=ScheduleChoice(name="zbv"))
+    error = refused_settings(ours)
+    assert error.code == "unsupported-setting" and str(error) in answers[1].rejected
+    assert str(error) not in answers[0].rejected and refused_settings(replace(ours, megatron={})) is None
 
 
 def test_plans_without_a_barrier_between_steps_launch_so():

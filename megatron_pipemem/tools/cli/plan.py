@@ -38,6 +38,7 @@ from megatron_pipemem.tools.cli.options import (
 from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
 from megatron_pipemem.tools.config.loading import load, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
+from megatron_pipemem.tools.launch.feasibility import refused_settings
 from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, laid_out
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
@@ -109,9 +110,11 @@ def plan_command(
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
     pace = None if profile is None else pace_of(profile, run)
     with showing("planning"):
-        answer = plan(run, nbytes, limits, top, search_seconds, pace)
+        answer = plan(run, nbytes, limits, top, search_seconds, pace, refused_settings)
         today = _as_it_stands(run, pace)
-        kept, other = _with_and_without(run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace))
+        kept, other = _with_and_without(
+            run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace, refused_settings)
+        )
     one_queue = None if all(is_stocks(each.run) for each in answer.plans) else one_queue_of(run.flags)
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:

@@ -41,6 +41,22 @@ def refusal(run: Run, any_size: bool = False) -> PipememError | None:
     return None
 
 
+def refused_settings(run: Run) -> PipememError | None:
+    """Return the error by which a start refuses a run's flags for its schedule; ``None`` if they go together.
+
+    Sizes, layers and memory are not checked, so the answer holds for all runs with these flags and this schedule.
+    """
+    try:
+        request = request_of(run)
+        if run.schedule.overlap_steps:
+            refusals.refuse_overlapped(refusals.flag_values(all_flags(run)), request.is_asynchronous)
+        splits = request.family is None or request.family.splits_backward
+        _check_settings(run, request, splits, request.recompute != "none")
+    except PipememError as error:
+        return error
+    return None
+
+
 def feasible(run: Run, any_size: bool = False) -> str | None:
     """Return the message of the error that ``refusal`` returns; ``None`` if no check fails."""
     error = refusal(run, any_size)
@@ -156,10 +172,7 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
 
     ``schedule`` is ``None`` if it is searched for when the run starts.
     """
-    name, chunks, value_of = run.schedule.name, run.parallelism.chunks, refusals.flag_values(run.flags)
-    if run.implementation == "transformer_engine":
-        recomputes = request.recompute != "none" or (schedule is not None and bool(schedule.recomputed))
-        refusals.refuse_transformer_engine(value_of, schedule is None or schedule.splits_backward, recomputes)
+    name, chunks = run.schedule.name, run.parallelism.chunks
     file = schedule if name.endswith(FILE_SUFFIX) else None
     if file is not None and chunks not in (None, file.placement.num_chunks):
         raise UnsupportedError(
@@ -168,10 +181,18 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
             "file's number",
         )
     chosen = request if schedule is None else replace(request, file=schedule)
-    refusals.refuse_schedule(refusals.flag_values(all_flags(run)), chosen)
+    recomputes = request.recompute != "none" or (schedule is not None and bool(schedule.recomputed))
+    _check_settings(run, chosen, schedule is None or schedule.splits_backward, recomputes)
     if file is None and schedule is not None and family(name).asynchronous:
         refuse_asynchronous(run, name)
     cut_flags.checked_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)
+
+
+def _check_settings(run: Run, request: Request, splits: bool, recomputes: bool) -> None:
+    """Raise an error if flags of a run exclude its schedule, which may split backwards and recompute."""
+    if run.implementation == "transformer_engine":
+        refusals.refuse_transformer_engine(refusals.flag_values(run.flags), splits, recomputes)
+    refusals.refuse_schedule(refusals.flag_values(all_flags(run)), request)
 
 
 def _check_slices(run: Run, slices: int) -> None:

@@ -149,19 +149,21 @@ def plan(
     top: int = 10,
     search_seconds: float = 5.0,
     pace: MeasuredSlowdown | None = None,
+    refusal: Callable[[Run], PipememError | None] = lambda run: None,
 ) -> Answer:
     """Return the ``top`` fastest ways to run a model on the run's cluster; none if no plan is possible.
 
     ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` is the time limit for
     each of at most three searches of an order; 0 for no search. ``pace`` has the ratios of measured to predicted
-    seconds.
+    seconds. ``refusal`` returns the error by which a start refuses a run's flags for its schedule; it is asked once for
+    runs with the same flags and schedule.
     """
     started = time.perf_counter()
     memory = run.cluster.memory_bytes if memory is None else memory
     limits = limits or Limits()
     limits.check(run)
     with rare_collection():
-        planner = _Planner(run, memory, limits, pace)
+        planner = _Planner(run, memory, limits, pace, refusal)
         plans = planner.best(top)
         if search_seconds > 0 and limits.admits(schedule=SEARCHED):
             plans += planner.search(plans, search_seconds)
@@ -173,8 +175,16 @@ def plan(
 class _Planner:
     """The queue of a search, its entries put aside, and the number of rejected choices by reason."""
 
-    def __init__(self, run: Run, memory: float, limits: Limits, pace: MeasuredSlowdown | None) -> None:
-        self._pace = pace
+    def __init__(
+        self,
+        run: Run,
+        memory: float,
+        limits: Limits,
+        pace: MeasuredSlowdown | None,
+        refusal: Callable[[Run], PipememError | None],
+    ) -> None:
+        self._pace, self._refusal = pace, refusal
+        self._refusals: dict[object, PipememError | None] = {}
         self._memory, self.limits = memory, limits
         self.rejected: Counter[str] = Counter()
         self._groups: list[Group] = []
@@ -225,6 +235,7 @@ class _Planner:
             if group.variant in (None, IN_PAIRS)
             and not is_stocks(group.run)
             and group.step.placement.replicas == 1
+            and self._refusal_of(group.run, AUTO, group.variant) is None
             and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
             and 3 * _units(group.run) * group.step.placement.num_stages <= _LARGEST_SEARCH
         ]
@@ -276,6 +287,18 @@ class _Planner:
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected) if varies else ():
             self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))
 
+    def _refusal_of(self, run: Run, schedule: str, variant: Variant | None) -> PipememError | None:
+        """Return the error by which a start refuses the flags of a run for a schedule with a variant, from a cache."""
+        if run.parallelism.pp == 1 or is_stocks(run):
+            return None
+        cut, choice = run.parallelism, run.schedule
+        are_several = tuple(size > 1 for size in (cut.micro_batch, cut.tp, cut.cp, cut.ep, cut.dp))
+        key = schedule, variant and variant.name, choice.recompute, choice.slices, repr(run.flags), are_several
+        if key not in self._refusals:
+            named = replace(choice, name=schedule)
+            self._refusals[key] = self._refusal(replace(run, schedule=variant.choice(named) if variant else named))
+        return self._refusals[key]
+
     def _step(self, run: Run, placement: Placement, variant: Variant | None) -> PlannedStep:
         """Predict the step of a run on a placement with a variant."""
         if variant is not None:
@@ -283,7 +306,12 @@ class _Planner:
         return (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
 
     def _bound(self, run: Run, placement: Placement, found: list[Order], variant: Variant | None) -> None:
-        """Queue the orders of a placement with a variant, by a lower bound of their seconds."""
+        """Queue the orders of a placement with a variant that a start accepts, by a lower bound of their seconds."""
+        refusals = [self._refusal_of(run, order.name, variant) for order in found]
+        self.rejected.update(str(error) for error in refusals if error is not None)
+        found = [order for order, error in zip(found, refusals, strict=True) if error is None]
+        if not found:
+            return
         step = self._step(run, placement, variant)
         room = step.room(self._memory)
         if min(room) <= 0:
