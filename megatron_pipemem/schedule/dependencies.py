@@ -8,8 +8,7 @@ other lanes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -230,13 +229,13 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
     )
 
 
-def dependencies(
+def needs_of(
     action: Action, placement: Placement, fused: Container[Action], slices: int = 1, vocabulary_barriers: int = 0
 ) -> tuple[Action, ...]:
     """Return the actions that must end before ``action`` starts, whether or not a schedule has them.
 
     Messages are left out, because orders have none. The recomputations and reloads that a backward needs are left
-    out too (``prepared_needs`` has them): they are on the same device.
+    out too (``validate`` proves them): they are on the same device.
 
     Sequence slices of one microbatch share the keys and values of attention. So a slice runs forward after the slice
     before it. It runs backward after the slice that follows it, which adds to the gradients of its keys and values.
@@ -355,7 +354,7 @@ class Dependencies:
         placement, slices, barriers = schedule.placement, schedule.slices, schedule.vocabulary_barriers
 
         def needs(action: Action) -> tuple[Action, ...]:
-            return dependencies(action, placement, (), slices, barriers)
+            return needs_of(action, placement, (), slices, barriers)
 
         found = cls(schedule.orders, placement, needs, slices, already, schedule.pairs)
         if not already:
@@ -445,9 +444,9 @@ class Dependencies:
             needs.append(_Need(needed, nodes, shift, self.links.index(link), source == lane))
         return -1 if action.kind in MEMORY else self.kinds.index(action[:2]), needs
 
-    def microbatches(self, kind: Kind, stage: int) -> AbstractSet[int]:
-        """Return the microbatches, or slices, whose action of this kind the orders have on a stage."""
-        return self._nodes[kind, stage].keys() if (kind, stage) in self._nodes else frozenset()
+    def nodes_of(self, kind: Kind, stage: int) -> Mapping[int, int]:
+        """Return the nodes of a kind on a stage in the order of their device, by microbatch or slice."""
+        return self._nodes.get((kind, stage), {})
 
     @cached_property
     def walk(self) -> Walk:

@@ -1,26 +1,16 @@
-"""Messages of a program: their devices, and the rules for messages, gradient reductions, recomputation and offload.
+"""Messages of a program: their devices, and the checks of the actions that ``lower`` adds to a schedule.
 
 Functions that check a rule raise a ScheduleError for the first violation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import (
-    COMPLETING,
-    ORDERED,
-    RECEIVES,
-    RECOMPUTE,
-    ROUND_TRIP,
-    WHOLE_STAGE,
-    Action,
-    Kind,
-)
+from megatron_pipemem.schedule.action import COMPLETING, ORDERED, Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 
@@ -88,6 +78,57 @@ Places = dict[Action, tuple[int, int]]
 """Device and position of every action."""
 
 
+def places_of(rows: Sequence[Order]) -> Places:
+    """Return device and position of every action in orders or in the rows of a program; check that none occurs twice."""
+    places: Places = {}
+    for device, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action in places:
+                other_device, other_position = places[action]
+                raise ScheduleError(
+                    "duplicate-action",
+                    f"already stands at position {other_position} of device {other_device}; remove one of the two, or "
+                    "correct the stage or microbatch of one",
+                    at=(device, position, action),
+                )
+            places[action] = device, position
+    return places
+
+
+def check_pairs(schedule: Schedule, rows: Sequence[Order]) -> None:
+    """Check that every pair is a forward with a backward right after it, of another stage or microbatch.
+
+    Pairs are refused in a schedule with slices, vocabulary passes, recomputation, offload or asynchronous updates.
+    ``rows`` are the orders of the schedule, or the actions of its program.
+    """
+    if not schedule.pairs:
+        return
+    is_present = {
+        "sequence slices": schedule.slices > 1,
+        "vocabulary passes": schedule.vocabulary_barriers,
+        "recomputation": schedule.recomputed,
+        "offload": schedule.offloads,
+        "asynchronous updates": schedule.updates,
+    }
+    for feature in filter(is_present.get, is_present):
+        raise ScheduleError(
+            "bad-pair", f"pairs do not run in a schedule with {feature}; drop its pairs or the {feature}"
+        )
+    places = places_of(rows)
+    for first in sorted(schedule.pairs):
+        if first not in places:
+            raise ScheduleError("bad-pair", f"{first} of a pair is in no order; add it, or drop the pair")
+        device, position = places[first]
+        second = next(iter(rows[device][position + 1 :]), None)
+        if first.kind is not Kind.F or second is None or second.kind not in (Kind.I, Kind.B):
+            problem = f"is paired with {second or 'nothing'}; a pair is a forward and an I or B right after it"
+        elif first[1:] == second[1:]:
+            problem = f"cannot run together with {second}, its own backward; drop the pair"
+        else:
+            continue
+        raise ScheduleError("bad-pair", problem, at=(device, position, first))
+
+
 def check_compute_actions(program: Program) -> None:
     """Check that a program's actions, without messages and gradient reductions, equal the orders of its schedule."""
     orders = program.schedule.orders
@@ -99,38 +140,23 @@ def check_compute_actions(program: Program) -> None:
         )
     for device, (order, actions) in enumerate(zip(orders, program.actions, strict=True)):
         computed = [(position, action) for position, action in enumerate(actions) if action.kind in ORDERED]
-        for wanted, found in zip_longest(order, computed):
-            position, action = found or (len(actions), wanted)
-            if action != wanted or found is None:
+        for scheduled, lowered in zip_longest(order, computed):
+            position, action = lowered or (len(actions), None)
+            if scheduled != action:
                 raise ScheduleError(
                     "stale-program",
-                    f"the schedule has {wanted or 'nothing more'} here and the program "
-                    f"{found[1] if found else 'nothing more'}; lower the schedule again",
-                    at=(device, position, action),
+                    f"the schedule has {scheduled or 'nothing more'} here and the program {action or 'nothing more'}; "
+                    "lower the schedule again",
+                    at=(device, position, action or scheduled),
                 )
 
 
-def check_adjacent(orders: Sequence[Order], pairs: Container[Action]) -> None:
-    """Check that every first action of a pair is a forward, and that another forward's backward follows it."""
-    for device, order in enumerate(orders):
-        for position, (action, second) in enumerate(zip_longest(order, order[1:])):
-            if action not in pairs:
-                continue
-            if action.kind is Kind.F and second is not None and second.kind in (Kind.I, Kind.B):
-                if action[1:] != second[1:]:
-                    continue
-                problem = f"cannot run together with {second}, its own backward; drop the pair"
-            else:
-                problem = f"is paired with {second or 'nothing'}; a pair is a forward and an I or B right after it"
-            raise ScheduleError("bad-pair", problem, at=(device, position, action))
-
-
 class Post(NamedTuple):
-    """The place of an action that ``lower`` adds: on the device of its stage, after one action or before another one."""
+    """The place of an action that ``lower`` adds: on the device of its stage, before or after an action there."""
 
-    after: Action | None
-    before: Action | None
     lack: str  # the fault of a program without the action, for messages of errors
+    neighbour: Action | None
+    follows: bool = True  # whether the action comes after the neighbour
 
 
 def check_posts(
@@ -140,33 +166,28 @@ def check_posts(
 
     ``messages`` has the message of every producer, and ``receives`` the receive of every consumer.
     """
-    posts = {message.send: Post(made, None, _NOT_SENT) for made, message in messages.items()}
-    posts |= {receive: Post(None, user, _NOT_RECEIVED) for user, receive in receives.items()}
+    not_sent, not_received = "its result does not reach the next device", "its input does not reach this device"
+    posts = {message.send: Post(not_sent, producer) for producer, message in messages.items()}
+    posts |= {receive: Post(not_received, consumer, follows=False) for consumer, receive in receives.items()}
     posts |= _reductions(program)
-    for action, post in posts.items():
-        home, neighbour = program.placement.devices[action.stage], post.after or post.before
-        side = "" if neighbour is None else f" before {neighbour}" if post.before else f" after {neighbour}"
+    for action, (lack, neighbour, follows) in posts.items():
+        home = program.placement.devices[action.stage]
+        side = "" if neighbour is None else f" {'after' if follows else 'before'} {neighbour}"
         if action not in places:
             at = (home, len(program.actions[home]), action) if neighbour is None else (*places[neighbour], neighbour)
-            raise ScheduleError("missing-action", f"{post.lack} without {action}; add {action}{side}", at=at)
+            raise ScheduleError("missing-action", f"{lack} without {action}; add {action}{side}", at=at)
         device, position = places[action]
         if device != home:
             code, problem = "misplaced-action", f"belongs on device {home}{side}; move it there"
-        elif neighbour is not None and (places[neighbour][1] > position) is (post.before is None):
+        elif neighbour is not None and (places[neighbour][1] < position) is not follows:
             code, problem = "wrong-order", f"must come{side} at position {places[neighbour][1]}; move it"
         else:
             continue
         raise ScheduleError(code, problem, at=(device, position, action))
     for action, place in places.items():
         if action.kind not in ORDERED and action not in posts:
-            use = "sum" if action.kind in WHOLE_STAGE else "receive" if action.kind in RECEIVES else "send"
-            raise ScheduleError(
-                "useless-action", f"its stage has nothing to {use} in this step; remove it", at=(*place, action)
-            )
-
-
-_NOT_SENT, _NOT_RECEIVED = "its result does not reach the next device", "its input does not reach this device"
-_NOT_COMPLETE = "the gradients of the stage are not complete"
+            problem = "its stage has nothing to send, receive or sum with it in this step; remove it"
+            raise ScheduleError("useless-action", problem, at=(*place, action))
 
 
 def _reductions(program: Program) -> dict[Action, Post]:
@@ -175,91 +196,63 @@ def _reductions(program: Program) -> dict[Action, Post]:
     Every stage with weight gradients has a ``REDUCE_GRAD`` after the last of them. With replicas of the model, every
     replica of such a stage has a ``REDUCE_REPLICAS`` after its last weight gradient, and its ``REDUCE_GRAD`` after that.
     """
-    placement = program.placement
-    last = {each.stage: each for order in program.schedule.orders for each in order if each.kind in COMPLETING}
+    placement, lack = program.placement, "the gradients of the stage are not complete"
+    last = {action.stage: action for order in program.schedule.orders for action in order if action.kind in COMPLETING}
     trained = {replica for stage in last for replica in placement.counterparts(stage)}
     posts = {}
     for stage in sorted(trained):
         complete = last.get(stage)
         if placement.replicas > 1:
             total = Action(Kind.REDUCE_REPLICAS, stage)
-            posts[total], complete = Post(complete, None, _NOT_COMPLETE), total
-        posts[Action(Kind.REDUCE_GRAD, stage)] = Post(complete, None, _NOT_COMPLETE)
+            posts[total], complete = Post(lack, complete), total
+        posts[Action(Kind.REDUCE_GRAD, stage)] = Post(lack, complete)
     return posts
 
 
-def check_order(program: Program, places: Places, messages: Iterable[Message]) -> None:
+class Posting(NamedTuple):
+    """An action that posts a message, sum or collective to a channel, and its position in the program of its device."""
+
+    position: int
+    action: Action
+    message: tuple[object, ...]  # stands for the message, sum or collective; equal on all devices that post it
+
+
+def check_channels(program: Program, places: Places, messages: Iterable[Message]) -> None:
     """Check that two devices post the messages of their edge, and their sums over replicas, in the same order.
 
     Devices with replicas of the same stages have one channel for their sums.
     """
     placement = program.placement
-    # Per channel and device: position and action of every post, by the action that stands for the message or sum.
-    channels: dict[tuple[str, tuple[int, ...]], dict[int, dict[Action, tuple[int, Action]]]] = {}
+    edges: dict[Edge, dict[int, list[Posting]]] = {}
     for message in messages:
-        for device, post in zip(message.edge, message[1:], strict=True):
-            queue = channels.setdefault(("message-order", message.edge), {}).setdefault(device, {})
-            queue[message.send] = places[post][1], post
+        for device, action in zip(message.edge, message[1:], strict=True):
+            posted = edges.setdefault(message.edge, {}).setdefault(device, [])
+            posted.append(Posting(places[action][1], action, message.send))
+    for queues in edges.values():
+        check_channel("message-order", queues)
     # A device with several replicas of a stage starts the sum when it has posted the last of them.
-    sums = ((*place, action) for action, place in places.items() if action.kind is Kind.REDUCE_REPLICAS)
-    for device, position, action in sorted(sums):
-        queue = channels.setdefault(("collective-order", placement.holders(action.stage)), {}).setdefault(device, {})
-        queue[action._replace(stage=action.stage % placement.model_stages)] = position, action
-    for (code, _), queues in channels.items():
-        (first, own), *others = ((device, sorted(queue.items(), key=_BY_PLACE)) for device, queue in queues.items())
-        for device, theirs in others:
-            for (ours, (position, action)), (other, (place, post)) in zip(own, theirs, strict=True):
-                if ours != other:
-                    raise ScheduleError(
-                        code,
-                        f"is posted where device {first} posts {action}, at position {position}; messages and sums "
-                        f"of two devices run in posting order, so post {queues[device][ours][1]} first",
-                        at=(device, place, post),
-                    )
-
-
-_BY_PLACE = itemgetter(1)
-
-
-def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
-    """Yield the actions that prepare ``action`` on its device.
-
-    For a backward these are ``2R0`` or ``2RS0`` if the schedule recomputes the stage, and ``2WAIT_RELOAD0`` if
-    ``actions`` has any copy, or wait for a copy, of this stage and microbatch.
-    """
-    for kind in schedule.prepared.get(action.stage, ()):
-        if action.kind in kind.spec.prepares:
-            yield action._replace(kind=kind)
-    last = ROUND_TRIP[-1]
-    if action.kind in last.spec.prepares and any(action._replace(kind=kind) in actions for kind in ROUND_TRIP):
-        yield action._replace(kind=last)
-
-
-def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that recomputations and copies are complete and used.
-
-    Every recomputation must have a backward that uses it. A copy to the host must have its wait, its copy back and the
-    wait for that. A stage with R keeps nothing to copy. The order on the device is checked elsewhere.
-    """
-    if not any(kind.spec.prepares or kind.spec.followed_by for kind in schedule.kinds):
-        return
+    sums: dict[tuple[int, ...], dict[int, dict[int, Posting]]] = {}
     for action, (device, position) in places.items():
-        again = schedule.recomputed.get(action.stage)
-        if action.kind in RECOMPUTE and action.kind is not again:
-            code, problem = "duplicate-action", f"stage {action.stage} has {again} as well; remove one of the two"
-        elif action.kind is Kind.OFFLOAD and again is Kind.R:
-            code = "useless-action"
-            problem = (
-                f"stage {action.stage} is recomputed and keeps nothing to copy; remove this copy, or the stage's R"
-            )
-        elif (users := (Kind.I, Kind.B) if action.kind is Kind.OFFLOAD else action.kind.spec.prepares) and not any(
-            action._replace(kind=Kind(user)) in places for user in users
-        ):
-            code = "useless-action"
-            problem = f"no {' or '.join(users)} uses its result; remove it, or add one"
-        elif (name := action.kind.spec.followed_by) and action._replace(kind=Kind(name)) not in places:
-            code = "missing-action"
-            problem = f"has no {action._replace(kind=Kind(name))} after it to complete it; add one"
-        else:
-            continue
-        raise ScheduleError(code, problem, at=(device, position, action))
+        if action.kind is Kind.REDUCE_REPLICAS:
+            stage = action.stage % placement.model_stages
+            last = sums.setdefault(placement.holders(stage), {}).setdefault(device, {})
+            last[stage] = Posting(position, action, (stage,))
+    for last_of_devices in sums.values():
+        check_channel(
+            "collective-order", {device: list(last.values()) for device, last in sorted(last_of_devices.items())}
+        )
+
+
+def check_channel(code: str, queues: Mapping[int, Sequence[Posting]]) -> None:
+    """Check that all devices of a channel post the same sequence. ``queues`` has the postings of every device."""
+    (first, own), *others = ((device, sorted(queue)) for device, queue in queues.items())
+    for device, queue in others:
+        for ours, theirs in zip(own, queue, strict=True):
+            if ours.message != theirs.message:
+                due = next(posting.action for posting in queue if posting.message == ours.message)
+                raise ScheduleError(
+                    code,
+                    f"is posted where device {first} posts {ours.action}, at position {ours.position}; a channel runs its "
+                    f"posts in posting order, so post {due} first",
+                    at=(device, theirs.position, theirs.action),
+                )

@@ -197,7 +197,7 @@ def simulated(schedule: Schedule, costs: Costs, found: Dependencies, begins: Seq
         costs,
         tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes[: len(orders)]),
         peaks(schedule, costs),
-        sum(len(found.microbatches(*each)) for each in Router(placement).emitting),
+        sum(len(found.nodes_of(*each)) for each in Router(placement).emitting),
         tuple(map(tuple, transfers.transfers)),
         tuple(map(tuple, transfers.stalls)),
         peaks(schedule, costs, host=True),

@@ -28,7 +28,7 @@ from typing import Any
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.action import COMPLETING, COMPUTE, MESSAGES, SENDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.dependencies import needs_of
 from megatron_pipemem.schedule.lowering import add_gradient_reductions, add_messages_to_single_queues, lower
 from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.registry import build_schedule, families, family
@@ -429,7 +429,7 @@ class _Windows:
         return max(
             (
                 self._forwards[needed] + self._costs.link_seconds(placement.devices[needed.stage], device)
-                for needed in dependencies(first, placement, ())
+                for needed in needs_of(first, placement, ())
                 if needed in self._forwards
             ),
             default=0.0,

@@ -1,47 +1,58 @@
 """Prove that a schedule or program is complete, in order, free of deadlock, and within its memory cap.
 
-Every error names the device, the position in its order or program, the action there, the fault, and the remedy.
+``_expected`` says which actions every device must have. ``_check_strays`` and ``_check_missing`` compare them with the
+orders, and ``_check_needs`` and ``_check_progress`` prove that every action can run. ``schedule.messages`` has the same
+for the actions that ``lower`` adds. Every error names the device, the position in its order or program, the action
+there, the fault, and the remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from itertools import count, repeat
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any, cast
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import (
-    KIND_AND_STAGE,
-    MEMORY,
+    COLLECTIVES,
     ORDERED,
     PLAIN,
+    PREPARING,
+    RECOMPUTE,
+    ROUND_TRIP,
     VOCABULARY,
+    VOCABULARY_COMPUTE,
     Action,
     Kind,
     mirrored,
 )
 from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies, deadlock, dependencies
+from megatron_pipemem.schedule.dependencies import Dependencies, deadlock, needs_of
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.messages import (
     Places,
+    Posting,
     Router,
-    check_adjacent,
+    check_channel,
+    check_channels,
     check_compute_actions,
-    check_memory_actions,
-    check_order,
+    check_pairs,
     check_posts,
-    prepared_needs,
+    places_of,
 )
-from megatron_pipemem.schedule.schedule import Program, Schedule, weight_uses
-from megatron_pipemem.schedule.vocabulary import check_passes, check_switch
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule, weight_uses
+from megatron_pipemem.schedule.vocabulary import check_switch, vocabulary_passes
 from megatron_pipemem.schedule.waits import check_host_waits, check_queues, run_single_queues
 
 _COMPLETE, _IN_ORDER = "complete", "in microbatch order"
 """Names in ``Schedule.proofs``: of a schedule with any order of microbatches, and with that of ``check_microbatch_order``."""
+
+Units = dict[tuple[Kind, int], set[int]]
+"""The microbatches, or slices, of every kind and stage on one device."""
 
 
 def validate(
@@ -80,20 +91,26 @@ def validate(
 
 def _prove(schedule: Schedule, microbatch_order: bool) -> None:
     check_switch(schedule)
-    places = _place_all(schedule)
-    _check_pairs(schedule, places)
-    replica_of = _check_replicas(schedule, places)
-    found = Dependencies.of_schedule(schedule)
-    _check_local_order(schedule, places, found)
-    _check_completeness(schedule, places, replica_of, found)
-    check_memory_actions(schedule, places)
+    if len(schedule.orders) != schedule.num_devices:
+        raise ScheduleError(
+            "wrong-count",
+            f"the placement has {schedule.num_devices} devices but the schedule has {len(schedule.orders)} orders; "
+            "give one order per device",
+        )
+    present = [_units_of(order) for order in schedule.orders]
+    expected = _expected(schedule, present)
+    _check_strays(schedule, present, expected)
+    check_pairs(schedule, schedule.orders)
+    dependencies = Dependencies.of_schedule(schedule)
+    _check_needs(schedule, dependencies)
+    _check_missing(schedule, present, expected)
     if microbatch_order:
         check_microbatch_order(schedule)
     if schedule.vocabulary_barriers:
-        check_passes(schedule, places)
+        _check_passes(schedule, dependencies)
     if schedule.updates is not None:
         _check_weight_versions(schedule)
-    _check_progress(found)
+    _check_progress(dependencies)
 
 
 def validate_program(
@@ -106,102 +123,113 @@ def validate_program(
     ``single_queue`` add the proofs of ``schedule.waits``, and ``microbatch_order`` is the argument of ``validate``.
     Raise a ScheduleError for the first violation found.
     """
-    validate(program.schedule, microbatch_order=microbatch_order)
+    schedule, placement = program.schedule, program.placement
+    validate(schedule, microbatch_order=microbatch_order)
     check_compute_actions(program)
-    check_adjacent(program.actions, program.schedule.pairs)
-    places: Places = {}
-    for device, actions in enumerate(program.actions):
-        for position, action in enumerate(actions):
-            _check_unique(places, action, device, position)
-    router = Router(program.placement)
-    computed = [action for order in program.schedule.orders for action in order]
+    places = places_of(program.actions)
+    check_pairs(schedule, program.actions)
+    router, computed = Router(placement), [action for order in schedule.orders for action in order]
     messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
     receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
     check_posts(program, places, messages, receives)
-    check_order(program, places, messages.values())
+    check_channels(program, places, messages.values())
     # Both ends of an edge post the same sequence, posts never block, and a consumer comes after its own receive. So its
     # message, and all before it on the edge, have moved as soon as the source has posted the send.
     sends = {message.receive: message.send for message in messages.values()}
-    barriers, replicas = program.schedule.vocabulary_barriers, program.placement.replicas
+    barriers = schedule.vocabulary_barriers
 
     def needs(action: Action) -> list[Action]:
         before = [sends[receives[action]]] if action in receives else []
-        if action.kind is Kind.REDUCE_GRAD and replicas > 1:
-            before = [Action(Kind.REDUCE_REPLICAS, each) for each in program.placement.counterparts(action.stage)]
+        if action.kind is Kind.REDUCE_GRAD and placement.replicas > 1:
+            before = [Action(Kind.REDUCE_REPLICAS, stage) for stage in placement.counterparts(action.stage)]
         if barriers and action.kind in ORDERED:
-            waited = dependencies(action, program.placement, (), program.schedule.slices, barriers)
+            needed_actions = needs_of(action, placement, (), schedule.slices, barriers)
             # Needs of other stages are covered by messages.
-            before += [each for each in waited if action.kind in VOCABULARY or each.kind in VOCABULARY]
+            before += [needed for needed in needed_actions if not VOCABULARY.isdisjoint((action.kind, needed.kind))]
         return before
 
-    schedule = program.schedule
-    found = Dependencies(program.actions, program.placement, needs, schedule.slices, pairs=schedule.pairs)
-    _check_progress(found)
+    dependencies = Dependencies(program.actions, placement, needs, schedule.slices, pairs=schedule.pairs)
+    _check_progress(dependencies)
     if barriers:
-        check_queues(program, found)
+        check_queues(program, dependencies)
     if host_waits:
-        check_host_waits(program, found)
+        check_host_waits(program, dependencies)
     if single_queue:
         run_single_queues(program)
 
 
-def _place_all(schedule: Schedule) -> Places:
-    """Return device and position of all actions. Check that each is possible, unique and on the device of its stage."""
-    placement = schedule.placement
-    if len(schedule.orders) != placement.num_devices:
-        raise ScheduleError(
-            "wrong-count",
-            f"the placement has {placement.num_devices} devices but the schedule has {len(schedule.orders)} orders; "
-            "give one order per device",
-        )
-    units = frozenset(range(schedule.num_units))
-    places: Places = {}
-    for device, order in enumerate(schedule.orders):
-        places |= zip(order, zip(repeat(device), count()))  # noqa: B905 - the second one has no end
-    if len(places) == sum(map(len, schedule.orders)) and all(
-        units.issuperset(map(itemgetter(2), order))
-        and not any(
-            _problem_of(Action(kind, stage, 0), device, schedule) for kind, stage in set(map(KIND_AND_STAGE, order))
-        )
-        for device, order in enumerate(schedule.orders)
-    ):
-        return places
-    places = {}
-    for device, order in enumerate(schedule.orders):  # to find the first fault
-        for position, action in enumerate(order):
-            problem = _problem_of(action, device, schedule)
-            if problem is not None:
-                raise ScheduleError(*problem, at=(device, position, action))
-            _check_unique(places, action, device, position)
-    return places
+def _units_of(order: Order) -> Units:
+    units: Units = defaultdict(set)
+    for kind, stage, unit in order:
+        units[kind, stage].add(unit)
+    return units
 
 
-def _check_pairs(schedule: Schedule, places: Places) -> None:
-    """Check that every pair is a forward with a backward right after it, of another stage or microbatch.
+def _expected(schedule: Schedule, present: Sequence[Units]) -> list[Units]:
+    """Return the actions that every device must have.
 
-    Pairs are refused in a schedule with slices, vocabulary passes, recomputation, offload or asynchronous updates.
+    Every stage runs all microbatches of its replica forward. If there are any backwards, each microbatch runs backward
+    as the orders have it: B, or I and W. A stage with recomputation has it for every backward. Other actions, such as
+    copies to the host, must be there if they are there and have a use.
     """
-    if not schedule.pairs:
-        return
-    refused = {
-        "sequence slices": schedule.slices > 1,
-        "vocabulary passes": schedule.vocabulary_barriers,
-        "recomputation": schedule.recomputed,
-        "offload": schedule.offloads,
-        "asynchronous updates": schedule.updates,
-    }
-    if reason := next((name for name, found in refused.items() if found), None):
-        raise ScheduleError("bad-pair", f"pairs do not run in a schedule with {reason}; drop its pairs or the {reason}")
-    for first in schedule.pairs:
-        if first not in places:
-            raise ScheduleError("bad-pair", f"{first} of a pair is in no order; add it, or drop the pair")
-    check_adjacent(schedule.orders, schedule.pairs)
+    placement, kinds = schedule.placement, schedule.kinds
+    backwards = not kinds.isdisjoint((Kind.I, Kind.W, Kind.B))
+    further_kinds = [kind for kind in ORDERED - VOCABULARY if kind in kinds and kind not in PLAIN]
+    replica_of = _replica_of(schedule)
+    of_replica: list[set[int]] = [set() for _ in range(placement.replicas)]
+    for unit in range(schedule.num_units):
+        of_replica[replica_of.get(unit // schedule.slices, 0)].add(unit)
+    expected: list[Units] = [{} for _ in schedule.orders]
+    for stage, device in enumerate(placement.devices):
+        units = of_replica[placement.replica_of(stage)]
+        by_kind = {Kind.F: units}
+        if backwards:
+            full = units & present[device].get((Kind.B, stage), set())
+            by_kind |= {Kind.B: full, Kind.I: units - full, Kind.W: units - full}
+        recompute_kind = schedule.recomputed.get(stage)
+        for kind in further_kinds:
+            if kind in RECOMPUTE and kind is not recompute_kind or kind in ROUND_TRIP and recompute_kind is Kind.R:
+                continue  # two recomputations of one stage, or copies of activations that it does not keep
+            useful = units
+            if kind.spec.prepares:
+                useful = set[int]().union(*(by_kind.get(Kind(user), ()) for user in kind.spec.prepares))
+            if kind not in PREPARING:
+                by_kind[kind] = useful & present[device].get((kind, stage), set())
+            elif kind in schedule.prepared.get(stage, ()):
+                by_kind[kind] = useful
+        expected[device] |= {(kind, stage): units for kind, units in by_kind.items()}
+    if schedule.vocabulary_barriers:
+        for kind, device, units in vocabulary_passes(schedule, backwards):
+            expected[device][kind, device] = units
+    return expected
 
 
-def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, str] | None:
-    """Return the code and message of a fault that an action has by itself; ``None`` if it may be on this device."""
-    kind, stage, microbatch = action
-    devices = schedule.placement.devices
+def _replica_of(schedule: Schedule) -> Mapping[int, int]:
+    """Return the replica that runs the first action of every microbatch; an empty mapping if there is one replica."""
+    placement, replica_of = schedule.placement, dict[int, int]()
+    for _, stage, unit in chain.from_iterable(schedule.orders) if placement.replicas > 1 else ():
+        if unit is not None and 0 <= stage < placement.num_stages:
+            # Sequence slices of one microbatch stay together.
+            replica_of.setdefault(unit // schedule.slices, placement.replica_of(stage))
+    return replica_of
+
+
+def _check_strays(schedule: Schedule, present: Sequence[Units], expected: Sequence[Units]) -> None:
+    """Check that every action is among the expected actions of its device, and that none occurs twice."""
+    for device, order in enumerate(schedule.orders):
+        if all(units <= expected[device].get(key, set()) for key, units in present[device].items()):
+            continue
+        for position, action in enumerate(order):
+            if action.microbatch not in expected[device].get(action[:2], ()):
+                raise ScheduleError(*_stray(schedule, action, device), at=(device, position, action))
+    if any(sum(map(len, units.values())) < len(order) for units, order in zip(present, schedule.orders, strict=True)):
+        places_of(schedule.orders)  # raises for the first action that occurs twice
+
+
+def _stray(schedule: Schedule, action: Action, device: int) -> tuple[str, str]:
+    """Return the code and the message for an action that must not be on this device."""
+    kind, stage, unit = action
+    placement, slices = schedule.placement, schedule.slices
     if kind not in ORDERED:
         return (
             "not-computed",
@@ -212,125 +240,137 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, s
             "misplaced-action",
             f"belongs to the vocabulary shard on device {stage}; move it there, or write {device} in place of {stage}",
         )
-    if kind not in VOCABULARY and not 0 <= stage < len(devices):
+    if kind not in VOCABULARY and not 0 <= stage < placement.num_stages:
         return (
             "unknown-stage",
-            f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it",
+            f"needs stage {stage}, but the placement holds stages 0 to {placement.num_stages - 1}; remove or renumber it",
         )
-    if microbatch is None or not 0 <= microbatch < schedule.num_units:
-        noun, several = ("microbatch", "microbatches") if schedule.slices == 1 else ("slice", "slices")
+    if unit is None or not 0 <= unit < schedule.num_units:
+        noun, several = ("microbatch", "microbatches") if slices == 1 else ("slice", "slices")
         return (
             "unknown-microbatch",
-            f"needs {noun} {microbatch}, but the step has {several} 0 to {schedule.num_units - 1}; remove or "
-            "renumber it, or change the number of microbatches",
+            f"needs {noun} {unit}, but the step has {several} 0 to {schedule.num_units - 1}; remove or renumber it, or "
+            "change the number of microbatches",
         )
-    if kind not in VOCABULARY and devices[stage] != device:
-        return "misplaced-action", f"needs stage {stage}, which device {devices[stage]} holds; move it there"
-    return None
-
-
-def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
-    """Check that every microbatch uses stages of one replica only; return the replica of each.
-
-    The result is empty if the placement has one replica.
-    """
-    placement = schedule.placement
-    if placement.replicas == 1:
-        return {}
-    first: dict[int, Action] = {}
-    for action, (device, position) in places.items():
-        # Sequence slices of one microbatch stay together.
-        microbatch = action.microbatch // schedule.slices
-        other = first.setdefault(microbatch, action)
-        ours, theirs = placement.replica_of(action.stage), placement.replica_of(other.stage)
-        if ours != theirs:
-            other_device, other_position = places[other]
-            raise ScheduleError(
-                "mixed-replicas",
-                f"runs microbatch {microbatch} on replica {ours}, but {other} at position {other_position} of device "
-                f"{other_device} runs it on replica {theirs}; a microbatch runs through all stages of one replica, so "
-                "remove or renumber one of the two",
-                at=(device, position, action),
-            )
-    return {microbatch: placement.replica_of(action.stage) for microbatch, action in first.items()}
-
-
-def _check_unique(places: Places, action: Action, device: int, position: int) -> None:
-    """Record device and position of an action, or raise a ScheduleError if the action has occurred before."""
-    if action in places:
-        other_device, other_position = places[action]
-        raise ScheduleError(
+    if kind in VOCABULARY:
+        use = "forwards alone have none"
+        if kind is Kind.LOSS:
+            use = "only the last stage's device has one per microbatch, with its last slice"
+        return "useless-action", f"has no use: {use}; remove it"
+    if placement.devices[stage] != device:
+        return "misplaced-action", f"needs stage {stage}, which device {placement.devices[stage]} holds; move it there"
+    microbatch, replica = unit // slices, placement.replica_of(stage)
+    actions = ((d, at, other) for d, order in enumerate(schedule.orders) for at, other in enumerate(order))
+    first_device, first_position, first = next(
+        place for place in actions if place[2].microbatch // slices == microbatch
+    )
+    if placement.replica_of(first.stage) != replica:
+        return (
+            "mixed-replicas",
+            f"runs microbatch {microbatch} on replica {replica}, but {first} at position {first_position} of device "
+            f"{first_device} runs it on replica {placement.replica_of(first.stage)}; a microbatch runs through all stages "
+            "of one replica, so remove or renumber one of the two",
+        )
+    full = action._replace(kind=Kind.B)
+    if kind in PLAIN:
+        inputs, weights = action._replace(kind=Kind.I), action._replace(kind=Kind.W)
+        return (
             "duplicate-action",
-            f"already stands at position {other_position} of device {other_device}; remove one of the two, or correct "
-            "the stage or microbatch of one",
-            at=(device, position, action),
+            f"repeats work of {full} at position {schedule.orders[device].index(full)}; keep {full}, or {inputs} and {weights}",
         )
-    places[action] = (device, position)
+    recompute_kind = schedule.recomputed.get(stage)
+    if kind in RECOMPUTE and kind is not recompute_kind:
+        return "duplicate-action", f"stage {stage} has {recompute_kind} as well; remove one of the two"
+    if kind in ROUND_TRIP and recompute_kind is Kind.R:
+        return (
+            "useless-action",
+            f"stage {stage} is recomputed and keeps nothing to copy; remove this copy, or the stage's R",
+        )
+    return "useless-action", f"no {' or '.join(kind.spec.prepares)} uses its result; remove it, or add one"
 
 
-def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) -> None:
+def _check_missing(schedule: Schedule, present: Sequence[Units], expected: Sequence[Units]) -> None:
+    """Check that no expected action is missing.
+
+    ``_check_needs`` has found every missing action that another one needs.
+    """
+    kinds = list(Kind)
+    missing = [
+        (stage, unit, kinds.index(kind))
+        for needed, actual in zip(expected, present, strict=True)
+        for (kind, stage), units in needed.items()
+        for unit in units - actual.get((kind, stage), set())
+    ]
+    if not missing:
+        return
+    stage, unit, kind_index = min(missing)
+    action = Action(kinds[kind_index], stage, unit)
+    device = stage if action.kind in VOCABULARY else schedule.placement.devices[stage]
+    order = schedule.orders[device]
+    at = device, len(order), action
+    forward, inputs, weights, full = (action._replace(kind=kind) for kind in PLAIN)
+    if action.kind in VOCABULARY:
+        problem = "is missing; with_vocabulary() adds all passes and collectives to a schedule without them"
+    elif action == inputs:
+        at = device, order.index(forward), forward
+        problem = f"has no backward; add {full}, or {inputs} and {weights}"
+    elif action == weights:
+        at = device, order.index(inputs), inputs
+        problem = f"has no {weights} after it; add {weights}, or make it {full}"
+    else:
+        problem = "is missing; every stage runs every microbatch forward once, add it"
+    raise ScheduleError("missing-action", problem, at=at)
+
+
+def _check_needs(schedule: Schedule, dependencies: Dependencies) -> None:
     """Check that all actions that an action needs exist, and come before it if they are on the same device."""
-    suspects: Iterable[int] = found.impossible
-    if any(kind.spec.prepares or kind in MEMORY for kind, _ in found.kinds):
-        suspects = range(len(places))
-    for node in suspects:
-        action = found.actions[node]
+    nodes: Sequence[int] = dependencies.impossible
+    if any(kind.spec.prepares or kind.spec.followed_by for kind in schedule.kinds):
+        nodes = range(sum(map(len, schedule.orders)))
+    if not nodes:
+        return
+    places = places_of(schedule.orders)
+    for node in nodes:
+        action = dependencies.actions[node]
         if action not in places:  # a collective: the actions that need it are checked
             continue
         device, position = places[action]
-        for needed in (*found.needed_by(node), *prepared_needs(schedule, action, places)):
+        for needed in (*dependencies.needed_by(node), *_preparations(schedule, action, places)):
             if needed not in places:
-                code, problem = "missing-action", f"needs {_or_fused(needed)}, which no device runs; add it"
+                or_full = f" (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else ""
+                code, problem = "missing-action", f"needs {needed}{or_full}, which no device runs; add it"
             elif places[needed] > (device, position) and places[needed][0] == device:
                 code = "wrong-order"
                 problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
             else:
                 continue
             raise ScheduleError(code, problem, at=(device, position, action))
+    for action, place in places.items():
+        follower = action.kind.spec.followed_by
+        if follower and action._replace(kind=Kind(follower)) not in places:
+            problem = f"has no {action._replace(kind=Kind(follower))} after it to complete it; add one"
+            raise ScheduleError("missing-action", problem, at=(*place, action))
 
 
-def _or_fused(needed: Action) -> str:
-    """Return the text of a missing action for a message: ``2I0 (or 2B0)`` for an input gradient."""
-    return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
+def _preparations(schedule: Schedule, action: Action, places: Places) -> Iterator[Action]:
+    """Yield the actions that prepare ``action`` on its device.
+
+    For a backward these are ``2R0`` or ``2RS0`` if the schedule recomputes the stage, and ``2WAIT_RELOAD0`` if there
+    is any copy, or wait for a copy, of this stage and microbatch.
+    """
+    for kind in schedule.prepared.get(action.stage, ()):
+        if action.kind in kind.spec.prepares:
+            yield action._replace(kind=kind)
+    last = ROUND_TRIP[-1]
+    if action.kind in last.spec.prepares and any(action._replace(kind=kind) in places for kind in ROUND_TRIP):
+        yield action._replace(kind=last)
 
 
-def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int], found: Dependencies) -> None:
-    """Check that every stage runs each microbatch of its replica forward, and backward if there are any backwards."""
-    backwards = not schedule.kinds.isdisjoint((Kind.I, Kind.W, Kind.B))
-    units: dict[int, set[int]] = {}
-    for unit in range(schedule.num_units):
-        units.setdefault(replica_of.get(unit // schedule.slices, 0), set()).add(unit)
-    for stage in range(schedule.num_stages):
-        needed = units.get(schedule.placement.replica_of(stage), set())
-        forwards, inputs_of, weights_of, fulls = (found.microbatches(kind, stage) for kind in PLAIN)
-        if needed <= forwards and needed <= fulls ^ weights_of and inputs_of.isdisjoint(fulls):
-            continue
-        for microbatch in sorted(needed):  # to find the first fault
-            code = "missing-action"
-            forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in PLAIN)
-            if forward not in places:
-                device = schedule.placement.devices[stage]
-                raise ScheduleError(
-                    "missing-action",
-                    "is missing; every stage runs every microbatch forward once, add it",
-                    at=(device, len(schedule.orders[device]), forward),
-                )
-            if not backwards:
-                continue
-            if full in places and (inputs in places or weights in places):
-                half = inputs if inputs in places else weights
-                device, position = places[half]
-                twice = f"repeats work of {full} at position {places[full][1]}"
-                code, problem = "duplicate-action", f"{twice}; keep {full}, or {inputs} and {weights}"
-            elif full in places or weights in places:
-                continue
-            elif inputs in places:
-                device, position = places[inputs]
-                half, problem = inputs, f"has no {weights} after it; add {weights}, or make it {full}"
-            else:
-                device, position = places[forward]
-                half, problem = forward, f"has no backward; add {full}, or {inputs} and {weights}"
-            raise ScheduleError(code, problem, at=(device, position, half))
+_PASSES_OF = {
+    "forwards": (Kind.F,),
+    "input gradients": (Kind.I, Kind.B),
+    "weight gradients": (Kind.W, Kind.B),
+}
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
@@ -340,47 +380,56 @@ def check_microbatch_order(schedule: Schedule) -> None:
     of random numbers. Gradients must accumulate in that order too. The slices of one microbatch run backward from the
     last to the first. Runs of this package promise this order. Schedules that other programs run may lack it.
     """
-    found = Dependencies.of_schedule(schedule)
-    if all(_is_plainly_in_order(found, stage, schedule.slices) for stage in range(schedule.num_stages)):
+    dependencies = Dependencies.of_schedule(schedule)
+    for stage in range(schedule.num_stages):
+        for noun, kinds in _PASSES_OF.items():
+            slices = 1 if noun == "forwards" else schedule.slices
+            _check_rising(dependencies, kinds, stage, f"the {noun} of a stage", slices)
+
+
+def _check_rising(
+    dependencies: Dependencies, kinds: Sequence[Kind], stage: int, noun: str, reversed_slices: int
+) -> None:
+    """Check that the passes of these kinds run in microbatch order on a stage.
+
+    ``reversed_slices`` is the number of slices per microbatch if they run from the last to the first, otherwise 1.
+    ``noun`` names the passes in the message.
+    """
+    by_kind = [nodes for kind in kinds if (nodes := dependencies.nodes_of(kind, stage))]
+    if len(by_kind) == 1:
+        nodes = by_kind[0]
+    else:
+        nodes = dict(sorted(chain.from_iterable(n.items() for n in by_kind), key=itemgetter(1)))
+    units = list(nodes)
+    ranks = units if reversed_slices == 1 else [mirrored(unit, reversed_slices) for unit in units]
+    if ranks == sorted(ranks):
         return
-    names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
-    slices, rank = schedule.slices, range(schedule.num_units)
-    backward_rank = [mirrored(unit, slices) for unit in rank]
-    ranks = {Kind.F: rank, Kind.I: backward_rank, Kind.W: backward_rank}
-    parts = {Kind.F: (Kind.F,), Kind.I: (Kind.I,), Kind.W: (Kind.W,), Kind.B: (Kind.I, Kind.W)}
-    for device, order in enumerate(schedule.orders):
-        last: dict[tuple[Kind, int], int] = {}  # ranks
-        for position, action in enumerate(order):
-            kind, stage, microbatch = action
-            for part in parts.get(kind, ()):
-                key, now = (part, stage), ranks[part][microbatch]
-                if last.get(key, now) <= now:
-                    last[key] = now
-                else:
-                    earlier = max(
-                        at
-                        for at, each in enumerate(order[:position])
-                        if each.stage == stage and part in parts.get(each.kind, ())
-                    )
-                    before = order[earlier]
-                    reversed_slices = "" if kind is Kind.F or slices == 1 else ", slices from the last to the first"
-                    raise ScheduleError(
-                        "wrong-order",
-                        f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
-                        f"microbatch order{reversed_slices}; move it before {before}",
-                        at=(device, position, action),
-                    )
-
-
-def _is_plainly_in_order(found: Dependencies, stage: int, slices: int) -> bool:
-    """Return whether each pass of a stage runs in the required order of microbatches, and B is not mixed with I or W."""
-    runs = {kind: list(found.microbatches(kind, stage)) for kind in PLAIN}
-    if runs[Kind.B] and (runs[Kind.I] or runs[Kind.W]):
-        return False
-    return all(
-        units == sorted(units, key=None if kind is Kind.F or slices == 1 else lambda unit: mirrored(unit, slices))
-        for kind, units in runs.items()
+    at = next(at for at, (rank, following) in enumerate(pairwise(ranks)) if following < rank)
+    earlier, later = nodes[units[at]], nodes[units[at + 1]]
+    device = dependencies.graph.lane_of[later]
+    first, before = dependencies.lanes[device].start, dependencies.actions[earlier]
+    reversal = ", slices from the last to the first" if reversed_slices > 1 else ""
+    raise ScheduleError(
+        "wrong-order",
+        f"comes after {before} at position {earlier - first}, but {noun} run in microbatch order{reversal}; move it before "
+        f"{before}",
+        at=(device, later - first, dependencies.actions[later]),
     )
+
+
+def _check_passes(schedule: Schedule, dependencies: Dependencies) -> None:
+    """Check the order of the vocabulary passes, and that all devices post the collectives in the same order."""
+    for device in range(schedule.num_devices):
+        for kind in VOCABULARY_COMPUTE:
+            slices = schedule.slices if kind in (Kind.T, Kind.EMBED_B) else 1
+            _check_rising(dependencies, (kind,), device, f"the passes {kind}", slices)
+    posted: dict[int, list[Posting]] = {}
+    for device, order in enumerate(schedule.orders):
+        collectives = [(position, action) for position, action in enumerate(order) if action.kind in COLLECTIVES]
+        posted[device] = [
+            Posting(position, action, (action.kind, action.microbatch)) for position, action in collectives
+        ]
+    check_channel("collective-order", posted)
 
 
 def _check_weight_versions(schedule: Schedule) -> None:
@@ -423,19 +472,19 @@ def _check_memory(
         (cap, on_device, "over the memory cap of", device_mend),
         (host_budget, on_host, "in host memory, over the host memory budget of", "offload less, or raise the budget"),
     )
-    for wanted, changes, over, mend in limits:
-        if wanted is None:
+    for limit_of_devices, changes, over, mend in limits:
+        if limit_of_devices is None:
             continue
-        for device, limit in enumerate(per_device(wanted, schedule.num_devices)):
+        for device, limit in enumerate(per_device(limit_of_devices, schedule.num_devices)):
             allowed = loosened(limit / unit)
             order = schedule.orders[device]
-            for position, held in enumerate(held_after(order, changes, weights, slices)):
-                if held > allowed:
+            for position, memory in enumerate(held_after(order, changes, weights, slices)):
+                if memory > allowed:
                     if weights is not None:
                         _check_alone(schedule, device, changes, weights, allowed, f"{noun}, {over} {limit:.12g}", unit)
                     raise ScheduleError(
                         "over-cap",
-                        f"after this action the device holds {held * unit:.12g} {noun}, {over} {limit:.12g}; {mend}",
+                        f"after this action the device holds {memory * unit:.12g} {noun}, {over} {limit:.12g}; {mend}",
                         at=(device, position, order[position]),
                     )
 
@@ -456,21 +505,21 @@ def _check_alone(
     """
     order, slices = schedule.orders[device], schedule.slices
     for microbatch in range(schedule.num_microbatches):
-        own = [(at, action) for at, action in enumerate(order) if action.microbatch // slices == microbatch]
-        holds = held_after([each for _, each in own], changes, weights, slices)
-        for (at, action), held in zip(own, holds, strict=True):
-            if held > allowed:
+        positions = [at for at, action in enumerate(order) if action.microbatch // slices == microbatch]
+        actions = [order[at] for at in positions]
+        for at, action, memory in zip(positions, actions, held_after(actions, changes, weights, slices), strict=True):
+            if memory > allowed:
                 raise ScheduleError(
                     "over-cap",
-                    f"microbatch {microbatch} alone holds {held * unit:.12g} {over}; make this microbatch smaller, "
+                    f"microbatch {microbatch} alone holds {memory * unit:.12g} {over}; make this microbatch smaller, "
                     "recompute its stages, or raise the cap",
                     at=(device, at, action),
                 )
 
 
-def _check_progress(found: Dependencies) -> None:
+def _check_progress(dependencies: Dependencies) -> None:
     """Check that all devices reach the ends of their orders."""
-    error = found.stuck()
+    error = dependencies.stuck()
     if error is None:
         return
     if error.cycle:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.action import (
     COLLECTIVES,
     VOCABULARY,
-    VOCABULARY_COMPUTE,
-    Action,
     Kind,
     last_slice,
-    mirrored,
 )
 from megatron_pipemem.schedule.display import changed_fields
 from megatron_pipemem.schedule.placement import Placement
@@ -147,22 +143,19 @@ def check_placement(placement: Placement) -> None:
         )
 
 
-def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:
-    """Yield ``(action, device)`` for all passes and posts of collectives that vocabulary parallelism adds to a step.
+def vocabulary_passes(schedule: Schedule, backwards: bool) -> Iterator[tuple[Kind, int, set[int]]]:
+    """Yield kind, device and slices of all passes and posts of collectives that vocabulary parallelism adds to a step.
 
     Without ``backwards`` these are the ones that evaluation runs.
     """
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
-    placement, slices = schedule.placement, schedule.slices
-    for microbatch in range(schedule.num_units):
-        for device in range(placement.num_devices):
-            for kind in everywhere:
-                yield Action(kind, device, microbatch), device
-        if microbatch == last_slice(microbatch, slices):
-            last = placement.devices[-1]
-            yield Action(Kind.LOSS, last, microbatch), last
+    units = set(range(schedule.num_units))
+    for device in range(schedule.num_devices):
+        for kind in everywhere:
+            yield kind, device, units
+    yield Kind.LOSS, schedule.placement.devices[-1], {last_slice(unit, schedule.slices) for unit in units}
 
 
 def check_switch(schedule: Schedule) -> None:
@@ -191,63 +184,5 @@ def check_switch(schedule: Schedule) -> None:
                     "useless-action",
                     "is not a compute action of this schedule: it belongs to vocabulary parallelism, and the schedule has "
                     "no number of barriers; set vocabulary to 1 or 2, or remove it",
-                    at=(device, position, action),
-                )
-
-
-def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
-    """Check that every device has each vocabulary pass and each post of a collective once, in the right order.
-
-    LOSS is on the last stage's device only. Passes of a kind run in microbatch order. T and EMBED_B run from a
-    microbatch's last slice to its first. All devices post the collectives in the same order.
-    """
-    backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
-    wanted, slices = dict(vocabulary_actions(schedule, backwards)), schedule.slices
-    for action, device in wanted.items():
-        if action not in places:
-            raise ScheduleError(
-                "missing-action",
-                "is missing; with_vocabulary() adds all passes and collectives to a schedule without them",
-                at=(device, len(schedule.orders[device]), action),
-            )
-    for action, (device, position) in places.items():
-        if action.kind in VOCABULARY and action not in wanted:
-            where = "forwards alone have none" if not backwards else "only the last stage's device has one"
-            if action.kind is Kind.LOSS and slices > 1:
-                where += " per microbatch, for the last slice"
-            raise ScheduleError("useless-action", f"has no use: {where}; remove it", at=(device, position, action))
-    for device, order in enumerate(schedule.orders):
-        last: dict[Kind, Action] = {}
-        for position, action in enumerate(order):
-            if action.kind not in VOCABULARY_COMPUTE:
-                continue
-            before = last.get(action.kind, action)
-            reverses = action.kind in (Kind.T, Kind.EMBED_B) and slices > 1
-            ranks = [mirrored(each.microbatch, slices) if reverses else each.microbatch for each in (before, action)]
-            if ranks[0] > ranks[1]:
-                reversed_slices = ", slices from the last to the first" if reverses else ""
-                raise ScheduleError(
-                    "wrong-order",
-                    f"comes after {before}, but passes of a kind run in microbatch order{reversed_slices}; move it before "
-                    f"{before}",
-                    at=(device, position, action),
-                )
-            last[action.kind] = action
-    _check_one_sequence(schedule)
-
-
-def _check_one_sequence(schedule: Schedule) -> None:
-    """Check that all devices post the collectives in the same order, because one channel runs them in that order."""
-    posted = [
-        [(position, action) for position, action in enumerate(order) if action.kind in COLLECTIVES]
-        for order in schedule.orders
-    ]
-    for device, posts in enumerate(posted[1:], start=1):
-        for (_, first), (position, action) in zip_longest(posted[0], posts):
-            if first._replace(stage=device) != action:
-                raise ScheduleError(
-                    "collective-order",
-                    f"is posted where device 0 posts {first}; collectives run in posting order, so post them in the "
-                    "same order on all devices",
                     at=(device, position, action),
                 )

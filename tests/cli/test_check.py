@@ -163,7 +163,7 @@ def test_letters_may_be_stated(pipemem_json, refuses, csv):
     assert "(stated)" in pipemem_json("check", csv(OLDER), "--dialect", "torch-old")["letters"]
     check_refusal(refuses("check", csv(OLDER), "--dialect", "pipemem"), "not-an-action", "'1BW1'", "torch before 2.6")
     check_refusal(
-        refuses("check", csv("0F0,0B0,0W0\n"), "--dialect", "torch-new", code=1), "missing-action", "0W0", "0I0"
+        refuses("check", csv("0F0,0B0,0W0\n"), "--dialect", "torch-new", code=1), "duplicate-action", "0W0", "0B0"
     )
 
 

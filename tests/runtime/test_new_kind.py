@@ -25,7 +25,7 @@ from megatron_pipemem.runtime.executor import Executor, Handlers
 from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.runtime.transport import MessageFormat, Transport
 from megatron_pipemem.schedule import action as kinds
-from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.dependencies import needs_of
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.measured import NANOSECONDS, costs_from
 from megatron_pipemem.schedule.registry import build_schedule
@@ -79,7 +79,7 @@ def test_it_is_a_kind_like_all_others(checksum):
     assert checksum is Kind.CHECKSUM is Kind("CHECKSUM") is pickle.loads(pickle.dumps(checksum))
     assert Action.parse("2CHECKSUM0") == Action(checksum, 2, 0) and str(Action(checksum, 2, 0)) == "2CHECKSUM0"
     assert register_kind(SPEC) is checksum, "the same row once more"
-    assert dependencies(
+    assert needs_of(
         Action(checksum, 1, 2), build_schedule("1f1b", num_devices=2, num_microbatches=3).placement, ()
     ) == (Action(Kind.F, 1, 2),)
 

@@ -23,7 +23,7 @@ from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.dependencies import needs_of
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program, Schedule
@@ -62,7 +62,7 @@ def ends(schedule: Schedule) -> bool:
             run = order[at[device] : at[device] + 1]
             if schedule.pairs.intersection(run):
                 run = order[at[device] : at[device] + 2]
-            if run and all(done.issuperset(dependencies(each, schedule.placement, fused)) for each in run):
+            if run and all(done.issuperset(needs_of(each, schedule.placement, fused)) for each in run):
                 done.update(run)
                 at[device] += len(run)
                 moved = True

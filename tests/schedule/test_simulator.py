@@ -15,7 +15,7 @@ from refusals import refused
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import NEVER, Dependencies, Graph, Times, dependencies
+from megatron_pipemem.schedule.dependencies import NEVER, Dependencies, Graph, Times, needs_of
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
@@ -45,7 +45,7 @@ def test_dependencies_of_the_last_schedules_are_kept_while_these_live() -> None:
 def test_an_input_gradient_may_come_from_a_fused_or_a_split_backward() -> None:
     mixed = Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1B0,1F1,1I1,1W1\n")
     fused = {action for order in mixed.orders for action in order if action.kind is Kind.B}
-    needs = {str(a): [str(n) for n in dependencies(a, mixed.placement, fused)] for order in mixed.orders for a in order}
+    needs = {str(a): [str(n) for n in needs_of(a, mixed.placement, fused)] for order in mixed.orders for a in order}
     assert needs["0I0"] == ["0F0", "1B0"]
     assert needs["0I1"] == ["0F1", "1I1"]
     assert needs["1B0"] == ["1F0"]

@@ -43,7 +43,7 @@ from megatron_pipemem.schedule.action import (
     place,
 )
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.dependencies import needs_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
@@ -249,7 +249,7 @@ class PassRun:
             return None
         action = order[self._at[device]]
         earliest = now
-        for needed in dependencies(action, self._placement, self._fused, self._slices, self._barriers):
+        for needed in needs_of(action, self._placement, self._fused, self._slices, self._barriers):
             if needed.kind in COLLECTIVES:
                 if (needed.kind, needed.microbatch) not in self._done:
                     return None
