@@ -19,7 +19,8 @@ from itertools import product
 from pathlib import Path
 
 from emulated.measure import Row
-from emulated.pairs import Case, Gain, gains
+from emulated.pair_cases import Case
+from emulated.pairs import Gain, gains, run
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -59,7 +60,7 @@ def gain_cells(gain: Gain) -> tuple[str, ...]:
 
 def compare(case: Case, console: Console) -> dict:
     """Run one case, print its tables, and return it as JSON data."""
-    rows = case.run()
+    rows = run(case)
     found = gains(rows)
     sizes = f"{case.devices} devices, {case.microbatches} microbatches"
     console.print(f"{case.model}, {case.share:.0%} of F and I in exchanges, {sizes}", style="bold")

@@ -3,13 +3,15 @@
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
 They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, codes of
-errors, refused combinations, the price of one hardware queue, pairs, replaced functions, and the quickstart's last run. Without
+errors, refused combinations, the price of one hardware queue, pairs, rooms of the package, replaced functions, and the
+quickstart's last run. Without
 ``--quickstart`` the quickstart's table stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import json
 import re
@@ -46,6 +48,7 @@ from megatron_pipemem.tools.planner.early_head import lowers_excess
 from megatron_pipemem.tools.planner.profile import from_formulas
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+PACKAGE = DOCS.parent / "megatron_pipemem"
 DOCUMENTS = {
     "bubbles": "../README.md",
     "costs": "choosing-a-schedule.md",
@@ -57,6 +60,7 @@ DOCUMENTS = {
     "conflicts": "what-runs-where.md",
     "refusals": "what-runs-where.md",
     "queues": "what-runs-where.md",
+    "parts": "how-it-works.md",
     "replaced": "how-it-works.md",
     "pairs": "experts.md",
     "quickstart": "start.md",
@@ -282,6 +286,26 @@ def list_of_replaced() -> str:
     return _items((purposes, ", ".join(functions)) for purposes, functions in names.items())
 
 
+def table_of_parts() -> str:
+    """Return a Markdown table of the package's rooms: the first sentence of each, those of the core first.
+
+    A room is a folder, or a file beside the folders.
+    """
+    lines = [["room", "what it is"]]
+    for folder in (PACKAGE, PACKAGE / "tools"):
+        rooms = sorted(path for path in folder.iterdir() if _is_room(path))
+        for room in sorted(rooms, key=lambda path: (path.name == "tools", path.is_file())):
+            source = room / "__init__.py" if room.is_dir() else room
+            sentence = (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").partition(". ")[0]
+            name = room.relative_to(PACKAGE).as_posix()
+            lines.append([f"`{name}`", " ".join(sentence.partition("\n\n")[0].rstrip(".:").split()).replace("``", "`")])
+    return _rows(lines)
+
+
+def _is_room(path: Path) -> bool:
+    return (path / "__init__.py").is_file() or (path.suffix == ".py" and not path.name.startswith("__"))
+
+
 def table_of_quickstart(output: Path) -> str:
     """Return the table of the last quickstart run, without title and caption."""
     text, table = io.StringIO(), quickstart.table(json.loads((output / "summary.json").read_text(encoding="utf-8")))
@@ -319,6 +343,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conflicts": list_of_conflicts,
     "refusals": list_of_refusals,
     "queues": list_of_queues,
+    "parts": table_of_parts,
     "replaced": list_of_replaced,
     "pairs": table_of_pairs,
 }

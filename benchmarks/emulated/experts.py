@@ -28,7 +28,7 @@ from stock_steps import stock_config
 import megatron_pipemem
 from emulated.device import ROWS, WIDTH
 from emulated.lanes import LaneDevice, use_lanes
-from emulated.pairs import CHUNKS, DELAYED, OVERLAP, Block, Case
+from emulated.pair_cases import CHUNKS, DELAYED, OVERLAP, Block, Case
 from emulated.runtimes import Step
 from megatron_pipemem.model.model import Passes
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue, current_queue
