@@ -49,6 +49,7 @@ NAMES = (
     "flags",
     "conflicts",
     "refusals",
+    "parts",
     "replaced",
     "pairs",
     "queues",
