@@ -47,16 +47,16 @@ def done_by_all[T](do: Callable[[], T], groups: Groups | None = None) -> T:
         done = do()
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
-    failures = gather(None if failure is None else _told(failure), groups)
+    failures = gather(None if failure is None else _refusal_of(failure), groups)
     if failure is not None:
         raise failure
-    for told in failures:
-        if told is not None:
-            raise UnsupportedError(*told)
+    for refusal in failures:
+        if refusal is not None:
+            raise UnsupportedError(*refusal)
     return done
 
 
-def _told(failure: Exception) -> tuple[str, str]:
+def _refusal_of(failure: Exception) -> tuple[str, str]:
     """Return the code and the message of this rank's failure, for other ranks."""
     if isinstance(failure, PipememError):
         return failure.code, f"{failure}"
@@ -90,7 +90,7 @@ def gather[T](contribution: T, groups: Groups | None = None) -> list[T]:
     for group in (dist.group.WORLD,) if groups is None else groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, seen, group=group)
-        seen = [each for of_rank in gathered for each in of_rank]
+        seen = [value for values in gathered for value in values]
     return seen
 
 
@@ -137,14 +137,14 @@ def agreed_numbers(
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
     # Maxima of the numbers and of the negated numbers give the greatest and the least. If these differ, ranks disagree.
-    told = torch.full((1 + 2 * size,), -torch.inf, dtype=torch.float64)
-    told[0] = _FAILED if failure is not None else _UNKNOWN if numbers is None else _KNOWN
+    shared = torch.full((1 + 2 * size,), -torch.inf, dtype=torch.float64)
+    shared[0] = _FAILED if failure is not None else _UNKNOWN if numbers is None else _KNOWN
     if failure is None and numbers is not None:
-        told[1:] = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64)
-    told = told.to(torch.cuda.current_device())
+        shared[1:] = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64)
+    shared = shared.to(torch.cuda.current_device())
     for group in groups:
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-    state, *values = told.tolist()
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+    state, *values = shared.tolist()
     if state == _FAILED:
         _raise_everywhere(what, failure, groups)
     if state == _UNKNOWN:
@@ -196,16 +196,17 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups | None = None) -
             payload[1] = error if is_ours else UnsupportedError("other-rank-failed", f"the first rank failed: {error}")
     for group in groups:
         dist.broadcast_object_list(payload, src=dist.get_global_rank(group, 0), group=group)
-    decided, told = payload
-    if told is not None:
-        raise failure or told
+    decided, remote_failure = payload
+    if remote_failure is not None:
+        raise failure or remote_failure
     return decided
 
 
 def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
     """Raise on every rank of the groups its own ``failure``, or an UnsupportedError with that of another rank."""
-    told = next(each for each in gather(None if failure is None else _told(failure), groups) if each is not None)
+    refusals = gather(None if failure is None else _refusal_of(failure), groups)
+    refusal = next(filter(None, refusals))
     if failure is not None:
         raise failure
-    code, message = told
+    code, message = refusal
     raise UnsupportedError(code, f"the {what} are unknown: {message}")

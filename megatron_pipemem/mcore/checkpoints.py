@@ -60,13 +60,13 @@ def check_devices(saved: Any, devices: tuple[int, ...]) -> None:
     if ranks != max(devices) + 1:
         return
     stock = _of_megatron(ranks, getattr(saved, "virtual_pipeline_model_parallel_size", None))
-    found = tuple(getattr(saved, _MARK, stock))
-    if found != devices:
+    saved_devices = tuple(getattr(saved, _MARK, stock))
+    if saved_devices != devices:
         raise UnsupportedError(
             "wrong-file",
-            f"the checkpoint has the stages of the model on pipeline ranks {', '.join(map(str, found))}, and this run has them "
-            f"on {', '.join(map(str, devices))}; files of --ckpt-format torch fit one placement only, so load it under a "
-            "schedule with that placement, and save it with --ckpt-format torch_dist",
+            f"the checkpoint has the stages of the model on pipeline ranks {', '.join(map(str, saved_devices))}, and this run "
+            f"has them on {', '.join(map(str, devices))}; files of --ckpt-format torch fit one placement only, so load it "
+            "under a schedule with that placement, and save it with --ckpt-format torch_dist",
         )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -28,7 +28,7 @@ from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.gradients import GradientReductions, SplitBackward
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
-from megatron_pipemem.mcore.symbols import USED, Feature, PatchSet, is_imported, version_told
+from megatron_pipemem.mcore.symbols import USED, Feature, PatchSet, is_imported, version_text
 from megatron_pipemem.request import PROFILE, Request, prices_of
 from megatron_pipemem.schedule.options import AUTO
 
@@ -59,7 +59,8 @@ class _Enabled:
 
         Raise an OutputError if the report or the timelines cannot be written, and there is no process group yet.
         """
-        record, recording = None, []
+        record: RunRecord | None = None
+        recording: list[Extension] = []
         if request.trace is not None or request.report is not None:
             from megatron_pipemem.mcore.report.recording import Recording
             from megatron_pipemem.mcore.report.run_record import RunRecord
@@ -83,25 +84,9 @@ class _Enabled:
         chunk_placement = ChunkPlacement(
             programs.placement, request.is_round_robin, name=request.schedule, joins=settings.join
         )
-        planning, stages, last = (_extensions(each, request, programs, chunk_placement) for each in Position)
-        # An asynchronous step runs forwards of the next step, whose message shapes are unknown.
-        shapes = request.message_shapes == "step" and not request.is_asynchronous
-        # A step of an asynchronous schedule updates weights between its actions, and a check must come before that.
-        reductions = [] if request.is_asynchronous else [GradientReductions()]
-        extensions = [
-            *_pricing(request, programs),
-            *planning,
-            SplitBackward(request, counted=record is not None),
-            *([StepShapes(chunk_placement)] if shapes else []),
-            *stages,
-            *reductions,
-            Losses(),
-            GraphOrder(),
-            *recording,
-            *last,
-            Markers(),
-            TrainingLog(),
-        ]
+        by_position = {position: _extensions(position, request, programs, chunk_placement) for position in Position}
+        run = _ExtensionParts(request, programs, chunk_placement, recording, by_position)
+        extensions = [extension for make, _ in _ORDER for extension in make(run)]
         launches = LaunchOrders(request.single_queue)
         forward_backward = ForwardBackward(programs, chunk_placement, extensions, launches, settings.join)
         saved = [ReshardableState(), FilesOfRanks(chunk_placement)]
@@ -115,8 +100,67 @@ class _Enabled:
         """
         for symbol in USED:
             symbol.resolve()
-        replacements = [each for feature in self.features for each in feature.replacements()]
-        self.patches.install([each for each in replacements if not each[0].of_program or is_imported(each[0].module)])
+        replacements = [replacement for feature in self.features for replacement in feature.replacements()]
+        self.patches.install(
+            [(symbol, act) for symbol, act in replacements if not symbol.is_of_program or is_imported(symbol.module)]
+        )
+
+
+class _ExtensionParts(NamedTuple):
+    """What the extensions of a run are made of."""
+
+    request: Request
+    programs: Programs
+    chunk_placement: ChunkPlacement
+    recording: list[Extension]  # empty without a report or trace
+    by_position: Mapping[Position, list[Extension]]  # of the requested features
+
+
+def _pricing(run: _ExtensionParts) -> list[Extension]:
+    """Return the extensions that replace the initial costs by costs of the built model and of measured steps."""
+    pricing: list[Extension] = []
+    programs = run.programs
+    if programs.costs.part_prices is not None:
+        from megatron_pipemem.mcore.replanning import LayersOfStages
+
+        pricing.append(LayersOfStages(programs))
+    profiles = run.request.costs == PROFILE or programs.needs_seconds
+    if profiles or programs.needs_bytes:
+        from megatron_pipemem.mcore.replanning import Replanner
+
+        pricing.append(Replanner(programs, profiles))
+    return pricing
+
+
+def _step_shapes(run: _ExtensionParts) -> list[Extension]:
+    # An asynchronous step runs forwards of the next step, whose message shapes are unknown.
+    is_needed = run.request.message_shapes == "step" and not run.request.is_asynchronous
+    return [StepShapes(run.chunk_placement)] if is_needed else []
+
+
+def _reductions(run: _ExtensionParts) -> list[Extension]:
+    # A step of an asynchronous schedule updates weights between its actions, and a check must come before that.
+    return [] if run.request.is_asynchronous else [GradientReductions()]
+
+
+_ORDER: tuple[tuple[Callable[[_ExtensionParts], list[Extension]], str], ...] = (
+    (_pricing, "new costs replace the plan before a feature reads it"),
+    (lambda run: run.by_position[Position.PLANNING], "may choose the program, and their handlers are the innermost"),
+    (
+        lambda run: [SplitBackward(run.request, counted=bool(run.recording))],
+        "a lost gradient raises before losses are gathered",
+    ),
+    (_step_shapes, "features that replace stages need the shapes of messages"),
+    (lambda run: run.by_position[Position.STAGES], "replace stages, and add or wrap handlers"),
+    (_reductions, "wraps the W, B and REDUCE_GRAD of the features"),
+    (lambda run: [Losses()], "wraps the F of the features, and gathers losses when they have finished the step"),
+    (lambda run: [GraphOrder()], "reads the program, which is chosen by now"),
+    (lambda run: run.recording, "reads what the features have set in the step"),
+    (lambda run: run.by_position[Position.LAST], "wraps the handlers of all other features"),
+    (lambda run: [Markers()], "ranges and spans hold all that features add to an action"),
+    (lambda run: [TrainingLog()], "reads the plan of a step that has ended"),
+)
+"""The order in which a step calls its extensions, and the reason for each one's place. Later handlers wrap earlier ones."""
 
 
 def _failure_of_outputs(record: RunRecord) -> OutputError | None:
@@ -130,27 +174,12 @@ def _failure_of_outputs(record: RunRecord) -> OutputError | None:
     return None
 
 
-def _pricing(request: Request, programs: Programs) -> list[Extension]:
-    """Return the extensions that replace the initial costs by costs of the built model and of measured steps."""
-    pricing: list[Extension] = []
-    if programs.costs.part_prices is not None:
-        from megatron_pipemem.mcore.replanning import LayersOfStages
-
-        pricing.append(LayersOfStages(programs))
-    profiles = request.costs == PROFILE or programs.needs_seconds
-    if profiles or programs.needs_bytes:
-        from megatron_pipemem.mcore.replanning import Replanner
-
-        pricing.append(Replanner(programs, profiles))
-    return pricing
-
-
 def _extensions(position: Position, request: Request, *run: object) -> list[Extension]:
     """Return the extensions of the requested features for this position in the list of extensions.
 
     ``run`` are the programs and the chunk placement of the run, which a stock run does not have.
     """
-    return [extension for each in features_at(position, request) for extension in each.load()(request, *run)]
+    return [extension for feature in features_at(position, request) for extension in feature.load()(request, *run)]
 
 
 _enabled: _Enabled | None = None
@@ -175,35 +204,35 @@ def enable(schedule: str, **settings: Any) -> None:
         ScheduleError: the schedule of the file is invalid.
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """
-    wanted = requested(schedule, **settings)
-    if wanted.layout == AUTO:
+    request = requested(schedule, **settings)
+    if request.layout == AUTO:
         raise UnsupportedError(
             "unsupported-setting",
             "layout auto reads the model's sizes on a command line, which enable() does not see; give the layout that pipemem "
             "layout prints, or call enable_from_command_line()",
         )
-    enable_with(wanted)
+    enable_with(request)
 
 
-def enable_with(wanted: Request) -> None:
+def enable_with(request: Request) -> None:
     """Enable the plugin with a checked request, as ``enable`` does.
 
     A second call with the same request changes nothing, and one with another request raises an UnsupportedError.
     """
     global _enabled
     if _enabled is not None:
-        if _enabled.request != wanted:
+        if _enabled.request != request:
             raise UnsupportedError(
                 "enabled-already",
                 f"the plugin is enabled already with {_enabled.request}; call disable() before enabling other settings",
             )
         return
-    enabled = _Enabled.of(wanted)
+    enabled = _Enabled.of(request)
     enabled.settings.compare_model_parallel()
     enabled.install()
     _enabled = enabled
-    tell(logger, "enabled: %s", _brief(wanted))
-    tell(logger, "replaced in megatron-core %s: %s", version_told(), ", ".join(enabled.patches.names))
+    tell(logger, "enabled: %s", _brief(request))
+    tell(logger, "replaced in megatron-core %s: %s", version_text(), ", ".join(enabled.patches.names))
 
 
 def disable() -> None:
@@ -286,10 +315,10 @@ def _program_chunks() -> ProgramChunks:
 
 def _brief(request: Request) -> str:
     """Return the settings of a request that differ from the defaults, as text for the log."""
-    others = (each for each in fields(request) if each.name not in ("schedule", "file"))
+    settings = (setting for setting in fields(request) if setting.name not in ("schedule", "file"))
     chosen = [
-        f"{each.name} {getattr(request, each.name)}"
-        for each in others
-        if getattr(request, each.name) not in (each.default, {}, None)
+        f"{setting.name} {getattr(request, setting.name)}"
+        for setting in settings
+        if getattr(request, setting.name) not in (setting.default, {}, None)
     ]
     return ", ".join([f"schedule {request.schedule}", *chosen])

@@ -33,7 +33,7 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
     @property
-    def of_program(self) -> bool:
+    def is_of_program(self) -> bool:
         """Whether the function is in a program over Megatron-Core, which not every run imports."""
         return self.module.startswith(("megatron.training.", "megatron.bridge."))
 
@@ -127,10 +127,12 @@ class PatchSet:
                 owner, attribute = symbol.owner()
                 original = getattr(owner, attribute)  # which another replacement may have put there
                 replacement = _in_place_of(original, act)
-                held = vars(owner).get(attribute, original)
-                setattr(owner, attribute, staticmethod(replacement) if isinstance(held, staticmethod) else replacement)
+                present = vars(owner).get(attribute, original)
+                setattr(
+                    owner, attribute, staticmethod(replacement) if isinstance(present, staticmethod) else replacement
+                )
                 self._symbols.append(symbol)
-                self._originals.append((owner, attribute, held))
+                self._originals.append((owner, attribute, present))
                 if symbol.by_name:
                     self._by_name.append((symbol.name, original, replacement))
             _rebind(self._by_name)
@@ -167,19 +169,21 @@ def _rebind(changes: Sequence[tuple[str, Callable, Callable]]) -> None:
     another change. All share one pass over the thousands of modules of a run. Modules of Python, PyTorch and common
     libraries are skipped, because they hold no function of Megatron.
     """
-    wanted = {held: new for _, held, new in changes}
-    kinds = {*map(type, wanted)}  # to ask for each value's id instead would call filelock's audit hook for every one
+    replacements = {present: new for _, present, new in changes}
+    kinds = {
+        *map(type, replacements)
+    }  # to ask for each value's id instead would call filelock's audit hook for every one
     names = {name for name, _, _ in changes}
     for path, module in list(sys.modules.items()) if changes else ():
         package = path.partition(".")[0]
         if package in _HOLD_NOTHING or not isinstance(module, ModuleType):
             continue
-        held = vars(module)
-        for name in names & held.keys() if package in _OWN_NAMES else list(held):
-            value = held[name]
-            while type(value) in kinds and value in wanted:
-                value = wanted[value]
-            if value is not held[name]:
+        attributes = vars(module)
+        for name in names & attributes.keys() if package in _OWN_NAMES else list(attributes):
+            value = attributes[name]
+            while type(value) in kinds and value in replacements:
+                value = replacements[value]
+            if value is not attributes[name]:
                 setattr(module, name, value)
 
 
@@ -203,7 +207,7 @@ def megatron_version() -> str:
         return "(not installed)"
 
 
-def version_told() -> str:
+def version_text() -> str:
     """Return the version of megatron-core for a message. An untested version is followed by the tested ones."""
     version = megatron_version().partition("+")[0]  # without the commit that it was built from
     return version if version in TESTED_VERSIONS else f"{version} (tested are {', '.join(TESTED_VERSIONS)})"

@@ -207,7 +207,7 @@ def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
 
     A host that waits for its device waits for all receives that it has posted.
     """
-    of = LaunchOrders.of
+    is_single_queue = LaunchOrders.is_single_queue
     last: list[Transport] = []
 
     def made(*arguments, **named) -> Transport:
@@ -219,7 +219,7 @@ def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
             transport.arrived(transport.take_in())
 
     def noting(orders: LaunchOrders, *step) -> bool:
-        single_queues.append(of(orders, *step))
+        single_queues.append(is_single_queue(orders, *step))
         return single_queues[-1]
 
     with (
@@ -227,7 +227,7 @@ def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
         mock.patch.object(extension, "can_make_hosts_wait", lambda device: True),
         mock.patch.object(forward_backward, "Transport", made),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
-        mock.patch.object(LaunchOrders, "of", noting),
+        mock.patch.object(LaunchOrders, "is_single_queue", noting),
     ):
         yield
 

@@ -54,7 +54,7 @@ def as_rank(monkeypatch):
         chunks = chunks or ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
         if chunks is not installed:
             patches.remove()
-            patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.of_program])
+            patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.is_of_program])
             installed = chunks
         return chunks
 
@@ -84,7 +84,7 @@ def test_an_error_inside_a_chunk_leaves_no_rank_behind(as_rank):
 
 def test_round_robin_placements_need_no_answers():
     chunks = ChunkPlacement(lambda p, v: Placement.interleaved(p, v), is_round_robin=True)
-    assert [symbol.of_program for symbol, _ in chunks.replacements()] == [True]
+    assert [symbol.is_of_program for symbol, _ in chunks.replacements()] == [True]
     with chunks.chunk(1):  # needs no process groups either
         pass
 

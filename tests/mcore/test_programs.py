@@ -264,7 +264,7 @@ def test_the_first_two_steps_of_a_kind_run_for_one_queue():
     def ran(count, **kind):
         told = []
         for _ in range(count):
-            told.append(orders.of(both, usual._replace(**kind)))
+            told.append(orders.is_single_queue(both, usual._replace(**kind)))
             orders.ended(usual._replace(**kind))
         return told
 
@@ -282,10 +282,10 @@ def test_the_first_two_steps_of_a_kind_run_for_one_queue():
     assert ran(1) == [False]
     assert ran(4, message=None) == [True] * 4, "another length in every step"
     failed = usual._replace(shape=Shape(4, 2, 3))
-    assert [orders.of(both, failed) for _ in range(3)] == [True] * 3, (
+    assert [orders.is_single_queue(both, failed) for _ in range(3)] == [True] * 3, (
         "a step that did not end may not have launched all"
     )
-    assert [orders.of((single,), usual._replace(renewals=2)) for single in (False, True)] == [False, True]
+    assert [orders.is_single_queue((single,), usual._replace(renewals=2)) for single in (False, True)] == [False, True]
 
 
 def test_a_new_plan_may_launch_something_new():

@@ -167,8 +167,8 @@ class _SplitLinear(torch.autograd.Function):
         call = ctx.call
         at_once = ctx.needs_input_grad[1]
         # Detached: the saved input still has its graph, which would keep the chunk's input and gradient until W.
-        whole = Shard(grad_output.detach(), Arriving)
-        output_gradient = whole if at_once else shard_of(grad_output) or whole
+        unsharded = Shard(grad_output.detach(), Arriving)
+        output_gradient = unsharded if at_once else shard_of(grad_output) or unsharded
         work = _LinearWeightGradient(call.weight, call, Shard(input.detach(), call.gather), output_gradient)
         if at_once:
             work.begin()
@@ -210,7 +210,9 @@ class _LinearWeightGradient(DeferredWeightGradient):
         """Return the weight gradient; with fused accumulation, add it to ``main_grad`` and return a dummy tensor."""
         weight: Any = self.weight  # with Megatron's attributes
         assert self._arriving is not None, "begin() comes first"
-        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(*(each.wait() for each in self._arriving))
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
+            *(operand.wait() for operand in self._arriving)
+        )
         if self.call.fused:
             accumulate = (
                 layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
@@ -302,22 +304,22 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12]
 """Names of routed experts' weights, for experts that are single modules or one grouped module."""
 
 
-def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
-    """Return the modules whose weight gradients pass I computes, not W, by the setting ``asked``.
+def early_modules(setting: str, config: Any) -> frozenset[EarlyWeights]:
+    """Return the modules whose weight gradients pass I computes, not W, by the setting ``early_weights``.
 
     The result depends on the model's size (``options.early_weights``).
     """
     if not getattr(config, "num_moe_experts", None):
-        return early_weights(asked, 0, 0)
+        return early_weights(setting, 0, 0)
     ranks = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     width = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / ranks
-    return early_weights(asked, config.hidden_size, width)
+    return early_weights(setting, config.hidden_size, width)
 
 
 def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.Tensor]:
     """Mark the weights of these modules so that pass I computes their gradients; return the newly marked weights."""
-    found = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
-    return mark(found, EARLY)
+    weights = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
+    return mark(weights, EARLY)
 
 
 def mark(weights: Iterable[torch.Tensor], name: str) -> list[torch.Tensor]:

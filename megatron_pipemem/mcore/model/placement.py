@@ -186,7 +186,9 @@ class ChunkPlacement(Feature):
 
     def _counting(self) -> Replacements:
         """Return the functions to replace that count layers."""
-        return [(each, self._layers_of_stage) for each in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)]
+        return [
+            (symbol, self._layers_of_stage) for symbol in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)
+        ]
 
     def for_model(self, groups: ProcessGroupCollection, vp_size: int | None) -> Placement:
         """Return the placement for a model with ``vp_size`` virtual stages per rank, and use it from now on.
@@ -251,21 +253,21 @@ class ChunkPlacement(Feature):
         the real rank is replaced by that of the chunk. If a program builds a chunk without its number, it is that of
         the chunk that is being built.
         """
-        asked = inspect.signature(original).bind(model, *args, **kwargs)
-        if asked.arguments.get("vp_stage") is None and _has_chunks(model):
-            asked.arguments["vp_stage"] = self._built_now
+        bound = inspect.signature(original).bind(model, *args, **kwargs)
+        if bound.arguments.get("vp_stage") is None and _has_chunks(model):
+            bound.arguments["vp_stage"] = self._built_now
         if self.is_in_chunk or self.is_round_robin:
-            return original(*asked.args, **asked.kwargs)
-        size, chunk = model.pipeline_model_parallel_size, asked.arguments.get("vp_stage")
-        rank = asked.arguments.get("pp_rank")
+            return original(*bound.args, **bound.kwargs)
+        size, chunk = model.pipeline_model_parallel_size, bound.arguments.get("vp_stage")
+        rank = bound.arguments.get("pp_rank")
         if size == 1 or chunk is None:
-            return original(*asked.args, **asked.kwargs)
+            return original(*bound.args, **bound.kwargs)
         if rank is None:
             rank = parallel_state.get_pipeline_model_parallel_rank()
         if not isinstance(rank, DealtRank):
-            asked.arguments["pp_rank"] = rank = round_robin_rank(self.placement(size), rank, chunk)
+            bound.arguments["pp_rank"] = rank = round_robin_rank(self.placement(size), rank, chunk)
         with self._as_rank(rank):
-            return original(*asked.args, **asked.kwargs)
+            return original(*bound.args, **bound.kwargs)
 
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
         """Raise an UnsupportedError if a chunk was built without the plugin, with the layers of another stage.
@@ -516,9 +518,9 @@ class ProgramChunks:
         if self.placement.is_in_chunk:  # build_model_chunks() says which
             original(*args, **kwargs)
             return
-        asked = inspect.signature(original).bind(*args, **kwargs)
-        asked.apply_defaults()
-        values, chunk = asked.arguments, len(self._built)
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        values, chunk = bound.arguments, len(self._built)
         groups = values["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
         placement = self.placement.for_model(groups, virtual_pipeline_size())
         if placement.is_round_robin:
@@ -533,19 +535,19 @@ class ProgramChunks:
                 f"itself; {_BUILD}",
             )
         stage = placement.stages[device][chunk]
-        wanted = chunk, placement.previous_stage(stage) is None, placement.next_stage(stage) is None
-        given = values["vp_stage"], values["pre_process"], values["post_process"]
-        if given != wanted:
+        expected = chunk, placement.previous_stage(stage) is None, placement.next_stage(stage) is None
+        actual = values["vp_stage"], values["pre_process"], values["post_process"]
+        if actual != expected:
             raise UnsupportedError(
                 "chunks-by-program",
-                f"the program builds pipeline rank {device}'s model chunk with (vp_stage, pre_process, post_process) = {given} "
-                f"where schedule {name} has {wanted}; let is_pipeline_first_stage() and is_pipeline_last_stage() of "
+                f"the program builds pipeline rank {device}'s model chunk with (vp_stage, pre_process, post_process) = "
+                f"{actual} where schedule {name} has {expected}; let is_pipeline_first_stage() and is_pipeline_last_stage() of "
                 f"parallel_state tell the ends of the model, or {_BUILD}",
             )
         values["pg_collection"] = groups_of_chunk(groups, placement, chunk)
         with self.placement.chunk(chunk):
-            original(*asked.args, **asked.kwargs)
-        model = asked.args[0]
+            original(*bound.args, **bound.kwargs)
+        model = bound.args[0]
         self.placement.prepare_chunk(model, chunk)
         self._built.append(model)
         if len(self._built) == placement.num_chunks:

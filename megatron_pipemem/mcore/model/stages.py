@@ -473,7 +473,7 @@ def watch_batches(data_iterator, *excludes: Exclude):
     A list of iterators gives a list. Without functions, the iterator itself is returned.
     """
     if isinstance(data_iterator, list):
-        return [watch_batches(each, *excludes) for each in data_iterator]
+        return [watch_batches(iterator, *excludes) for iterator in data_iterator]
     return data_iterator if data_iterator is None or not excludes else _BatchWatcher(data_iterator, excludes)
 
 
@@ -509,13 +509,13 @@ class Tape(IteratorWrapper):
     """
 
     def __init__(self, iterator: Iterator):
-        given = iterator
-        while isinstance(given, IteratorWrapper):
-            given = given._iterator
-        if not hasattr(given, "__next__"):
+        innermost = iterator
+        while isinstance(innermost, IteratorWrapper):
+            innermost = innermost._iterator
+        if not hasattr(innermost, "__next__"):
             raise UnsupportedError(
                 "data-iterator",
-                f"this run reads batches again, but a {type(given).__name__} cannot be read by next(); give the data "
+                f"this run reads batches again, but a {type(innermost).__name__} cannot be read by next(); give the data "
                 "iterator a __next__, or train without --pipemem-recompute (Megatron's own recomputation goes on "
                 "working), without sequence slices and without --pipemem-overlap-steps",
             )

@@ -228,7 +228,8 @@ class DelayedWeightGradient(DeferredWeightGradient):
         return (*_tensors_in(self.kept), *self.gradients.values())
 
     def begin(self) -> None:
-        self._arriving = [(place, each.begin()) for place, each in enumerate(self.kept) if isinstance(each, Shard)]
+        shards = ((place, shard) for place, shard in enumerate(self.kept) if isinstance(shard, Shard))
+        self._arriving = [(place, shard.begin()) for place, shard in shards]
 
     def _make_whole(self) -> None:
         """Replace the shards in Transformer Engine's list by the gathered tensors, when ``begin`` has gathered them."""
@@ -291,7 +292,7 @@ def _own(kept: Any) -> Any:
         return kept
     shared = parallel_state._GLOBAL_MEMORY_BUFFER  # ``None`` in programs that bring their own process groups
     buffers = () if shared is None else shared.buffer.values()
-    is_shared = any(each.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr() for each in buffers)
+    is_shared = any(buffer.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr() for buffer in buffers)
     return kept.clone() if is_shared else kept
 
 
@@ -305,25 +306,26 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
     """
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):
-        whole, work = original(inp, process_group, async_op=async_op, quantizer=quantizer, **others)
-        known = whole is not inp and not others and (quantizer is None or is_quantised(inp))
-        if known and defers() and keeps(process_group):
+        gathered, work = original(inp, process_group, async_op=async_op, quantizer=quantizer, **others)
+        is_repeatable = gathered is not inp and not others and (quantizer is None or is_quantised(inp))
+        if is_repeatable and defers() and keeps(process_group):
             usage = () if quantizer is None else (quantizer.rowwise_usage, quantizer.columnwise_usage)
 
             def gather_again(shard: Any) -> Arriving:
                 if usage:
                     quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
-                again, arrival = original(shard, process_group, async_op=True, quantizer=quantizer)
-                return Arriving(again, arrival, shard)
+                gathered_again, arrival = original(shard, process_group, async_op=True, quantizer=quantizer)
+                return Arriving(gathered_again, arrival, shard)
 
-            remember(whole, Shard(_without_graph(inp), gather_again))
-        return whole, work
+            remember(gathered, Shard(_without_graph(inp), gather_again))
+        return gathered, work
 
     def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
         if defers():
             # The tensors of experts are lists, and are not gathered.
             tensor_list = [
-                each if isinstance(each, (list, tuple)) else shard_of(each) or _own(each) for each in tensor_list
+                tensor if isinstance(tensor, (list, tuple)) else shard_of(tensor) or _own(tensor)
+                for tensor in tensor_list
             ]
         original(store, tensor_list, func)
 
@@ -348,8 +350,8 @@ def _without_graph(kept: Any) -> Any:
 
 def _tensors_in(kept: Any) -> Iterator[torch.Tensor]:
     if isinstance(kept, (list, tuple)):
-        for each in kept:
-            yield from _tensors_in(each)
+        for part in kept:
+            yield from _tensors_in(part)
     elif isinstance(kept, Shard):
         yield from data_of(kept.tensor)
     elif isinstance(kept, torch.Tensor) or is_quantised(kept):

@@ -44,8 +44,8 @@ def check_whole_model(chunks: Sequence[torch.nn.Module], placement: Placement, g
     checked, and the log says so.
     """
     stages: list[_Chunk | None] = [None] * placement.num_stages
-    for device, held in enumerate(gather([look_into(chunk) for chunk in chunks], [group])):
-        for stage, chunk in zip(placement.stages[device], held, strict=True):
+    for device, device_chunks in enumerate(gather([look_into(chunk) for chunk in chunks], [group])):
+        for stage, chunk in zip(placement.stages[device], device_chunks, strict=True):
             stages[stage] = chunk
     seen = [chunk for chunk in stages if chunk is not None]
     if len(seen) < len(stages):
@@ -75,9 +75,9 @@ def layout_of(
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     everyones = gather([count(model) for model in models], [pipeline])
     layout = [0.0] * placement.num_stages
-    for stages, layers in zip(placement.stages, everyones, strict=True):
-        for stage, held in zip(stages, layers, strict=True):
-            layout[stage] = held
+    for stages, device_counts in zip(placement.stages, everyones, strict=True):
+        for stage, stage_count in zip(stages, device_counts, strict=True):
+            layout[stage] = stage_count
     return tuple(layout)
 
 
@@ -104,7 +104,7 @@ def _check_replica(stages: Sequence[_Chunk]) -> None:
     head.
     """
     layers = [number for chunk in stages for number in chunk.layers]
-    held = "; ".join(f"stage {stage}: {_written(chunk.layers)}" for stage, chunk in enumerate(stages))
+    layers_of_stages = "; ".join(f"stage {stage}: {_written(chunk.layers)}" for stage, chunk in enumerate(stages))
     remedy = (
         f"have the model cut into {len(stages)} stages wherever its sizes are given: by --num-virtual-stages-per-pipeline-rank "
         "or the flag in its place, or, without megatron.training, by virtual_pipeline_model_parallel_size both of "
@@ -114,7 +114,7 @@ def _check_replica(stages: Sequence[_Chunk]) -> None:
         raise UnsupportedError(
             "model-differs",
             f"the pipeline's stages hold {len(layers)} layers where the model has {stages[0].of}, each once and in order "
-            f"({held}); {remedy}",
+            f"({layers_of_stages}); {remedy}",
         )
     embeds = [number for number, chunk in enumerate(stages) if chunk.embeds]
     heads = [number for number, chunk in enumerate(stages) if chunk.has_head]

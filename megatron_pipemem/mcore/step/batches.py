@@ -241,7 +241,7 @@ class StepShapes(Extension):
 
     def __init__(self, chunk_placement: ChunkPlacement):
         self._chunk_placement = chunk_placement
-        self._untold: set[tuple[bool, bool]] = set()
+        self._kinds_without_tokens: set[tuple[bool, bool]] = set()
         """The kinds of steps whose calls of the model have no tokens ``[b, s]``."""
 
     def prepare(self, step: Step) -> None:
@@ -251,21 +251,21 @@ class StepShapes(Extension):
         the shapes stay unknown, and the log says so.
         """
         kind = (step.forward_only, step.context.collect_non_loss_data)
-        if step.message_shape is None or step.tokens is not None or kind in self._untold:
+        if step.message_shape is None or step.tokens is not None or kind in self._kinds_without_tokens:
             return
-        sizes = 2 * step.context.num_microbatches
-        numbers = agreed_numbers("sizes of microbatches", lambda: self._own(step), sizes, [step.pipeline.group])
+        count = 2 * step.context.num_microbatches
+        numbers = agreed_numbers("sizes of microbatches", lambda: self._own(step), count, [step.pipeline.group])
         if not all(numbers):
-            self._untold.add(kind)
+            self._kinds_without_tokens.add(kind)
             tell(
                 logger,
                 "the forward step does not pass tokens [b, s] to the model, so every message carries its own shape",
                 level=logging.WARNING,
             )
             return
-        whole = map(int, numbers)
-        step.tokens = list(zip(whole, whole, strict=True))
-        step.message = replace(step.message, shapes=[step.message_shape(*each) for each in step.tokens])
+        sizes = list(map(int, numbers))  # b and s of each microbatch in turn
+        step.tokens = list(zip(sizes[::2], sizes[1::2], strict=True))
+        step.message = replace(step.message, shapes=[step.message_shape(b, s) for b, s in step.tokens])
 
     def _own(self, step: Step) -> list[int] | None:
         """Return ``b`` and ``s`` of every microbatch in one list; ``None`` if this rank does not hold the first stage.
@@ -278,5 +278,5 @@ class StepShapes(Extension):
         chunk, context = step.pipeline.stages.index(0), step.context
         with self._chunk_placement.chunk(chunk):
             calls, reread = calls_of(context, step.iterators[chunk], step.chunks[chunk], partial(output_to_send, step))
-        step.iterators = [reread if number == chunk else each for number, each in enumerate(step.iterators)]
+        step.iterators = [reread if number == chunk else iterator for number, iterator in enumerate(step.iterators)]
         return [size for call in calls for size in ((0, 0) if call is None else call.shape)]

@@ -61,15 +61,16 @@ def untimed(config: Any, optimizer: Any) -> Iterator[None]:
 
     They would make the host wait for its device, and with a barrier for all other ranks. ``config`` is the model's.
     """
-    configs = [config, *(each.config for each in getattr(optimizer, "chained_optimizers", [optimizer]))]
-    timers = [each.timers for each in configs]
-    for each in configs:
-        each.timers = None
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    configs = [config, *(chained.config for chained in optimizers)]
+    timers_before = [timed.timers for timed in configs]
+    for timed in configs:
+        timed.timers = None
     try:
         yield
     finally:
-        for each, own in zip(configs, timers, strict=True):
-            each.timers = own
+        for timed, timers in zip(configs, timers_before, strict=True):
+            timed.timers = timers
 
 
 class LaunchKind(NamedTuple):
@@ -114,7 +115,7 @@ class LaunchOrders:
             tell(logger, "every step runs by the order for one hardware queue: %s", reason)
         return (True,)
 
-    def of(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
+    def is_single_queue(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
         """Return whether a step of this kind runs by the order for one hardware queue.
 
         If a run needs both orders, the first ``FIRST_STEPS`` steps of a kind do, and all steps whose messages may
@@ -333,7 +334,7 @@ class Step:
 
         A new plan can change the value, so read it after the run has planned again.
         """
-        return self.launches.of(self.programs.queues, self.launch_kind)
+        return self.launches.is_single_queue(self.programs.queues, self.launch_kind)
 
     @property
     def launch_kind(self) -> LaunchKind:
@@ -358,10 +359,11 @@ class Extension(Feature):
                 return [self]
 
             def extend(self, executor):
-                return {Kind.COUNT: lambda each: print(each.action)}
+                return {Kind.COUNT: lambda instruction: print(instruction.action)}
 
-    The methods from ``choose`` to ``after`` are called in this order at every step, on every rank. A method that opens
-    communicators or sends can rely on every rank of the job to call it.
+    The methods from ``choose`` to ``after`` are called in this order at every step, on every rank, and each of them for
+    all extensions in the order of the table in ``mcore.plugin``. A method that opens communicators or sends can rely on
+    every rank of the job to call it.
     """
 
     only_trains = False

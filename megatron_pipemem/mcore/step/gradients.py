@@ -126,7 +126,7 @@ class SplitBackward(Extension):
         for chunk in new:
             transformer_engine.mark_new_biases(chunk, step.context.config)
         self._leave_to_autograd(step.chunks, bool(new))
-        for module in (each for chunk in new for each in transformer_engine.delayed_modules(chunk)):
+        for module in (module for chunk in new for module in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
         self._note(mark_early(new, early_modules(self._request.early_weights, step.context.config)), EARLY)
         self._decide_on_head(step)
@@ -164,7 +164,7 @@ class SplitBackward(Extension):
         A program may register hooks at any time, so every step looks for new ones. To list the names takes milliseconds:
         ``logs`` asks for them, and new hooks do.
         """
-        hooked = mark(self._hooks.hooked(each for chunk in chunks for each in chunk.parameters()), HOOKED)
+        hooked = mark(self._hooks.hooked(parameter for chunk in chunks for parameter in chunk.parameters()), HOOKED)
         self._note(hooked, HOOKED)
         if not (self._request.may_split or self._request.pairs):
             return
@@ -327,7 +327,6 @@ class _EarlyStarts(StepFeature):
     ``REDUCE_GRAD``.
 
     Args:
-        step: the step that runs.
         last: the last W or B of each stage whose sums overlap.
         listening: returns a context in which a listener is called with every parameter that gets a gradient.
     """
@@ -342,30 +341,30 @@ class _EarlyStarts(StepFeature):
     def extend(self, executor: Executor) -> Handlers:
         weight_gradients, backward, reduce = (executor.handlers[k] for k in (Kind.W, Kind.B, Kind.REDUCE_GRAD))
 
-        def run_weight_gradients(each: Instruction) -> None:
-            if each.action in self._last:
-                pending = dict.fromkeys(executor.queues[each.key].parameters(), 1.0)
-                with self._starting(each.action.stage, pending):
-                    weight_gradients(each)
+        def run_weight_gradients(instruction: Instruction) -> None:
+            if instruction.action in self._last:
+                pending = dict.fromkeys(executor.queues[instruction.key].parameters(), 1.0)
+                with self._starting(instruction.action.stage, pending):
+                    weight_gradients(instruction)
             else:
-                weight_gradients(each)
+                weight_gradients(instruction)
 
-        def run_backward(each: Instruction) -> None:
-            stage = each.action.stage
-            if each.action in self._last:
+        def run_backward(instruction: Instruction) -> None:
+            stage = instruction.action.stage
+            if instruction.action in self._last:
                 with self._starting(stage, self._expected(stage)):
-                    backward(each)
+                    backward(instruction)
             elif stage in self._counted:
                 reports: Counter[torch.Tensor] = Counter()
                 with self._listening(lambda _, param: reports.update((param,))):
-                    backward(each)
+                    backward(instruction)
                 self._reports[stage] |= reports
             else:
-                backward(each)
+                backward(instruction)
 
-        def start_rest(each: Instruction) -> None:
-            starts = self._closing.pop(each.action.stage, None)
-            reduce(each) if starts is None else starts.start_all()
+        def start_rest(instruction: Instruction) -> None:
+            starts = self._closing.pop(instruction.action.stage, None)
+            reduce(instruction) if starts is None else starts.start_all()
 
         return {Kind.W: run_weight_gradients, Kind.B: run_backward, Kind.REDUCE_GRAD: start_rest}
 
@@ -412,7 +411,7 @@ class _BucketStarts:
         """
         pending = self._pending.get(group)
         if pending is None:
-            name = next(name for name, each in self._model.named_parameters() if each is param)
+            name = next(name for name, parameter in self._model.named_parameters() if parameter is param)
             raise UnsupportedError(
                 "late-gradient",
                 f"{name} got a gradient after the reduction of its bucket had started, because "

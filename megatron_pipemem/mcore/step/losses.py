@@ -12,6 +12,7 @@ import math
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -60,19 +61,19 @@ class LossCarrier:
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
-        self._known: dict[tuple[int, int, Hashable], bytes] = {}
+        self._last_forms: dict[tuple[int, int, Hashable], bytes] = {}
         """The pickled structure of the last data, by sender, receiver and kind. Both ends have the same."""
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
         self._begun = False
         # One stream for the whole run, because every stream has its own memory pool.
-        self._beside: torch.cuda.Stream | None = None
+        self._receiving_stream: torch.cuda.Stream | None = None
 
     def begin(self, data: object, destination: int, kind: Hashable) -> None:
         """Send data early if the receiver knows their structure, else do nothing.
 
         If they were sent, the next ``send`` does nothing.
         """
-        if self._known.get((self._group.rank(), destination, kind)) == _form(data):
+        if self._last_forms.get((self._group.rank(), destination, kind)) == _form(data):
             self.send(data, destination, kind)
             self._begun = True
 
@@ -90,45 +91,45 @@ class LossCarrier:
         key = (self._group.rank(), destination, kind)
         tensors = [value.detach() for value in tree_leaves(data) if _is_block(value)]
         form = _form(data)
-        known = self._known.get(key)
-        if known is not None:
-            same, leaves = known == form, _leaves(pickle.loads(known))
+        last_form = self._last_forms.get(key)
+        if last_form is not None:
+            is_same_form, leaves = last_form == form, _leaves(pickle.loads(last_form))
             buffer = _buffer(leaves)
-            buffer[0] = same
-            if same:
+            buffer[0] = is_same_form
+            if is_same_form:
                 for place, tensor in zip(_places(leaves, buffer), tensors, strict=True):
                     place.copy_(tensor)
             self._sent = (self._group.send([buffer], destination, 0), buffer)
-            if same:
+            if is_same_form:
                 return
-        self._known[key] = form
+        self._last_forms[key] = form
         everything = [(form, [tensor.cpu() for tensor in tensors])]
         dist.send_object_list(everything, dist.get_global_rank(self._group, destination), self._group)
 
     def receive(self, source: int, kind: Hashable) -> Any:
         """Return the data that the rank ``source`` sends, with all tensors on this rank's device."""
         key = (source, self._group.rank(), kind)
-        known = self._known.get(key)
-        if known is not None:
-            form = pickle.loads(known)
+        last_form = self._last_forms.get(key)
+        if last_form is not None:
+            form = pickle.loads(last_form)
             leaves = _leaves(form)
             # On a second stream, because the host waits for the message to see whether it holds the data.
-            if self._beside is None:
-                self._beside = torch.cuda.Stream()
-            with torch.cuda.stream(self._beside):
+            if self._receiving_stream is None:
+                self._receiving_stream = torch.cuda.Stream()
+            with torch.cuda.stream(self._receiving_stream):
                 buffer = _buffer(leaves)
                 self._group.recv([buffer], source, 0).wait()
-                same = bool(buffer[0].item())
+                is_same_form = bool(buffer[0].item())
             queued = torch.cuda.current_stream()
-            queued.wait_stream(self._beside)
+            queued.wait_stream(self._receiving_stream)
             if buffer.is_cuda:
                 buffer.record_stream(queued)
-            if same:
+            if is_same_form:
                 return _restore(form, _places(leaves, buffer))
         payload: list[Any] = [None]
         dist.recv_object_list(payload, dist.get_global_rank(self._group, source), self._group)
         form, tensors = payload[0]
-        self._known[key] = form
+        self._last_forms[key] = form
         device = torch.cuda.current_device()
         return _restore(pickle.loads(form), (tensor.to(device) for tensor in tensors))
 
@@ -190,10 +191,10 @@ class _SentEarly:
         ends = _ends(schedule)
         final = ends.forwards(self._step.pipeline.device)[-1]
 
-        def run(each: Instruction) -> None:
-            forward(each)
-            if each.action == final:
-                self._carrier.begin(_told(step), last, _kind(step, schedule))
+        def run(instruction: Instruction) -> None:
+            forward(instruction)
+            if instruction.action == final:
+                self._carrier.begin(_losses_and_tokens(step), last, _kind(step, schedule))
 
         return {Kind.F: run}
 
@@ -221,15 +222,12 @@ def _ends(schedule: Schedule) -> _Ends:
     return _Ends(schedule, stages, sorted({placement.devices[stage] for stage in stages}))
 
 
-def _told(step: StepContext) -> dict[str, Any]:
+def _losses_and_tokens(step: StepContext) -> dict[str, Any]:
     return {"losses": step.loss_data, "tokens": step.num_tokens}
 
 
 def _kind(step: StepContext, schedule: Schedule) -> Hashable:
-    """Return a key for steps whose losses have one structure.
-
-    It has whether the step evaluates, whether it returns other data than losses, and its number of microbatches.
-    """
+    """Return a key for steps whose losses have one structure."""
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
@@ -263,22 +261,22 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
     sources = ends.devices
     if sources == [last] and step.order is None:
         return
-    kind, own = _kind(step, schedule), _told(step)
+    kind, own = _kind(step, schedule), _losses_and_tokens(step)
     step.loss_data = []
     if rank != last:
         if rank in sources:
             carrier.send(own, last, kind)
         return
-    found: list[tuple[int, object]] = []
+    losses: list[tuple[int, object]] = []
     num_tokens = torch.zeros_like(step.num_tokens)
     for source in sources:
         data = own if source == last else carrier.receive(source, kind)
         order = [action.microbatch // schedule.slices for action in ends.forwards(source)]
-        found += zip(order, data["losses"], strict=True)
+        losses += zip(order, data["losses"], strict=True)
         num_tokens += data["tokens"]
     if step.order is not None:
-        found = [(step.order[position], data) for position, data in found]
-    step.loss_data = [data for _, data in sorted(found, key=lambda each: each[0])]
+        losses = [(step.order[position], data) for position, data in losses]
+    step.loss_data = [data for _, data in sorted(losses, key=itemgetter(0))]
     step.num_tokens.copy_(num_tokens)
 
 

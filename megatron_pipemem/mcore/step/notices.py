@@ -59,9 +59,9 @@ class Markers(Extension):
 
 
 def _within(mark: Callable[[Action], AbstractContextManager], handler: Handler) -> Handler:
-    def run(each: Instruction) -> None:
-        with mark(each.action):
-            handler(each)
+    def run(instruction: Instruction) -> None:
+        with mark(instruction.action):
+            handler(instruction)
 
     return run
 
@@ -91,7 +91,7 @@ def signed_chunks(schedule: Schedule, device: int) -> list[int]:
     """
     number = {stage: chunk + 1 for chunk, stage in enumerate(schedule.placement.stages[device])}
     signs = {Kind.F: 1, Kind.B: -1}
-    return [signs[each.kind] * number[each.stage] for each in schedule.orders[device] if each.kind in signs]
+    return [signs[action.kind] * number[action.stage] for action in schedule.orders[device] if action.kind in signs]
 
 
 class GraphOrder(Extension):
@@ -148,10 +148,10 @@ class TrainingLog(Extension):
         """
         plain = copy.copy(args)
         plain.virtual_pipeline_model_parallel_size = None
-        found = original(plain, num_microbatches=num_microbatches, verbose=verbose)
-        if found is None or self._plan is None:  # Megatron has no numbers for hybrid models
-            return found
-        weights, activations, _ = found
+        memory = original(plain, num_microbatches=num_microbatches, verbose=verbose)
+        if memory is None or self._plan is None:  # Megatron has no numbers for hybrid models
+            return memory
+        weights, activations, _ = memory
         share, basis = planned_share_of_1f1b(self._plan.schedule, self._plan.costs)
         logger.info(
             "the theoretical activation memory above is that of 1F1B; schedule %s holds %.3g times as much (%s): "
