@@ -13,7 +13,7 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.tools.advise.advice import AS_FAST, SAME_MEMORY, Advice, advise, as_it_stands, changed_flags
+from megatron_pipemem.tools.advise.advice import AS_FAST, SAME_MEMORY, Advice, advise, changed_flags
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import all_flags
@@ -21,6 +21,7 @@ from megatron_pipemem.tools.launch.feasibility import refusal
 from megatron_pipemem.tools.planner.balance import at_start
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.pricing import as_it_stands
 from megatron_pipemem.tools.planner.space import Limits
 from tests.watching.refusals import refused
 

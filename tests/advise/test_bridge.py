@@ -17,12 +17,13 @@ from lanes import nightly
 
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.model import Model
-from megatron_pipemem.tools.advise.advice import advise, as_it_stands
+from megatron_pipemem.tools.advise.advice import advise
 from megatron_pipemem.tools.advise.programs import evaluate, run_of
 from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.megatron.known_flags import known_flags
+from megatron_pipemem.tools.planner.pricing import as_it_stands
 from tests.watching.refusals import refused
 
 H100 = load("h100-80g", Cluster)

@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from math import inf
 from operator import attrgetter
 from typing import Literal
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.flags import Flags
 from megatron_pipemem.model import cut_flags, layout
-from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.launch.feasibility import refusal
-from megatron_pipemem.tools.planner.balance import as_cut, balance, laid_out
-from megatron_pipemem.tools.planner.early_head import decided, with_early_head
+from megatron_pipemem.tools.planner.balance import balance, laid_out
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.replay import (
-    OrderPrice,
-    Replay,
-    Timing,
-    family_schedule,
-    measured,
-    priced,
-    shortest,
-)
-from megatron_pipemem.tools.planner.slices import proposed_slices, sliced_step, with_slices
-from megatron_pipemem.tools.planner.space import (
-    Limits,
-    Order,
-    hides_messages,
-    in_pairs,
-    may_pair,
-    orders,
-    without_overlap,
-)
-from megatron_pipemem.tools.planner.step import PlannedStep, price
-from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN
-from megatron_pipemem.tools.planner.variants import paired as with_pairs
+from megatron_pipemem.tools.planner.pricing import STOCKS, as_it_stands, priced_with
+from megatron_pipemem.tools.planner.replay import shortest
+from megatron_pipemem.tools.planner.slices import proposed_slices, with_slices
+from megatron_pipemem.tools.planner.space import hides_messages, in_pairs, may_pair, without_overlap
 from megatron_pipemem.tools.planner.ways import Way
 
-STOCKS = ("1f1b", "interleaved")
-"""Megatron's own schedules."""
 OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
 """Schedules that a run is compared under, those with the fewest changes to a run first."""
 OF_PAIRS = (*OURS, "dualpipe-v")
@@ -138,22 +111,37 @@ def advise(
             cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + (excess + today.peak * SAME_MEMORY) / GIB),
         )
     refused: dict[str, tuple[str, list[str]]] = {}
-    paired = [in_pairs(run)] if pairs and may_pair(run) else []
-    own = [run] if run.pairs else [run, *(replace(each, megatron=run.flags | each.megatron) for each in paired)]
-    stocks = [way for each in own for name in STOCKS if name in names for way in _ways(each, name, pace)]
-    stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _BY_SECONDS, refused)
-    bare = without_overlap(run)
-    ours = [way for name in OURS if name in names for way in _ways(bare, name, pace)]
-    hiding = [way for each in paired for name in OF_PAIRS for way in _ways(each, name, pace)]
     counts, unsliced = proposed_slices(run) if slices else ((), None)
-    cut = [with_slices(run, count) for count in counts]
-    sliced = [way for each in cut for name in OURS if name in names for way in _ways(each, name, pace)]
-    proposals = dict(_proposals(today, ours, sliced, hiding, memory, refused))
-    overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ours, pace)
+    ways = {
+        kind: [way for base, name in rows for way in priced_with(base, name, pace)]
+        for kind, rows in _candidates(run, names, counts, pairs).items()
+    }
+    stock = _first([way for way in ways["stock"] if way.peak <= max(memory, today.peak)], _BY_SECONDS, refused)
+    proposals = dict(_proposals(today, ways, memory, refused))
+    overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ways["whole"], pace)
     verdict = _verdict(today, stock, proposals, overlap)
     if fails is not None and verdict in ("stay", "overlap"):
         verdict = "layout"
     return Advice(today, stock, proposals, refused, excess, verdict, fails, unsliced)
+
+
+def _candidates(
+    run: Run, names: Collection[str], slices: Collection[int], pairs: bool
+) -> dict[str, list[tuple[Run, str]]]:
+    """Return what a run is compared with: by kind, runs with flags for a kind of schedule, each with a family.
+
+    ``names`` are the families that the run's program can take, ``slices`` the numbers of slices of a sequence. ``pairs`` is
+    whether its passes may run in pairs.
+    """
+    paired = [in_pairs(run)] if pairs and may_pair(run) else []
+    own = [run] if run.pairs else [run, *(replace(bare, megatron=run.flags | bare.megatron) for bare in paired)]
+    taken = [name for name in OURS if name in names]
+    return {
+        "stock": [(base, name) for base in own for name in STOCKS if name in names],
+        "whole": [(without_overlap(run), name) for name in taken],
+        PAIRED: [(base, name) for base in paired for name in OF_PAIRS],
+        "sliced": [(with_slices(run, count), name) for count in slices for name in taken],
+    }
 
 
 def why_not_cut(run: Run) -> str | None:
@@ -189,135 +177,31 @@ def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown
     return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
 
 
-def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
-    """Predict a run with its present schedule and its present layers per stage.
-
-    ``auto`` stands for the order that a short search finds. Raise an UnsupportedError if Megatron's own schedule does not
-    go with the run's ranks, chunks, layers or flags.
-    """
-    chunks = run.parallelism.chunks
-    name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
-    order = Order(name, chunks)
-    found = orders(run, Limits({"schedule": [name], **({"chunks": [chunks]} if chunks else {})}), Counter())
-    placement = next((each for each, listed in found.items() if order in listed), None)
-    if placement is None and run.schedule.name == STOCK:
-        raise UnsupportedError(
-            "does-not-fit",
-            f"the run's schedule {name} does not go with its {run.parallelism.pp} pipeline ranks, {chunks or 1} chunks "
-            "per rank, layers or flags for overlap; correct the one that is wrong",
-        )
-    if placement is None:  # no family, or one whose passes are not those of whole microbatches
-        return as_cut(run, order, partial(run_layout.layers_of, run), pace)
-    layers = run_layout.layers_of(run, placement)
-    return _way(run, order, placement, layers, pace, inf)
-
-
-def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Yield the prediction for a run under the family ``name``, for every number of chunks with its best layout.
-
-    Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped.
-    """
-    is_stock = name in STOCKS
-    if is_stock and (run.schedule.slices or 1) > 1:
-        return
-    choice = replace(run.schedule, name=STOCK if is_stock else name)
-    if choice.name != run.schedule.name:
-        choice = replace(choice, options={})
-    base, memory = replace(run, schedule=choice), run.cluster.memory_bytes
-    for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():
-        for order in found:
-            chunked = (order.chunks or 1) > 1
-            if is_stock and chunked and run.parallelism.microbatches % run.parallelism.pp:
-                continue
-            # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
-            if is_stock and chunked and run.model.least_first:
-                continue
-            cut = replace(base.parallelism, chunks=order.chunks)
-            way = _way(replace(base, parallelism=cut), order, placement, None, pace, memory)
-            if is_stock and 0 in way.step.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
-                layers = balance(way.run, pace=pace).best.layers
-                way = _way(run_layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
-            yield way
-            if (early := _with_early_head(way)) is not None:
-                yield _way(early, order, placement, way.step.layers, pace, memory)
-
-
-def _with_early_head(way: Way) -> Run | None:
-    """Return the run of a way, changed so that I computes the head's weight gradient, if that may free memory.
-
-    It may if the backward is split and the device of the head is the fullest. Otherwise the result is ``None``.
-    """
-    fullest = max(range(len(way.peaks)), key=way.peaks.__getitem__)
-    has_head = way.step.placement.devices[-1] == fullest
-    early = early_modules(way.run.model, way.run.execution)
-    if way.is_stock or not (family(way.order.name).splits_backward and has_head) or "head" in early:
-        return None
-    return with_early_head(way.run)
-
-
-def _way(
-    run: Run,
-    order: Order,
-    placement: Placement,
-    layers: tuple[int, ...] | None,
-    pace: MeasuredSlowdown | None,
-    memory: float,
-) -> Way:
-    """Predict a run under the family of ``order``. Pairs keep the step within ``memory``, the bytes of a device."""
-    slices, cut, chosen = run.schedule.slices or 1, run.parallelism, family(order.name)
-
-    def step_of(run: Run) -> PlannedStep:
-        step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
-        return step.in_pairs() if run.pairs else step
-
-    def of_order(step: PlannedStep) -> OrderPrice:
-        if run.pairs:
-            costs = step.costs if "costs" in chosen.options else None
-
-            def timing(count: int) -> Timing:
-                alone = family_schedule(order.name, cut.pp, count, order.chunks, costs)
-                timeline = with_pairs(alone, step, step.room(memory))
-                return Timing(timeline, timeline.makespan)
-
-            return priced(timing, cut.pp, cut.microbatches)
-        if slices == 1:
-            return measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
-        schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
-        return Replay(schedule).timing(step.costs).price
-
-    run, step, found = decided(run, chosen.splits_backward, step_of, of_order)
-    if layers is None:
-        run = run_layout.with_cut(run, step.layers)
-    variant = IN_PAIRS.name if run.pairs else PLAIN
-    return Way(run, order, step, found.seconds, step.held(found.peaks), found.hidden, variant)
-
-
 _BY_SECONDS, _BY_PEAK = attrgetter("seconds"), attrgetter("peak")
 
 
 def _proposals(
     today: Way,
-    ways: Sequence[Way],
-    sliced: Sequence[Way],
-    hiding: Sequence[Way],
+    ways: Mapping[str, Sequence[Way]],
     memory: float,
     refused: dict[str, tuple[str, list[str]]],
 ) -> Iterator[tuple[str, Way]]:
     """Yield kind and schedule for the best of every kind that is faster than the run and earlier kinds, or smaller.
 
-    ``ways`` run whole sequences, ``sliced`` slices of them, and ``hiding`` pairs of passes. ``memory`` is the memory of a
-    device in bytes. ``refused`` is extended by the refusals of better schedules (``_first``).
+    ``ways`` are those of ``_candidates``, by kind. ``memory`` is the memory of a device in bytes. ``refused`` is extended by
+    the refusals of better schedules (``_first``).
     """
-    same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
-    together = [way for way in hiding if way.peak <= max(memory, today.peak * (1 + SAME_MEMORY))]
+    whole, most = ways["whole"], today.peak * (1 + SAME_MEMORY)
+    same, short = ([way for way in ways[kind] if way.peak <= most] for kind in ("whole", "sliced"))
+    together = [way for way in ways[PAIRED] if way.peak <= max(memory, most)]
     fast = [
         way
-        for way in ways
+        for way in whole
         if way.seconds <= today.seconds * (1 + AS_FAST) and way.peak < today.peak * (1 - SAME_MEMORY)
     ]
     smaller = ("less memory", fast, _BY_PEAK)
     if today.peak > memory:
-        smaller = ("fits", [way for way in ways if way.peak <= memory], _BY_SECONDS)
+        smaller = ("fits", [way for way in whole if way.peak <= memory], _BY_SECONDS)
     chunked, cut = ("same memory, chunks", same, _BY_SECONDS), ("same memory, slices", short, _BY_SECONDS)
     fastest, proposed = today.seconds, []
     for kind, fitting, key in (

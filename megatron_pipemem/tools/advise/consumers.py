@@ -11,11 +11,12 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.flags import Flags, words
 from megatron_pipemem.model import layout
 from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.tools.advise.advice import OURS, STOCKS, Way, changed_flags
+from megatron_pipemem.tools.advise.advice import OURS, Way, changed_flags
 from megatron_pipemem.tools.advise.shell import UNKNOWN
 from megatron_pipemem.tools.config.loading import known_model, unpriced_part
 from megatron_pipemem.tools.config.runs import ADAPTERS, EP_OVERLAP, FREEZES, Run
 from megatron_pipemem.tools.launch.command import model_flags
+from megatron_pipemem.tools.planner.pricing import STOCKS
 from megatron_pipemem.tools.planner.space import STOCKS_ALONE
 
 VIRTUAL = "virtual_pipeline_model_parallel_size"

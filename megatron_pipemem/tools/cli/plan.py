@@ -22,7 +22,7 @@ from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
 from megatron_pipemem.schedule.stream import LEAST_GAIN
-from megatron_pipemem.tools.advise.advice import as_it_stands, refusal_of
+from megatron_pipemem.tools.advise.advice import refusal_of
 from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
 from megatron_pipemem.tools.cli.launch import Set
 from megatron_pipemem.tools.cli.options import (
@@ -43,6 +43,7 @@ from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, la
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.pricing import as_it_stands
 from megatron_pipemem.tools.planner.space import KEYS, OF_REPLICAS, Limits, is_stocks, without_overlap
 from megatron_pipemem.tools.planner.variants import PLAIN
 from megatron_pipemem.tools.planner.ways import Answer, Way, facts, gibibytes, run_files

@@ -10,6 +10,7 @@
 * ``replay``          the time of one order of passes under many costs
 * ``variants``        offload, vocabulary parallelism and other variants of runs
 * ``pareto``          bubble and peak memory of all schedules of a pipeline (``pipemem pareto``)
+* ``pricing``         one run with its parallel sizes, as it stands and under other schedules (``pipemem advise``)
 * ``balance``         the layers per stage with which one schedule is fastest (``pipemem layout``)
 * ``descent``         moves of layers between stages
 * ``explanation``     the time of a measured step by cause (``pipemem explain``)
