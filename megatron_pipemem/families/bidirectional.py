@@ -149,11 +149,11 @@ def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
 
     def order(device: int) -> Order:
         mirrored = device >= p // 2
-        found = []
+        actions = []
         for kind, stage, microbatch in half[p - 1 - device if mirrored else device]:
             replica = (stage >= p // 2) != mirrored
-            found.append(Action(kind, replica * p + stage, replica * (m // 2) + microbatch))
-        return tuple(found)
+            actions.append(Action(kind, replica * p + stage, replica * (m // 2) + microbatch))
+        return tuple(actions)
 
     return Schedule("dualpipe", Placement.bidirectional(p), m, tuple(map(order, range(p))))
 

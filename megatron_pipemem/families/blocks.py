@@ -48,18 +48,19 @@ def in_microbatch_order(
 
 
 def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...]:
-    numbers = {each: count() for each in set(passes)}
+    numbers = {pass_: count() for pass_ in set(passes)}
     # On a stage that mixes I and B, both have one numbering, and a W has the number of its I.
     mixed = [stage for kind, stage in numbers if kind is Kind.I and Pass(Kind.B, stage) in numbers]
     numbers |= {Pass(Kind.B, stage): numbers[Pass(Kind.I, stage)] for stage in mixed}
     places = map(next, map(numbers.__getitem__, passes))
     numbered = [(kind, stage, place) for (kind, stage), place in zip(passes, places, strict=True)]
-    for stage in mixed:
-        split = [place for kind, each, place in numbered if kind is Kind.I and each == stage]
+    for mixed_stage in mixed:
+        places_of_inputs = [place for kind, stage, place in numbered if (kind, stage) == (Kind.I, mixed_stage)]
         numbered = [
-            (kind, each, split[place] if kind is Kind.W and each == stage else place) for kind, each, place in numbered
+            (kind, stage, places_of_inputs[place] if (kind, stage) == (Kind.W, mixed_stage) else place)
+            for kind, stage, place in numbered
         ]
-    within = (each for each in numbered if each[2] < num_units)
+    within = ((kind, stage, place) for kind, stage, place in numbered if place < num_units)
     if slices > 1:
         within = ((kind, stage, place if kind is Kind.F else mirrored(place, slices)) for kind, stage, place in within)
     return tuple(map(partial(tuple.__new__, Action), within))  # as Action._make does, in half the time
@@ -68,7 +69,7 @@ def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...
 SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 
 # Change of the stage activations that a device holds.
-_HELD = {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}
+_CHANGE = {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}
 
 Timetable = list[tuple[int, Pass]]
 """``(start slot, pass)`` of all passes, sorted by slot. The stages of a device's W are decided only in ``squeeze``."""
@@ -88,31 +89,31 @@ class Block:
 
     def __post_init__(self) -> None:
         for stage in range(self.placement.num_stages):
-            kinds = {each.kind for each in self.starts if each.stage == stage}
+            kinds = {kind for kind, own_stage in self.starts if own_stage == stage}
             if kinds not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}):
-                found = ", ".join(sorted(kinds)) or "nothing"
+                present = ", ".join(sorted(kinds)) or "nothing"
                 raise ScheduleError(
-                    "missing-action", f"stage {stage} has {found} in its block; give it F and B, or F, I and W"
+                    "missing-action", f"stage {stage} has {present} in its block; give it F and B, or F, I and W"
                 )
         backwards = _backwards(self.starts)
         taken: dict[tuple[int, int], Pass] = {}
-        for each, start in self.starts.items():
-            device = self.placement.devices[each.stage]
-            for needed in _inputs(each, self.placement, backwards):
+        for pass_, start in self.starts.items():
+            device = self.placement.devices[pass_.stage]
+            for needed in _inputs(pass_, self.placement, backwards):
                 ready = self.starts[needed] + SLOTS[needed.kind]
                 if start < ready:
                     raise ScheduleError(
                         "slot-conflict",
-                        f"{each.kind} of stage {each.stage} starts in slot {start}, before {needed.kind} of stage "
+                        f"{pass_.kind} of stage {pass_.stage} starts in slot {start}, before {needed.kind} of stage "
                         f"{needed.stage} has ended; start it in slot {ready} or later",
                         at=(device,),
                     )
-            for slot in range(start, start + SLOTS[each.kind]):
-                other = taken.setdefault((device, slot % self.interval), each)
-                if other is not each:
+            for slot in range(start, start + SLOTS[pass_.kind]):
+                other = taken.setdefault((device, slot % self.interval), pass_)
+                if other is not pass_:
                     raise ScheduleError(
                         "slot-conflict",
-                        f"{each.kind} of stage {each.stage} and {other.kind} of stage {other.stage} both take slot "
+                        f"{pass_.kind} of stage {pass_.stage} and {other.kind} of stage {other.stage} both take slot "
                         f"{slot % self.interval} of every {self.interval}; shift one of them or raise the interval",
                         at=(device,),
                     )
@@ -124,8 +125,9 @@ class Block:
         W are placed in the order of their I. Raise a ScheduleError if no slot is free, or if ``Block`` refuses it.
         """
         starts = dict(starts)
-        taken = {(placement.devices[each.stage], slot % interval) for each, slot in starts.items()}
-        for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
+        taken = {(placement.devices[stage], slot % interval) for (_, stage), slot in starts.items()}
+        inputs = sorted((slot, stage) for (kind, stage), slot in starts.items() if kind is Kind.I)
+        for slot, stage in inputs:
             device = placement.devices[stage]
             following = range(slot + 1, slot + 1 + interval)
             vacant = next((s for s in following if (device, s % interval) not in taken), None)
@@ -146,13 +148,13 @@ class Block:
         in this block, and the first slice ``2 (slices - 1)`` intervals later.
         """
         later = (slices - 1) * self.interval
-        starts = {each: start + (0 if each.kind is Kind.F else later) for each, start in self.starts.items()}
+        starts = {pass_: start if pass_.kind is Kind.F else start + later for pass_, start in self.starts.items()}
         return Block(self.placement, self.interval, starts)
 
     @property
     def length(self) -> int:
         """Return the number of slots from slot 0 to the end of the last pass."""
-        return max(start + SLOTS[each.kind] for each, start in self.starts.items())
+        return max(start + SLOTS[kind] for (kind, _), start in self.starts.items())
 
     def lifespan(self, stage: int) -> int:
         """Return for how many slots an activation of a stage lives: from the start of F to the end of W or B."""
@@ -176,8 +178,8 @@ class Block:
 def repeat(block: Block, num_microbatches: int) -> Timetable:
     """Return the passes of all microbatches, sorted by slot: the block, repeated every ``block.interval`` slots."""
     return sorted(
-        (start + microbatch * block.interval, each)
-        for each, start in block.starts.items()
+        (start + microbatch * block.interval, pass_)
+        for pass_, start in block.starts.items()
         for microbatch in range(num_microbatches)
     )
 
@@ -193,26 +195,26 @@ def reorder(
     ``steady`` also moves the passes in between. That saves about one slot if backwards are full, and makes the schedule
     worse if they are split. ``slices`` is the number of slices per microbatch.
     """
-    warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
-    cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
+    warm_up_end = min(slot for slot, (kind, stage) in timetable if stage == 0 and kind in (Kind.I, Kind.B))
+    cool_down = 1 + max(slot for slot, pass_ in timetable if pass_ == Pass(Kind.F, 0))
     # The dictionary keeps the last forward of a device, because the timetable is sorted by slot.
-    last_forward = {placement.devices[each.stage]: slot for slot, each in timetable if each.kind is Kind.F}
+    last_forward = {placement.devices[stage]: slot for slot, (kind, stage) in timetable if kind is Kind.F}
     # Cool-downs without W in between are best. But before the last forward, some W may have to release memory in time.
     for deferred_from in (dict.fromkeys(last_forward, cool_down), last_forward):
         kept = [
-            (slot, each)
-            for slot, each in timetable
-            if each.kind is not Kind.W or slot < deferred_from[placement.devices[each.stage]]
+            (slot, pass_)
+            for slot, pass_ in timetable
+            if pass_.kind is not Kind.W or slot < deferred_from[placement.devices[pass_.stage]]
         ]
         plan = _Plan(kept, placement, slices)
-        for slot, each in kept:
+        for slot, pass_ in kept:
             start = slot
             if steady or slot < warm_up_end or slot >= cool_down:
-                earliest = plan.earliest(each)
-                if each.kind is Kind.F:
-                    earliest = plan.earliest_within(peak, each, earliest, slot)
-                start = plan.first_idle(each, earliest, slot)
-            plan.place(each, slot, start)
+                earliest = plan.earliest(pass_)
+                if pass_.kind is Kind.F:
+                    earliest = plan.earliest_within(peak, pass_, earliest, slot)
+                start = plan.first_idle(pass_, earliest, slot)
+            plan.place(pass_, slot, start)
         plan.add_missing_weight_gradients()
         reordered = sorted(plan.placed)
         if _peak(reordered, placement) <= peak:
@@ -228,13 +230,13 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
     if num_microbatches <= 0:
         return timetable
     begin = timetable[len(timetable) // 2][0]
-    before = [(slot, each) for slot, each in timetable if slot < begin]
-    rhythm = [(slot, each) for slot, each in timetable if begin <= slot < begin + interval]
-    after = [(slot, each) for slot, each in timetable if slot >= begin]
+    before = [(slot, pass_) for slot, pass_ in timetable if slot < begin]
+    rhythm = [(slot, pass_) for slot, pass_ in timetable if begin <= slot < begin + interval]
+    after = [(slot, pass_) for slot, pass_ in timetable if slot >= begin]
     for shift in range(0, num_microbatches * interval, interval):
-        before.extend((slot + shift, each) for slot, each in rhythm)
+        before.extend((slot + shift, pass_) for slot, pass_ in rhythm)
     shift = num_microbatches * interval
-    return before + [(slot + shift, each) for slot, each in after]
+    return before + [(slot + shift, pass_) for slot, pass_ in after]
 
 
 def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
@@ -242,12 +244,12 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
 
     by_device: list[list[Pass]] = [[] for _ in placement.stages]
     by_stage = [by_device[device] for device in placement.devices]
-    for _, each in timetable:
-        by_stage[each.stage].append(each)
+    for _, pass_ in timetable:
+        by_stage[pass_.stage].append(pass_)
     weights_of = [Pass(Kind.W, stage) for stage in range(placement.num_stages)]
     for passes in by_device:
         weights = iter([weights_of[stage] for kind, stage in passes if kind is Kind.I])
-        passes[:] = [next(weights) if each.kind is Kind.W else each for each in passes]
+        passes[:] = [next(weights) if pass_.kind is Kind.W else pass_ for pass_ in passes]
     return in_microbatch_order(name, placement, num_microbatches, by_device, slices)
 
 
@@ -263,8 +265,8 @@ def build(name: str, block: Block, num_microbatches: int, *, steady: bool = Fals
     # Whole microbatches: a warm-up, a steady state longer than any wait of a pass for its input, and a cool-down.
     enough = -(-3 * (block.length // block.interval + 1) // slices)
     units = slices * min(max(num_microbatches, -(-peak // slices)), enough)
-    found = _reordered(block.placement, block.interval, tuple(block.starts.items()), units, peak, steady, slices)
-    timetable = extend([*found], slices * block.interval, num_microbatches - enough)
+    reordered = _reordered(block.placement, block.interval, tuple(block.starts.items()), units, peak, steady, slices)
+    timetable = extend([*reordered], slices * block.interval, num_microbatches - enough)
     return squeeze(name, timetable, block.placement, num_microbatches, slices)
 
 
@@ -285,28 +287,28 @@ def _reordered(
 
 def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:
     """Return for every stage the pass that computes its input gradient: I or B."""
-    return {each.stage: each for each in passes if each.kind in (Kind.I, Kind.B)}
+    return {pass_.stage: pass_ for pass_ in passes if pass_.kind in (Kind.I, Kind.B)}
 
 
-def _inputs(each: Pass, placement: Placement, backwards: Mapping[int, Pass]) -> list[Pass]:
+def _inputs(pass_: Pass, placement: Placement, backwards: Mapping[int, Pass]) -> list[Pass]:
     """Return the passes of the same microbatch that must end before this one starts."""
-    if each.kind is Kind.F:
-        before = placement.previous_stage(each.stage)
+    if pass_.kind is Kind.F:
+        before = placement.previous_stage(pass_.stage)
         return [] if before is None else [Pass(Kind.F, before)]
-    if each.kind is Kind.W:
-        return [Pass(Kind.I, each.stage)]
-    after = placement.next_stage(each.stage)
-    return [Pass(Kind.F, each.stage)] + ([] if after is None else [backwards[after]])
+    if pass_.kind is Kind.W:
+        return [Pass(Kind.I, pass_.stage)]
+    after = placement.next_stage(pass_.stage)
+    return [Pass(Kind.F, pass_.stage)] + ([] if after is None else [backwards[after]])
 
 
 def _peak(timetable: Timetable, placement: Placement) -> int:
     """Return the most activations (of one stage each) that any device holds."""
-    held: Counter[int] = Counter()
+    activations: Counter[int] = Counter()
     most = 0
-    for _, each in timetable:
-        device = placement.devices[each.stage]
-        held[device] += _HELD[each.kind]
-        most = max(most, held[device])
+    for _, (kind, stage) in timetable:
+        device = placement.devices[stage]
+        activations[device] += _CHANGE[kind]
+        most = max(most, activations[device])
     return most
 
 
@@ -321,67 +323,67 @@ class _Plan:
         self._ends: dict[Pass, list[int]] = defaultdict(list)
         self._input_gradient_ends: list[list[int]] = [[] for _ in range(placement.num_devices)]
         self._weight_gradients: Counter[int] = Counter()
-        self._backwards = _backwards(each for _, each in timetable)
+        self._backwards = _backwards(pass_ for _, pass_ in timetable)
         last = timetable[-1][0]
         changes = [[0] * (last + 1) for _ in range(placement.num_devices)]
-        for slot, each in timetable:
-            device = placement.devices[each.stage]
-            self._busy[device].update(range(slot, slot + SLOTS[each.kind]))
-            changes[device][slot] = _HELD[each.kind]
+        for slot, (kind, stage) in timetable:
+            device = placement.devices[stage]
+            self._busy[device].update(range(slot, slot + SLOTS[kind]))
+            changes[device][slot] = _CHANGE[kind]
         # Stage activations held after every slot.
-        self._held = [list(accumulate(device_changes)) for device_changes in changes]
+        self._activations = [list(accumulate(device_changes)) for device_changes in changes]
 
-    def earliest(self, each: Pass) -> int:
+    def earliest(self, pass_: Pass) -> int:
         """Return the first slot in which the inputs of the pass's next microbatch are complete.
 
         For F, I and B it is also not before the end of the same pass of the previous microbatch. The k-th W of a device
         only waits for the device's k-th I, whatever their stages.
         """
-        kind, stage = each
+        kind, stage = pass_
         if kind is Kind.W:
             device = self._placement.devices[stage]
             return self._input_gradient_ends[device][self._weight_gradients[device]]
-        place = len(self._ends[each])
+        place = len(self._ends[pass_])
         # Forwards and backwards of a stage have different orders. Only the step from a forward to its backward joins them.
         unit = place if kind is Kind.F else mirrored(place, self._slices)
         inputs = [
             self._ends[needed][unit if needed.kind is Kind.F else place]
-            for needed in _inputs(each, self._placement, self._backwards)
+            for needed in _inputs(pass_, self._placement, self._backwards)
         ]
-        return max([0, *self._ends[each][-1:], *inputs])
+        return max([0, *self._ends[pass_][-1:], *inputs])
 
-    def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
+    def earliest_within(self, peak: int, pass_: Pass, earliest: int, slot: int) -> int:
         """Return the first slot from ``earliest`` on to which F can move from ``slot`` without exceeding ``peak``."""
-        held = self._held[self._placement.devices[each.stage]]
-        while slot > earliest and held[slot - 1] < peak:
+        activations = self._activations[self._placement.devices[pass_.stage]]
+        while slot > earliest and activations[slot - 1] < peak:
             slot -= 1
         return slot
 
-    def first_idle(self, each: Pass, earliest: int, planned: int | None = None) -> int:
+    def first_idle(self, pass_: Pass, earliest: int, planned: int | None = None) -> int:
         """Return the first slot from ``earliest`` on at which the pass fits into idle slots.
 
         The slots that the pass has now, from ``planned`` on, count as idle.
         """
-        busy, length = self._busy[self._placement.devices[each.stage]], SLOTS[each.kind]
+        busy, length = self._busy[self._placement.devices[pass_.stage]], SLOTS[pass_.kind]
         own = range(0) if planned is None else range(planned, planned + length)
         start = earliest
         while any(slot in busy and slot not in own for slot in range(start, start + length)):
             start += 1
         return start
 
-    def place(self, each: Pass, planned: int, start: int) -> None:
+    def place(self, pass_: Pass, planned: int, start: int) -> None:
         """Place a pass, for its next microbatch, at slot ``start`` and not at slot ``planned``."""
-        device, length = self._placement.devices[each.stage], SLOTS[each.kind]
+        device, length = self._placement.devices[pass_.stage], SLOTS[pass_.kind]
         if start != planned:
             self._busy[device].difference_update(range(planned, planned + length))
             self._busy[device].update(range(start, start + length))
             for slot in range(start, planned):
-                self._held[device][slot] += _HELD[each.kind]
-        self.placed.append((start, each))
-        self._ends[each].append(start + length)
-        if each.kind is Kind.I:
+                self._activations[device][slot] += _CHANGE[pass_.kind]
+        self.placed.append((start, pass_))
+        self._ends[pass_].append(start + length)
+        if pass_.kind is Kind.I:
             insort(self._input_gradient_ends[device], start + length)
-        self._weight_gradients[device] += each.kind is Kind.W
+        self._weight_gradients[device] += pass_.kind is Kind.W
 
     def add_missing_weight_gradients(self) -> None:
         """Add a W for every I that has none, in the first idle slot after the I. ``squeeze`` sets the stages of W."""

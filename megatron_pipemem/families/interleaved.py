@@ -8,7 +8,7 @@ GIS-H run groups of microbatches through the chunks, with split backwards (arXiv
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import gcd
 
 from megatron_pipemem.errors import UnsupportedError
@@ -65,7 +65,7 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
         forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
         backwards = [Pass(Kind.B, (chunks - 1 - chunk) * p + device) for chunk in visits]
         warm_up = min(len(visits), 2 * (p - device - 1) + ahead)
-        steady = [each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair]
+        steady = list(chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False)))
         return forwards[:warm_up] + steady + backwards[len(visits) - warm_up :]
 
     return in_microbatch_order("interleaved", Placement.interleaved(p, chunks), m, map(device_passes, range(p)), slices)
@@ -247,7 +247,7 @@ def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
             input_gradient = begin + backward[chunk] + 2 * (p - 1 - device)
             timetable.append((input_gradient, Pass(Kind.I, stage)))
             timetable.append((input_gradient + 1, Pass(Kind.W, stage)))
-    return [each for _, each in sorted(timetable)]
+    return [pass_ for _, pass_ in sorted(timetable)]
 
 
 def _bubble_of_halves(p: int, m: int, v: int, f: float, i: float, w: float, **_: float) -> float | None:

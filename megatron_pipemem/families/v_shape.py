@@ -35,6 +35,11 @@ def zbv(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
 def v_half(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
     """Build V-Half: forwards take two slots per device down the V, and one per device back. Backwards mirror them."""
+    # p = 4: the slot and the stage of every pass. The next microbatch follows 6 slots later.
+    #   device 0: F0 .. .. .. .. .. .. .. .. .. F7 .. .. .. I7 W7 .. .. .. .. .. .. .. .. .. I0 .. .. .. W0
+    #   device 1: .. .. F1 .. .. .. .. .. .. F6 .. .. .. .. .. .. I6 W6 .. .. .. .. .. .. I1 W1 .. .. .. ..
+    #   device 2: .. .. .. .. F2 .. .. .. F5 .. .. .. .. .. .. .. .. .. I5 W5 .. .. .. I2 .. .. .. W2 .. ..
+    #   device 3: .. .. .. .. .. .. F3 F4 .. .. .. .. .. .. .. .. .. .. .. .. I4 W4 I3 W3 .. .. .. .. .. ..
     p, turn = num_devices, 0 if num_devices % 2 else 3
     slots = ((2 * r, 3 * p - 2 - r, 3 * p - 1 + turn + 2 * r, 6 * p - 2 + turn - r) for r in range(p))
     return _repeated("v-half", slots, p, num_microbatches, slices)
@@ -72,6 +77,11 @@ def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
     r, first, second = device, device, 2 * p - 1 - device
     f0, i0, w0 = (Pass(kind, first) for kind in (Kind.F, Kind.I, Kind.W))
     f1, i1, w1 = (Pass(kind, second) for kind in (Kind.F, Kind.I, Kind.W))
+    # p = 4: the warm-up of every device, and the begin of its steady state.
+    #   device 0: F0 F0 F0 F0 F0 F0 F0 |                   | F1 I1 W1  F1 I1 W1  F1 I1 W1  F1 I1 W1 | F0 I0 W0 F1 I1 W1 ...
+    #   device 1: F0 F0 F0 F0 F0       | F1 F0             | F1 I1 W1  F1 I1 W1  F1 I1 W1           | F0 I0 W0 F1 I1 W1 ...
+    #   device 2: F0 F0 F0             | F1 F0 F1 F0       | F1 I1 W1  F1 I1 W1                     | F0 I0 W0 F1 I1 W1 ...
+    #   device 3: F0                   | F1 F0 F1 F0 F1 F0 | F1 I1 W1                               | F0 I0 W0 F1 I1 W1 ...
     warm_up = [f0] * (2 * (p - r) - 1) + [f1, f0] * (r + ahead) + [f1, i1, w1] * (p - r)
     # 2p-1-r+ahead of all F0 and p+ahead of all F1 have run.
     round_without_f0 = [i0, w0, f1, i1, w1]

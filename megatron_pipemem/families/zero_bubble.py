@@ -105,9 +105,9 @@ def zb_auto(
     few = min(num_microbatches, 2 * p + 8)
     best = min(policies, key=lambda policy: _quality(_greedy(costs, policy, few, most), costs))
     candidates = [_greedy(costs, best, num_microbatches, most)]
-    for forwards, known in ((p, zb_h1), (2 * p - 1, zb_h2)):
+    for forwards, build in ((p, zb_h1), (2 * p - 1, zb_h2)):
         if most >= forwards:
-            candidates.append(known(p, num_microbatches))
+            candidates.append(build(p, num_microbatches))
     chosen = min(candidates, key=lambda schedule: _quality(schedule, costs))
     return Schedule(NAME, chosen.placement, num_microbatches, chosen.orders)
 
@@ -170,8 +170,8 @@ def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int
 
     def coming(kind: Kind, device: int) -> float:
         """Return when the data of a device's next F or I arrive; infinity if that is unknown."""
-        known, started = arrivals[kind][device], ran[kind][device]
-        return known[started] if started < len(known) else inf
+        times, started = arrivals[kind][device], ran[kind][device]
+        return times[started] if started < len(times) else inf
 
     def choose(device: int, now: float) -> Kind | None:
         """Return the kind that a device starts at ``now``; ``None`` if it waits for the next data."""

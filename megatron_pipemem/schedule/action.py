@@ -180,27 +180,31 @@ def register_kind(spec: KindSpec) -> Kind:
         UnsupportedError: another row has this name, or the name has characters other than capital letters and
             underscores.
     """
-    known = _KINDS.get(spec.name)
-    if known is not None and known.spec == spec:
-        return known
-    if known is not None or not _NAME.fullmatch(spec.name):
-        fault = "is taken by another kind" if known else "is not a name for a kind: use capital letters and underscores"
+    registered = _KINDS.get(spec.name)
+    if registered is not None and registered.spec == spec:
+        return registered
+    if registered is not None or not _NAME.fullmatch(spec.name):
+        fault = (
+            "is taken by another kind"
+            if registered
+            else "is not a name for a kind: use capital letters and underscores"
+        )
         raise UnsupportedError("kind-name", f"{shortened(spec.name)} {fault}; pick another name")
     kind = str.__new__(Kind, spec.name)
     kind.spec, kind.value = spec, spec.name
     _KINDS[spec.name] = kind
     setattr(Kind, spec.name, kind)
-    for wanted, found in _QUERIES:
+    for wanted, kinds in _QUERIES:
         if wanted(spec):
-            found[kind] = None
+            kinds[kind] = None
     return kind
 
 
 def kinds_where(wanted: Callable[[KindSpec], bool]) -> AbstractSet[Kind]:
     """Return the kinds whose rows satisfy a condition, in table order. Kinds that are registered later join the set."""
-    found = {kind: None for kind in Kind if wanted(kind.spec)}
-    _QUERIES.append((wanted, found))
-    return found.keys()
+    kinds = {kind: None for kind in Kind if wanted(kind.spec)}
+    _QUERIES.append((wanted, kinds))
+    return kinds.keys()
 
 
 def kind_called(name: str) -> Kind | None:

@@ -21,7 +21,7 @@ Share = tuple[float, float, int]
 """Seconds and memory of a piece of work, and the number of such pieces."""
 
 
-class Held(NamedTuple):
+class StageMemory(NamedTuple):
     """The memory that a stage holds for one microbatch after its F, after its I, and after its W or B."""
 
     forward: float
@@ -33,8 +33,8 @@ class Chain:
     """The least times of one microbatch (or slice) on every stage, in seconds, and the memory that it holds there.
 
     ``count`` microbatches are like this one. ``seconds`` has the seconds of F, of I and of W, each per stage. ``links``
-    has the seconds of messages between neighbouring stages, forward and backward. ``held`` has one ``Held`` per stage.
-    Times count from the start of the microbatch's first F.
+    has the seconds of messages between neighbouring stages, forward and backward. ``memory`` has one ``StageMemory``
+    per stage. Times count from the start of the microbatch's first F.
 
     Attributes:
         forward_start: per stage, the earliest start of F.
@@ -46,12 +46,16 @@ class Chain:
     """
 
     def __init__(
-        self, count: int, seconds: Sequence[Sequence[float]], links: Sequence[Sequence[float]], held: Sequence[Held]
+        self,
+        count: int,
+        seconds: Sequence[Sequence[float]],
+        links: Sequence[Sequence[float]],
+        memory: Sequence[StageMemory],
     ) -> None:
-        self.count, self.held = count, held
+        self.count, self.memory = count, memory
         self.forward, self.input, self.weight = seconds
         self.there, self.back = links
-        stages = range(len(held))
+        stages = range(len(memory))
         self.forward_start = list(
             accumulate((f + c for f, c in zip(self.forward, self.there, strict=False)), initial=0.0)
         )
@@ -63,20 +67,20 @@ class Chain:
         self.after_input = [self.end - self.input_start[s] - self.input[s] for s in stages]
         self.alive = [self.input_start[s] + self.input[s] - self.forward_start[s] for s in stages]
 
-    def least_given(self, stages: Sequence[int]) -> float:
+    def least_memory(self, stages: Sequence[int]) -> float:
         """Sum the microbatch's lowest memory on each of the stages: 0, or less if more is freed than F took."""
-        return sum(min(0, *self.held[s]) for s in stages)
+        return sum(min(0, *self.memory[s]) for s in stages)
 
     def lives(self, stages: Sequence[int]) -> float:
         """Return the microbatch's memory times the least seconds that it is held, summed over a device's stages.
 
         The result is 0 if memory is negative after any pass.
         """
-        if any(min(self.held[s]) < 0 for s in stages):
+        if any(min(self.memory[s]) < 0 for s in stages):
             return 0.0  # negative memory could last for any time
         # During W, a split backward holds the memory after I, a full one that after F.
         return sum(
-            self.held[s].forward * self.alive[s] + min(self.held[s].forward, self.held[s].input) * self.weight[s]
+            self.memory[s].forward * self.alive[s] + min(self.memory[s].forward, self.memory[s].input) * self.weight[s]
             for s in stages
         )
 
@@ -88,10 +92,10 @@ def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
     last to the first. ``slices`` has the chains of the microbatch's slices. If there are several, only the first
     backward on the last stage is considered.
     """
-    now = most = sum(chain.held[s].forward for chain in slices for s in stages)
+    now = most = sum(chain.memory[s].forward for chain in slices for s in stages)
     for s in reversed(stages) if len(slices) == 1 else stages[-1:]:
-        each = slices[-1].held[s]
-        now += min(each.input, each.weight) - each.forward
+        memory = slices[-1].memory[s]
+        now += min(memory.input, memory.weight) - memory.forward
         most = max(most, now)
     return most
 
@@ -105,7 +109,7 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
     """
     shares: list[Share] = []
     for chain in slices:
-        shares.append((seconds(chain, stage), chain.held[stage].forward, chain.count))
+        shares.append((seconds(chain, stage), chain.memory[stage].forward, chain.count))
         while len(shares) > 1:
             (before, held_before, count), (after, held_after, _) = shares[-2:]
             if min(held_before, held_after) < 0 or before * held_after >= after * held_before * (1 - 1e-12):
@@ -120,7 +124,8 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
     Chains are in the order of microbatches and, within a microbatch, of slices. ``splits`` says whether backwards may
     run as I and W.
     """
-    prices, held, devices = costs.seconds(placement, slices), _held(placement, costs, splits, slices), placement.devices
+    prices, devices = costs.seconds(placement, slices), placement.devices
+    memory = _stage_memory(placement, costs, splits, slices)
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [
         [costs.link_seconds(*(ends if there else reversed(ends))) / slices for ends in pairwise(devices)]
@@ -128,25 +133,25 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
     ]
     weights = costs.microbatch
     if weights is None:
-        parts = [_backward([each[j::slices] for each in seconds], None, splits) for j in range(slices)]
-        return _joined([Chain(num_microbatches, part, links, held[j::slices]) for j, part in enumerate(parts)])
+        parts = [_backward([of_kind[j::slices] for of_kind in seconds], None, splits) for j in range(slices)]
+        return _joined([Chain(num_microbatches, part, links, memory[j::slices]) for j, part in enumerate(parts)])
     weights.check(num_microbatches)
     chains: list[Chain] = []
     factors = zip(*map(weights.seconds_of, (Kind.F, Kind.I, Kind.W)), weights.tokens, strict=True)
     for number, (*times, tokens) in enumerate(factors):
-        own = [[each * weight for each in stages] for stages, weight in zip(seconds, times, strict=True)]
+        own = [[price * weight for price in stages] for stages, weight in zip(seconds, times, strict=True)]
         of_full = weights.kinds.get(Kind.B)
-        full = None if of_full is None else [each * of_full[number] for each in prices[Kind.B]]
-        taken = _backward(own, full, splits)
-        ways = [[link * tokens for link in each] for each in links]
-        kept = [Held(*(left * tokens for left in each)) for each in held]
-        parts = [[each[j::slices] for each in taken] for j in range(slices)]
-        chains += _joined([Chain(1, part, ways, kept[j::slices]) for j, part in enumerate(parts)])
+        full = None if of_full is None else [price * of_full[number] for price in prices[Kind.B]]
+        passes = _backward(own, full, splits)
+        own_links = [[link * tokens for link in direction] for direction in links]
+        own_memory = [StageMemory(*(after * tokens for after in stage)) for stage in memory]
+        parts = [[of_kind[j::slices] for of_kind in passes] for j in range(slices)]
+        chains += _joined([Chain(1, part, own_links, own_memory[j::slices]) for j, part in enumerate(parts)])
     return chains
 
 
-def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[Held]:
-    """Return a ``Held`` for every stage and slice, stage by stage, in the unit of ``Costs.memory_changes``.
+def _stage_memory(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[StageMemory]:
+    """Return a ``StageMemory`` for every stage and slice, stage by stage, in the unit of ``Costs.memory_changes``.
 
     With several slices, these are lower bounds (``_settled``).
     """
@@ -156,27 +161,27 @@ def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list
     for f, i, w, b in zip(forward, inputs, weights, full, strict=True):
         after = (f, f + i, f + min(i + w, b)) if splits else (f, f + b, f + b)
         rounding = 1e-12 * max(map(abs, (f, i, w, b)))
-        result.append(Held(*(0 if abs(left) <= rounding else left for left in after)))
+        result.append(StageMemory(*(0 if abs(left) <= rounding else left for left in after)))
     for stage in range(placement.num_stages if slices > 1 else 0):
         own = slice(stage * slices, (stage + 1) * slices)
         result[own] = _settled(result[own])
     return result
 
 
-def _settled(held: Sequence[Held]) -> list[Held]:
+def _settled(memory: Sequence[StageMemory]) -> list[StageMemory]:
     """Return a lower bound of the memory that a stage holds for every slice of a microbatch, each slice by itself.
 
     The I of a slice may take memory that the later I of an earlier slice gives back, as with gradients of keys and
     values. The result counts such memory from the later I on, so it is never more than the true memory.
     """
-    settled, left = list(held), 0.0
-    for at in reversed(range(len(held))):
-        each = held[at]
-        spare = min(each.input, each.weight)
-        given = min(left, -spare) if spare < 0 else 0.0
-        left += max(0.0, spare) - given
-        moved = given - max(0.0, spare)
-        settled[at] = Held(each.forward, each.input + moved, each.weight + moved)
+    settled, left = list(memory), 0.0
+    for at in reversed(range(len(memory))):
+        after = memory[at]
+        spare = min(after.input, after.weight)
+        repaid = min(left, -spare) if spare < 0 else 0.0
+        left += max(0.0, spare) - repaid
+        moved = repaid - max(0.0, spare)
+        settled[at] = StageMemory(after.forward, after.input + moved, after.weight + moved)
     return settled
 
 
@@ -205,7 +210,7 @@ def _joined(slices: list[Chain]) -> list[Chain]:
     """
     if len(slices) == 1:
         return slices
-    top, final = len(slices[0].held) - 1, len(slices) - 1
+    top, final = len(slices[0].memory) - 1, len(slices) - 1
     # From the start of every F to the end of the last F, and from the start of the first I to the end of every I.
     turning = [list(chain.forward) for chain in slices]
     returning = [list(chain.input) for chain in slices]
@@ -335,19 +340,16 @@ class _Step:
         It is the peak of a device that runs one microbatch after another.
         """
         stages, steps = self._stages[device], self._steps
-        given = [sum(chain.least_given(stages) for chain in step) for step in steps]
-        return max(
-            max(
-                0,
-                most_needed(step, stages)
-                + sum((other[0].count - (other is step)) * gives for other, gives in zip(steps, given, strict=True)),
-            )
-            for step in steps
-        )
+        released = [sum(chain.least_memory(stages) for chain in step) for step in steps]
+
+        def released_by_others(step: list[Chain]) -> float:
+            return sum((other[0].count - (other is step)) * least for other, least in zip(steps, released, strict=True))
+
+        return max(0, *(most_needed(step, stages) + released_by_others(step) for step in steps))
 
     def most_held(self, device: int) -> float:
         """Return the most memory that the device can hold in any order, in the unit of ``Costs.memory_changes``."""
-        return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
+        return sum(chain.count * sum(max(0, *chain.memory[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
         """Return a lower bound of a step's seconds, from the work and the cap of one device.
@@ -364,10 +366,10 @@ class _Step:
         )
         after_last_forward = min(c.after_forward[last] for c in self._last)
         tail = max(0.0, after_last_forward - self._left(stages, cap, last + 1))
-        all_at_once = sum(c.count * sum(c.held[s].forward for s in stages) for c in chains) <= loosened(cap)
+        all_at_once = sum(c.count * sum(c.memory[s].forward for s in stages) for c in chains) <= loosened(cap)
         idle = max(head, tail) if all_at_once else head + tail
         for stage in stages:
-            if stage == 0 and any(c.held[0].input > c.held[0].forward for c in chains):
+            if stage == 0 and any(c.memory[0].input > c.memory[0].forward for c in chains):
                 continue  # a full backward, which takes less memory, leaves nothing after it
             after_last_input = min(c.after_input[stage] for c in self._first)
             idle = max(idle, head + after_last_input - self._left(stages, cap, stage))
@@ -384,11 +386,11 @@ class _Step:
         shares, whole = self._in_turn(waiting, lambda chain, s: chain.input[s] + chain.weight[s])
         for chain in self._chains:
             for s in stages:
-                held = chain.held[s]
-                if s >= done or held.input != held.forward:
-                    shares.append((chain.weight[s], held.input, chain.count))
-                if held.weight < 0:
-                    shares.append((0.0, held.weight, chain.count))
+                memory = chain.memory[s]
+                if s >= done or memory.input != memory.forward:
+                    shares.append((chain.weight[s], memory.input, chain.count))
+                if memory.weight < 0:
+                    shares.append((0.0, memory.weight, chain.count))
         return _most(shares, cap, whole)
 
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:

@@ -115,7 +115,7 @@ def _parse(line: str, number: int) -> dict[str, Any]:
         if (
             name not in Header._fields
             or (len(numbers) > 1 and name not in _SEVERAL)
-            or not all(_NUMBER.fullmatch(each) and int(each) >= (name not in _FROM_ZERO) for each in numbers)
+            or not all(_NUMBER.fullmatch(digits) and int(digits) >= (name not in _FROM_ZERO) for digits in numbers)
         ):
             raise ScheduleFormatError(
                 "bad-header",
@@ -270,7 +270,7 @@ class Table:
             for kind, stage, microbatch in order:
                 if kind is Kind.F:
                     forwards.setdefault(stage % model_stages, set()).add(microbatch)
-        votes = Counter(len(found) for found in forwards.values() if max(found) + 1 == len(found))
+        votes = Counter(len(units) for units in forwards.values() if max(units) + 1 == len(units))
         if votes:
             units = max(votes, key=lambda count: (votes[count], count))
         else:
@@ -359,7 +359,7 @@ def write_table(
 def in_letters(message: str, letters: str) -> str:
     """Return an error message with the actions in it written in other letters, a key of ``LETTERS``."""
     names = _WRITTEN.get(letters, {})
-    return _NAMED.sub(lambda found: found[1] + names.get(Kind(found[2]), found[2]) + found[3], message)
+    return _NAMED.sub(lambda match: match[1] + names.get(Kind(match[2]), match[2]) + match[3], message)
 
 
 _BYTE_ORDER_MARK = "\ufeff"  # spreadsheets put it at the start of the file
@@ -397,8 +397,8 @@ def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str
         return "torch-old", "detected: BW occurs"
     if "W" in kinds and "I" not in kinds:
         return "torch-old", "detected: W occurs and I does not"
-    if sign := next((found[0].lstrip("0123456789") for cell in cells if (found := _TORCH_ONLY.search(cell))), None):
-        return "torch-new", f"detected: {sign} occurs, BW does not"
+    if match := next(filter(None, map(_TORCH_ONLY.search, cells)), None):
+        return "torch-new", f"detected: {match[0].lstrip('0123456789')} occurs, BW does not"
     if dialect == "torch":
         return "torch-new", "detected: BW does not occur"
     return "pipemem", "detected: nothing that only torch writes occurs"

@@ -250,19 +250,21 @@ def needs_of(
             continue
         if need.only and stage != _end_of(placement, need.only, kind):
             continue
-        wanted = Kind(need.kind)
+        needed_kind = Kind(need.kind)
         if need.place:
-            place: int | None = EVERYWHERE if need.place == "everywhere" else _end_of(placement, need.place, wanted)
+            place: int | None = (
+                EVERYWHERE if need.place == "everywhere" else _end_of(placement, need.place, needed_kind)
+            )
         elif need.stage:
             place = placement.next_stage(stage) if need.stage > 0 else placement.previous_stage(stage)
         else:
             place = stage
         if place is None:
             continue
-        of_others = wanted is Kind.I and (need.stage, need.slice, need.place) != (0, 0, "")
-        for each in _units(need, unit, slices):
-            full = Action(Kind.B, place, each)
-            needed.append(full if of_others and full in fused else Action(wanted, place, each))
+        of_others = needed_kind is Kind.I and (need.stage, need.slice, need.place) != (0, 0, "")
+        for needed_unit in _units(need, unit, slices):
+            full = Action(Kind.B, place, needed_unit)
+            needed.append(full if of_others and full in fused else Action(needed_kind, place, needed_unit))
     return tuple(needed)
 
 
@@ -348,18 +350,18 @@ class Dependencies:
         Those of the last two schedules are kept, because a schedule is usually proved, simulated and drawn in turn.
         """
         if not already:
-            for known, found in _latest:
-                if known() is schedule:
-                    return found
+            for latest_schedule, dependencies in _latest:
+                if latest_schedule() is schedule:
+                    return dependencies
         placement, slices, barriers = schedule.placement, schedule.slices, schedule.vocabulary_barriers
 
         def needs(action: Action) -> tuple[Action, ...]:
             return needs_of(action, placement, (), slices, barriers)
 
-        found = cls(schedule.orders, placement, needs, slices, already, schedule.pairs)
+        dependencies = cls(schedule.orders, placement, needs, slices, already, schedule.pairs)
         if not already:
-            _latest[:] = [*_latest[-1:], (ref(schedule, _forget), found)]
-        return found
+            _latest[:] = [*_latest[-1:], (ref(schedule, _forget), dependencies)]
+        return dependencies
 
     def _numbered(self) -> list[range]:
         """Return the nodes of every lane, and add a node for every collective to ``actions``."""
@@ -417,7 +419,7 @@ class Dependencies:
         for first in self.pairs:
             waits[first], waits[first + 1] = waits[first] + waits[first + 1], []
         firsts = set(self.pairs)
-        return [[(needed + (needed in firsts), link) for needed, link in each] for each in waits]
+        return [[(needed + (needed in firsts), link) for needed, link in of_node] for of_node in waits]
 
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
         """Return the index of the price, and the needs, that all actions with this kind, stage and slice share.
@@ -426,13 +428,13 @@ class Dependencies:
         """
         microbatch = action.microbatch or 0
         if action.stage == EVERYWHERE:
-            wanted = [action._replace(stage=device) for device in range(len(self._orders))]
+            needed_actions = [action._replace(stage=device) for device in range(len(self._orders))]
         else:
-            wanted = list(self._needs(action))
+            needed_actions = list(self._needs(action))
             # A device posts a collective before it waits for it.
-            wanted += [needed._replace(stage=lane) for needed in wanted if needed.stage == EVERYWHERE]
+            needed_actions += [needed._replace(stage=lane) for needed in needed_actions if needed.stage == EVERYWHERE]
         needs = []
-        for needed in wanted:
+        for needed in needed_actions:
             nodes = self._nodes.get(needed[:2], {})
             if needed.kind is Kind.I and action.kind is not Kind.W:  # the gradient comes from an I or from a B
                 nodes = nodes | self._nodes.get((Kind.B, needed.stage), {})
@@ -457,8 +459,8 @@ class Dependencies:
         """Yield all actions that a node needs, including those on its own device and those that the orders lack."""
         microbatch = self.actions[node].microbatch or 0
         for need in self._rules[(*self.actions[node][:2], microbatch % self._slices)][1]:
-            found = need.nodes.get(microbatch + need.shift)
-            action = _moved(need.action, microbatch + need.shift) if found is None else self.actions[found]
+            needed = need.nodes.get(microbatch + need.shift)
+            action = _moved(need.action, microbatch + need.shift) if needed is None else self.actions[needed]
             if action.stage == EVERYWHERE:
                 yield from (action._replace(stage=device) for device in range(len(self._orders)))
             else:
@@ -512,7 +514,7 @@ _latest: list[tuple[ref[Schedule], Dependencies]] = []
 
 
 def _forget(gone: ref[Schedule]) -> None:
-    _latest[:] = [each for each in _latest if each[0] is not gone]
+    _latest[:] = [(schedule, dependencies) for schedule, dependencies in _latest if schedule is not gone]
 
 
 def _moved(action: Action, microbatch: int) -> Action:

@@ -35,7 +35,7 @@ def brief(value: object) -> str:
         return text
     if isinstance(value, Mapping):
         return f"<{len(value)} entries>"
-    if isinstance(value, Sequence) and value and all(isinstance(each, int | float) for each in value):
+    if isinstance(value, Sequence) and value and all(isinstance(number, int | float) for number in value):
         return f"<{len(value)} of {min(value):.4g} to {max(value):.4g}>"
     return text if len(text) <= 2 * _MOST else f"<{type(value).__name__}>"
 

@@ -58,8 +58,8 @@ SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
 class _Fact:
     """A field of ``Family`` whose value is derived from the family's example schedule unless the user declares it."""
 
-    def __init__(self, found: Callable[[Family], object], checked: bool = True) -> None:
-        self.found, self.checked = found, checked
+    def __init__(self, derive: Callable[[Family], object], checked: bool = True) -> None:
+        self.derive, self.checked = derive, checked
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -68,18 +68,18 @@ class _Fact:
         if family is None:
             return None  # the default of the field: not declared
         declared = family.__dict__[self._name]
-        return self.found(family) if declared is None else declared
+        return self.derive(family) if declared is None else declared
 
     def __set__(self, family: Family, declared: object) -> None:
         family.__dict__[self._name] = declared
 
 
-def _fact[T](found: Callable[[Family], T], checked: bool = True) -> T:
+def _fact[T](derive: Callable[[Family], T], checked: bool = True) -> T:
     """Return a ``_Fact``. To type checkers it has the type of the field's value, as with ``dataclasses.field``.
 
-    ``found`` derives the value from a family. ``Family.check`` compares a declared value with it only if ``checked``.
+    ``derive`` derives the value from a family. ``Family.check`` compares a declared value with it only if ``checked``.
     """
-    fact: Any = _Fact(found, checked)
+    fact: Any = _Fact(derive, checked)
     return fact
 
 
@@ -301,13 +301,13 @@ class Family:
         for name, fact in vars(Family).items():
             if not isinstance(fact, _Fact) or not fact.checked:
                 continue
-            declared, found = self.__dict__[name], fact.found(self)
-            if declared is None or declared == found or (name, found) == ("chunks", None):
+            declared, derived = self.__dict__[name], fact.derive(self)
+            if declared is None or declared == derived or (name, derived) == ("chunks", None):
                 continue
             size = f"{self.example.num_devices} devices and {self.example.num_microbatches} microbatches"
             raise UnsupportedError(
                 "family-declaration",
-                f"schedule {self.name!r} declares {name}={declared!r}, but its schedule for {size} has {name}={found!r}; "
+                f"schedule {self.name!r} declares {name}={declared!r}, but its schedule for {size} has {name}={derived!r}; "
                 f"leave {name} out, or correct one of them",
             )
 

@@ -62,10 +62,10 @@ class Horizons:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        found = Dependencies.of_schedule(schedule)
-        if error := found.stuck():
+        dependencies = Dependencies.of_schedule(schedule)
+        if error := dependencies.stuck():
             raise error
-        self._lanes, self._needed = found.lanes, last_needed(found)
+        self._lanes, self._needed = dependencies.lanes, last_needed(dependencies)
 
     def place(self, device: int, position: int, other: int) -> int:
         """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``.
@@ -184,12 +184,12 @@ def add_replica_reductions(
     if placement.replicas == 1:
         return actions
     size = placement.model_stages
-    trained = {each.stage % size for order in actions for each in order if each.kind is Kind.REDUCE_GRAD}
+    trained = {action.stage % size for order in actions for action in order if action.kind is Kind.REDUCE_GRAD}
     sums = [
         sorted((s for s in stages if s % size in trained), key=lambda s: (-(s % size), s))
         for stages in placement.stages
     ]
-    ends = [sum(each.kind in ORDERED for each in order) for order in actions]
+    ends = [sum(action.kind in ORDERED for action in order) for order in actions]
     places = [dict.fromkeys(stages, end if horizons is None else 0) for stages, end in zip(sums, ends, strict=True)]
     if horizons is not None:
         for order, own in zip(actions, places, strict=True):
@@ -278,10 +278,10 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     with unit costs, so that messages are not received long before they are needed. Raise a ScheduleError if devices
     would have to post collectives in contradicting orders.
     """
-    found = Dependencies.of_schedule(schedule)
+    dependencies = Dependencies.of_schedule(schedule)
     ends = [(end, device) for device, spans in enumerate(simulate(schedule).spans) for _, end in spans]
-    *devices, channel = found.lanes
-    waits = list(found.graph.waits)
+    *devices, channel = dependencies.lanes
+    waits = list(dependencies.graph.waits)
     firsts = {nodes.start for nodes in devices}
     for collective in channel:
         posts = [post for post, _ in waits[collective]]
@@ -294,13 +294,13 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         for post in posts:
             waits[post], ends[post] = [(collective, 0)], (-math.inf, 0)
     passed = set()
-    for node in Graph(found.graph.lanes, waits).by_urgency(ends.__getitem__):
+    for node in Graph(dependencies.graph.lanes, waits).by_urgency(ends.__getitem__):
         passed.add(node)
-        kind, stage, microbatch = action = found.actions[node]
+        kind, stage, microbatch = action = dependencies.actions[node]
         if stage == EVERYWHERE:
             yield from ((device, Action(kind, device, microbatch)) for device in range(len(devices)))
         elif kind not in COLLECTIVES:
-            yield found.graph.lane_of[node], action
+            yield dependencies.graph.lane_of[node], action
     for device, nodes in enumerate(devices):
         for position, node in enumerate(nodes):
             if node not in passed:
@@ -308,7 +308,7 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                     "collective-order",
                     "can never run: the devices wait for one another's collectives in a circle; use the passes and "
                     "collectives that with_vocabulary() places",
-                    at=(device, position, found.actions[node]),
+                    at=(device, position, dependencies.actions[node]),
                 )
 
 
@@ -319,11 +319,11 @@ def lower_paired(schedule: Schedule) -> Program:
     pairs run one after the other.
     """
     schedule = replace(schedule, pairs=frozenset())
-    found = Dependencies.of_schedule(schedule)
-    if error := found.stuck():
+    dependencies = Dependencies.of_schedule(schedule)
+    if error := dependencies.stuck():
         raise error
-    waits, device_of = found.graph.waits, found.graph.lane_of
-    turns, following = [0] * len(found.actions), [0] * len(schedule.orders)
+    waits, device_of = dependencies.graph.waits, dependencies.graph.lane_of
+    turns, following = [0] * len(dependencies.actions), [0] * len(schedule.orders)
 
     def turn_of(node: int) -> int:
         """Return the turn of a node: devices take turns, and one that waits for a message lets the others go on."""
@@ -332,8 +332,8 @@ def lower_paired(schedule: Schedule) -> Program:
         following[device] = turns[node] + 1
         return turns[node]
 
-    nodes = found.graph.by_urgency(turn_of)
-    rows = add_messages_in_sequence(schedule, ((device_of[node], found.actions[node]) for node in nodes))
+    nodes = dependencies.graph.by_urgency(turn_of)
+    rows = add_messages_in_sequence(schedule, ((device_of[node], dependencies.actions[node]) for node in nodes))
     return Program(schedule, tuple(map(add_gradient_reductions, rows)))
 
 
@@ -439,7 +439,8 @@ class _Run:
                 filter(None, map(self._router.awaited, together))
             ):
                 continue
-            end = now + self._prices.of(*action) + sum(self._prices.second_of_pair(action, each) for each in second)
+            seconds_of_pair = sum(self._prices.second_of_pair(action, backward) for backward in second)
+            end = now + self._prices.of(*action) + seconds_of_pair
             if action.kind not in MEMORY and self._should_wait(device, now, end):
                 continue
             self._lists[device] += together

@@ -51,7 +51,7 @@ def per_device(limit: float | Sequence[float], num_devices: int, subject: str = 
         raise UnsupportedError(
             "wrong-count", f"{len(limits)} {subject} for {num_devices} devices; give one number, or one per device"
         )
-    if not all(0 <= each < math.inf for each in limits):
+    if not all(0 <= of_device < math.inf for of_device in limits):
         raise UnsupportedError("bad-number", f"{subject} must be numbers of at least 0, not {shortened(limit)}")
     return limits
 

@@ -84,13 +84,13 @@ def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[Earl
     if text == AUTO:
         return frozenset(("experts_fc2",) if 0 < expert_width < hidden else ())
     named = [] if text == "none" else text.split(",")
-    if unknown := [each for each in named if each not in EARLY_WEIGHTS]:
+    if unknown := [kind for kind in named if kind not in EARLY_WEIGHTS]:
         raise UnsupportedError(
             "bad-choice",
             f"early_weights {shortened(unknown[0])} is not one of {', '.join(EARLY_WEIGHTS)}; give some of these with commas "
             "between, or auto or none",
         )
-    return frozenset(each for each in EARLY_WEIGHTS if each in named)
+    return frozenset(kind for kind in EARLY_WEIGHTS if kind in named)
 
 
 def _value(text: str) -> object:
@@ -121,21 +121,21 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
         raise UnsupportedError("bad-number", f"seed of a search must be a whole number, not {shortened(seed)}")
 
 
-def slice_counts(given: object) -> tuple[int, ...]:
+def slice_counts(value: object) -> tuple[int, ...]:
     """Read the numbers of sequence slices that a search may choose: from a number, a list, or ``1,2,4``.
 
     The result is sorted and has no duplicates. Raise an UnsupportedError unless all are whole numbers of at least 1.
     """
-    counts: list[object] = [given]
-    if isinstance(given, list | tuple):
-        counts = list(given)
-    elif isinstance(given, str):
-        counts = [int(each) if each.strip().isdecimal() else each for each in given.split(",")]
+    counts: list[object] = [value]
+    if isinstance(value, list | tuple):
+        counts = list(value)
+    elif isinstance(value, str):
+        counts = [int(count) if count.strip().isdecimal() else count for count in value.split(",")]
     if not counts:
         raise UnsupportedError("bad-syntax", "slices of a search are empty; name some, as in slices=1,2,4,8")
-    for each in counts:
-        check_whole("slices of a search, as in slices=1,2,4,8,", each)
-    return tuple(sorted({each for each in counts if isinstance(each, int)}))
+    for count in counts:
+        check_whole("slices of a search, as in slices=1,2,4,8,", count)
+    return tuple(sorted({count for count in counts if isinstance(count, int)}))
 
 
 def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) -> tuple[Placement, ...]:

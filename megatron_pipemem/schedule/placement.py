@@ -33,11 +33,11 @@ class Placement:
         return f"<Placement {self.name}: {', '.join(map(str, self.devices))}{replicas}>"
 
     def __post_init__(self) -> None:
-        held = set(self.devices)
-        if not held or held != set(range(len(held))):
+        used = set(self.devices)
+        if not used or used != set(range(len(used))):
             raise ScheduleError(
                 "bad-placement",
-                f"devices must be numbered from 0 without a gap, each with a stage; this placement has {sorted(held)}",
+                f"devices must be numbered from 0 without a gap, each with a stage; this placement has {sorted(used)}",
             )
         if self.replicas < 1 or len(self.devices) % self.replicas:
             raise ScheduleError(
@@ -63,10 +63,10 @@ class Placement:
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every device in model order. The index of a stage in ``stages[device]`` is its chunk."""
-        held: list[list[int]] = [[] for _ in range(self.num_devices)]
+        stages_of: list[list[int]] = [[] for _ in range(self.num_devices)]
         for stage, device in enumerate(self.devices):
-            held[device].append(stage)
-        return tuple(tuple(stages) for stages in held)
+            stages_of[device].append(stage)
+        return tuple(tuple(stages) for stages in stages_of)
 
     @property
     def num_chunks(self) -> int:
@@ -138,12 +138,12 @@ class Placement:
         """Return the placement with these devices. Its name is ``custom`` unless it is one of the known placements."""
         p = max(devices) + 1
         if replicas > 1:
-            known = cls.bidirectional(p)
-            return known if (known.devices, known.replicas) == (devices, replicas) else cls("custom", devices, replicas)
+            named = cls.bidirectional(p)
+            return named if (named.devices, named.replicas) == (devices, replicas) else cls("custom", devices, replicas)
         if len(devices) % p == 0:
-            for known in (cls.interleaved(p, len(devices) // p), cls.wave(p, len(devices) // p)):
-                if known.devices == devices:
-                    return known
+            for named in (cls.interleaved(p, len(devices) // p), cls.wave(p, len(devices) // p)):
+                if named.devices == devices:
+                    return named
         return cls("custom", devices)
 
 

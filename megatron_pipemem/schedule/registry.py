@@ -72,13 +72,13 @@ def family(name: str) -> Family:
     offered = {entry.name: entry for entry in _offered(tuple(sys.path))}
     if name in offered:
         return register_schedule(_load(offered[name]))
-    known = sorted({*table, *offered})
-    near = get_close_matches(name.lower().replace("_", "-"), [*known, AUTO, STOCK], n=1)
+    names = sorted({*table, *offered})
+    near = get_close_matches(name.lower().replace("_", "-"), [*names, AUTO, STOCK], n=1)
     hint = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
-    listed = get_close_matches(name.lower(), known, n=_LISTED, cutoff=0.0)
+    listed = get_close_matches(name.lower(), names, n=_LISTED, cutoff=0.0)
     raise UnknownScheduleError(
         "unknown-schedule",
-        f"unknown schedule {shortened(name)}; {hint}known: {', '.join(listed)} and {len(known) - len(listed)} more, which "
+        f"unknown schedule {shortened(name)}; {hint}known: {', '.join(listed)} and {len(names) - len(listed)} more, which "
         "`pipemem schedules --all` lists",
     )
 
@@ -107,17 +107,17 @@ def register_module(target: str) -> tuple[Family, ...]:
     """
     before = set(_table())
     module = import_target(f"schedule module {repeated(target)}", target)
-    registered = (each for name, each in _table().items() if name not in before)
-    named = {each.name: each for each in (*registered, *families_of(module))}
-    found = _OF_MODULES[module.__name__] = _OF_MODULES.get(module.__name__) or tuple(named.values())
-    if not found:
+    registered = (family for name, family in _table().items() if name not in before)
+    named = {family.name: family for family in (*registered, *families_of(module))}
+    registered_families = _OF_MODULES[module.__name__] = _OF_MODULES.get(module.__name__) or tuple(named.values())
+    if not registered_families:
         raise UnsupportedError(
             "cannot-import",
             f"schedule module {repeated(target)} has no schedule family; let it call register_schedule(Family(...))",
         )
-    for each in found:
-        register_schedule(each)
-    return found
+    for family in registered_families:
+        register_schedule(family)
+    return registered_families
 
 
 def families_of(module: ModuleType) -> tuple[Family, ...]:
@@ -188,10 +188,10 @@ def synchronous_families(sliced: bool = False) -> Iterator[Family]:
 
     They are those that do not cut microbatches by default; with ``sliced``, those with the option ``slices``.
     """
-    for each in families():
-        fits = "slices" in each.options if sliced else each.slices == 1
-        if fits and not (each.offloads or each.asynchronous or each.replicas > 1):
-            yield each
+    for family in families():
+        fits = "slices" in family.options if sliced else family.slices == 1
+        if fits and not (family.offloads or family.asynchronous or family.replicas > 1):
+            yield family
 
 
 def synchronous_schedules(
@@ -202,14 +202,14 @@ def synchronous_schedules(
     With ``max_chunks``, families with the option ``chunks`` are built with every number from 2 up to it, and schedules
     with more chunks are left out. Without it, every family is built once with its defaults.
     """
-    for each in synchronous_families():
+    for family in synchronous_families():
         variants: Sequence[dict[str, Any]] = ({},)
-        if max_chunks is not None and "chunks" in each.options:
+        if max_chunks is not None and "chunks" in family.options:
             variants = [{"chunks": chunks} for chunks in range(2, max_chunks + 1)]
         for options in variants:
             try:
                 schedule = build_schedule(
-                    each.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs, **options
+                    family.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs, **options
                 )
             except PipememError:
                 continue
@@ -218,11 +218,11 @@ def synchronous_schedules(
 
 
 def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units: Costs) -> None:
-    held = peaks(schedule, units)
-    over = [device for device, peak in enumerate(held) if peak > loosened(caps[device])]
+    own_peaks = peaks(schedule, units)
+    over = [device for device, peak in enumerate(own_peaks) if peak > loosened(caps[device])]
     if not over:
         return
-    worst = max(over, key=lambda device: held[device])
+    worst = max(over, key=lambda device: own_peaks[device])
     fitting: dict[bool, list[str]] = {False: [], True: []}  # by whether a family offloads and the chosen one does not
     for other in families():
         # Replicas save activations but hold more weights.
@@ -244,7 +244,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     where = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
         "over-cap",
-        f"schedule {shortened(chosen.name)} needs {held[worst]:.4g} activation units{where} with {schedule.num_devices} "
+        f"schedule {shortened(chosen.name)} needs {own_peaks[worst]:.4g} activation units{where} with {schedule.num_devices} "
         f"devices and {schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; "
         f"{'; '.join(ways_out)}",
     )
@@ -275,9 +275,10 @@ def _load(entry: EntryPoint) -> Family:
 def _table() -> dict[str, Family]:
     """Return the families by name. The first call imports every module of ``families``."""
     if not _FAMILIES:
-        modules = [import_module(f"{built_in.__name__}.{found.name}") for found in iter_modules(built_in.__path__)]
-        found = {each.name: each for module in modules for each in families_of(module)}
-        _FAMILIES.update({name: found[name] for name in (*filter(found.__contains__, built_in.ORDER), *found)})
+        modules = [import_module(f"{built_in.__name__}.{module.name}") for module in iter_modules(built_in.__path__)]
+        by_name = {family.name: family for module in modules for family in families_of(module)}
+        names = (*filter(by_name.__contains__, built_in.ORDER), *by_name)
+        _FAMILIES.update({name: by_name[name] for name in names})
     return _FAMILIES
 
 

@@ -104,12 +104,12 @@ class Schedule(Shown):
 
         Stages without such kinds are left out.
         """
-        found: dict[int, dict[Kind, None]] = {}
+        kinds_of: dict[int, dict[Kind, None]] = {}
         for order in self.orders:
             for kind, stage, _ in order:
                 if kind in PREPARING:
-                    found.setdefault(stage, {})[kind] = None
-        return {stage: tuple(kinds) for stage, kinds in found.items()}
+                    kinds_of.setdefault(stage, {})[kind] = None
+        return {stage: tuple(kinds) for stage, kinds in kinds_of.items()}
 
     @property
     def offloads(self) -> bool:
@@ -267,10 +267,10 @@ def versions_held(schedule: Schedule) -> tuple[int, ...]:
         return tuple(most)
     uses = list(weight_uses(schedule))
     coming = Counter((use.action.stage, use.version) for use in uses)
-    held: dict[int, set[int]] = {}
+    versions_of: dict[int, set[int]] = {}
     for use in uses:
         stage = use.action.stage
-        versions = held.setdefault(stage, {0})
+        versions = versions_of.setdefault(stage, {0})
         coming[stage, use.version] -= 1
         newest = use.newest + use.updates
         if use.updates:

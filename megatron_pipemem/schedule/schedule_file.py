@@ -134,20 +134,20 @@ def _check_numbering(schedule: Schedule) -> None:
 
     The validator would report such a stage as incomplete.
     """
-    wanted = range(schedule.num_units)
+    units = range(schedule.num_units)
     for device, order in enumerate(schedule.orders):
-        found: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
+        by_kind: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
         for position, action in enumerate(order):
-            found.setdefault((action.kind, action.stage), []).append((position, action))
-        for (kind, stage), places in found.items():
+            by_kind.setdefault((action.kind, action.stage), []).append((position, action))
+        for (kind, stage), places in by_kind.items():
             numbers = sorted(action.microbatch for _, action in places)
             shift = numbers[0]
-            if shift and len(numbers) == len(wanted) and numbers == list(range(shift, shift + len(wanted))):
+            if shift and len(numbers) == len(units) and numbers == list(range(shift, shift + len(units))):
                 position, action = min(places, key=lambda place: place[1].microbatch)
                 raise ScheduleError(
                     "shifted-microbatches",
-                    f"stage {stage} numbers its {len(wanted)} actions of kind {kind} from {shift} to {numbers[-1]}, "
-                    f"but the step has microbatches 0 to {len(wanted) - 1}; subtract {shift} from each number, so "
+                    f"stage {stage} numbers its {len(units)} actions of kind {kind} from {shift} to {numbers[-1]}, "
+                    f"but the step has microbatches 0 to {len(units) - 1}; subtract {shift} from each number, so "
                     f"that {action} becomes {action._replace(microbatch=0)}",
                     at=(device, position, action),
                 )
@@ -160,5 +160,5 @@ def _cell(table: Table, error: ScheduleError) -> Cell | None:
     """
     if error.device is None or error.device >= len(table.rows):
         return None
-    found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]
-    return found[min(1, len(found) - 1)] if found else None
+    cells = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]
+    return cells[min(1, len(cells) - 1)] if cells else None

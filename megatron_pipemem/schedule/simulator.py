@@ -93,7 +93,7 @@ class Timeline(Shown):
         used = [spans for spans in self.spans if spans]
         if not used:
             return 0.0
-        ends = [*(spans[-1][1] for spans in used), *(each.end for each in self.replica_reductions)]
+        ends = [*(spans[-1][1] for spans in used), *(reduction.end for reduction in self.replica_reductions)]
         return max(ends) - min(spans[0][0] for spans in used)
 
     @cached_property
@@ -176,20 +176,20 @@ def simulate(
     return simulated(schedule, costs or Costs(), Dependencies.of_schedule(schedule, already), begins)
 
 
-def simulated(schedule: Schedule, costs: Costs, found: Dependencies, begins: Sequence[float] = ()) -> Timeline:
+def simulated(schedule: Schedule, costs: Costs, dependencies: Dependencies, begins: Sequence[float] = ()) -> Timeline:
     """Return the result of ``simulate`` for a schedule whose dependencies are known."""
     placement, orders = schedule.placement, schedule.orders
-    if error := found.stuck():
+    if error := dependencies.stuck():
         raise error
     prices = ActionPrices(schedule, costs)
     transfers = _Transfers(schedule, costs, prices)
-    actions, lanes, lane_of = found.actions, found.lanes, found.graph.lane_of
-    graph, seconds, lags = prices.of_graph(found)
+    actions, lanes, lane_of = dependencies.actions, dependencies.lanes, dependencies.graph.lane_of
+    graph, seconds, lags = prices.of_graph(dependencies)
     times = Times(graph, seconds, lags, 0.0, lambda node, start: transfers.run(lane_of[node], actions[node], start))
     times.free[: len(begins)] = begins
     # Devices that share a channel run in order of time, so that their copies queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
-    times.run(graph.steps(graph.by_urgency(times.start_of) if in_turn else found.walk.nodes))
+    times.run(graph.steps(graph.by_urgency(times.start_of) if in_turn else dependencies.walk.nodes))
     spans = list(zip(times.starts, times.ends, strict=True))
     served = zip(actions[sum(map(len, orders)) :], spans[sum(map(len, orders)) :], strict=True)
     return Timeline(
@@ -197,7 +197,7 @@ def simulated(schedule: Schedule, costs: Costs, found: Dependencies, begins: Seq
         costs,
         tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes[: len(orders)]),
         peaks(schedule, costs),
-        sum(len(found.nodes_of(*each)) for each in Router(placement).emitting),
+        sum(len(dependencies.nodes_of(kind, stage)) for kind, stage in Router(placement).emitting),
         tuple(map(tuple, transfers.transfers)),
         tuple(map(tuple, transfers.stalls)),
         peaks(schedule, costs, host=True),

@@ -43,7 +43,7 @@ def is_fitted(name: str) -> bool:
 
     That holds for ``auto``, and for families that do not place stages round robin.
     """
-    return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
+    return name == AUTO or any(family.name == name and family.placement not in _BY_RULE for family in families())
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:

@@ -190,10 +190,10 @@ def family_window(
     if per_batch:  # then gradients are complete, and are summed over data-parallel ranks
         own = list(map(add_gradient_reductions, own))
     uses = _weights(stream, batch, first, behind_messages=not single_queue)
-    found = Window(stream, batch, moment, tuple(own), tuple(past), *uses)
+    window = Window(stream, batch, moment, tuple(own), tuple(past), *uses)
     if single_queue:
-        run_single_queues(found.program)
-    return found
+        run_single_queues(window.program)
+    return window
 
 
 def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) -> list[Order]:
@@ -314,19 +314,19 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
     run = whole if schedule.updates is None else _Windows(schedule, costs).run
     synchronous = max((whole if schedule.updates is None else _Windows(schedule, costs).run)(_MOST_STEPS, tails))
     begins: tuple[float, ...] = (0.0,) * len(tails)
-    found: list[tuple[float, ...]] = []
+    begins_of_steps: list[tuple[float, ...]] = []
     period = None
-    while len(found) < steps or period is None:
-        if len(found) == max(steps, _MOST_STEPS):
+    while len(begins_of_steps) < steps or period is None:
+        if len(begins_of_steps) == max(steps, _MOST_STEPS):
             raise ScheduleError(
                 "no-period",
-                f"{schedule.name}: the times of steps without a barrier do not repeat within {len(found)} steps; use "
+                f"{schedule.name}: the times of steps without a barrier do not repeat within {len(begins_of_steps)} steps; use "
                 "other costs, or keep the barrier",
             )
-        begins = tuple(end + tail for end, tail in zip(run(len(found), begins), tails, strict=True))
-        found.append(begins)
-        period = _period(found) if period is None else period
-    return Stream(synchronous, period, tuple(found))
+        begins = tuple(end + tail for end, tail in zip(run(len(begins_of_steps), begins), tails, strict=True))
+        begins_of_steps.append(begins)
+        period = _period(begins_of_steps) if period is None else period
+    return Stream(synchronous, period, tuple(begins_of_steps))
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None) -> float:
@@ -356,7 +356,9 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
 
         def repeated(actions: Iterable[Action]) -> Iterator[Action]:
             for step in range(steps):
-                yield from (each._replace(microbatch=each.microbatch + step * schedule.num_units) for each in actions)
+                yield from (
+                    action._replace(microbatch=action.microbatch + step * schedule.num_units) for action in actions
+                )
 
         orders, pairs = tuple(map(tuple, map(repeated, schedule.orders))), frozenset(repeated(schedule.pairs))
         drawn = replace(schedule, num_microbatches=steps * schedule.num_microbatches, orders=orders, pairs=pairs)
@@ -393,7 +395,7 @@ class _Windows:
         costs.require_alike("a window of a stream that is never flushed")
         self._schedule, self._costs = schedule, costs
         self._size = schedule.name, schedule.num_devices, schedule.num_microbatches
-        self._found: dict[Moment, Window] = {}
+        self._by_moment: dict[Moment, Window] = {}
         self._forwards: dict[Action, float] = {}
         """ends of the forwards of the previous step, with microbatches numbered as in the next step"""
 
@@ -405,9 +407,9 @@ class _Windows:
         """
         far = horizon(*self._size[1:])
         moment = Moment(min(number, far), far if number else 0, far)
-        if moment not in self._found:
-            self._found[moment] = family_window(*self._size, moment, costs=self._costs, **_options(self._schedule))
-        window = self._found[moment]
+        if moment not in self._by_moment:
+            self._by_moment[moment] = family_window(*self._size, moment, costs=self._costs, **_options(self._schedule))
+        window = self._by_moment[moment]
         already = {action for actions in window.past for action in actions}
         # A device's first action is the only one that may need data of the previous step from another device.
         starts = [
@@ -442,9 +444,9 @@ def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
     A device without actions ends when it begins. ``begins`` has the time at which every device begins.
     """
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
-    for each in timeline.replica_reductions:
-        for device in timeline.schedule.placement.holders(each.action.stage):
-            ends[device] = max(ends[device], each.end)
+    for reduction in timeline.replica_reductions:
+        for device in timeline.schedule.placement.holders(reduction.action.stage):
+            ends[device] = max(ends[device], reduction.end)
     return ends
 
 

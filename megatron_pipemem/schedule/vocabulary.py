@@ -54,8 +54,10 @@ class VocabularyCosts:
                 raise CostsError(
                     "unknown-key", f"{strange[0]} is not a collective; give {', '.join(sorted(COLLECTIVES))}"
                 )
-            given = self.collectives.items()
-            prices = {Kind(kind): price(f"{name}.{kind}", seconds, several=False) for kind, seconds in given}
+            prices = {
+                Kind(kind): price(f"{name}.{kind}", seconds, several=False)
+                for kind, seconds in self.collectives.items()
+            }
             object.__setattr__(self, "collectives", prices)
         else:
             object.__setattr__(self, "collectives", price(name, self.collectives, several=False))

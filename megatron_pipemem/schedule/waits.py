@@ -30,16 +30,16 @@ from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.schedule import Program
 
 
-def last_needed(found: Dependencies) -> list[Sequence[int]]:
+def last_needed(dependencies: Dependencies) -> list[Sequence[int]]:
     """Return for every node, per device, the last node there that must run before the node can end; -1 for none.
 
     The entry for the node's own device has no meaning. The graph must be free of deadlock.
     """
-    graph, num_devices = found.graph, found.num_devices
+    graph, num_devices = dependencies.graph, dependencies.num_devices
     waits, lane_of = graph.waits, graph.lane_of
     needed: list[Sequence[int]] = [()] * len(waits)
     current: list[Sequence[int]] = [[-1] * num_devices for _ in graph.lanes]
-    for node in found.walk.nodes:
+    for node in dependencies.walk.nodes:
         lane = lane_of[node]
         if waits[node]:
             merged = current[lane]
@@ -52,38 +52,38 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
     return needed
 
 
-def check_host_waits(program: Program, found: Dependencies) -> None:
+def check_host_waits(program: Program, dependencies: Dependencies) -> None:
     """Prove that a program has no deadlock even if a host waits for its whole device before any one of its actions.
 
-    ``found`` has the dependencies of the program. Every send must have its receive, and the program must be free of
+    ``dependencies`` has the dependencies of the program. Every send must have its receive, and the program must be free of
     deadlock without such waits. A ScheduleError is raised if the proof fails.
     """
-    for end, other, later in refused_waits(program, found):
-        raise _fault(found, end, other, later)
+    for end, other, later in refused_waits(program, dependencies):
+        raise _fault(dependencies, end, other, later)
 
 
-def refused_waits(program: Program, found: Dependencies) -> Iterator[tuple[int, int, int]]:
+def refused_waits(program: Program, dependencies: Dependencies) -> Iterator[tuple[int, int, int]]:
     """Yield ``(post, other, later)``, three nodes, for every post after which a host must not wait for its device.
 
     ``other`` completes together with ``post``: it is the receive of a send or the reverse, a collective, or another
     device's post of a sum over replicas. It depends on ``later``, an action of the post's own device. The host must
     not wait between ``post`` and ``later``.
     """
-    needed, lane_of = last_needed(found), found.graph.lane_of
-    for end, other in _pairs(program, found):
+    needed, lane_of = last_needed(dependencies), dependencies.graph.lane_of
+    for end, other in _pairs(program, dependencies):
         later = needed[other][lane_of[end]]
         if later > end:
             yield end, other, later
 
 
-def _pairs(program: Program, found: Dependencies) -> Iterator[tuple[int, int]]:
+def _pairs(program: Program, dependencies: Dependencies) -> Iterator[tuple[int, int]]:
     """Yield every post with each node that completes together with it: another device's post, or the collective."""
     for first, posts in _meetings(program):
         if first.kind not in COLLECTIVES:
             yield from permutations(posts, 2)
-    for collective in chain.from_iterable(found.lanes[found.num_devices :]):
+    for collective in chain.from_iterable(dependencies.lanes[dependencies.num_devices :]):
         # The node of a collective needs everything that its posts need.
-        yield from ((post, collective) for post, _ in found.graph.waits[collective])
+        yield from ((post, collective) for post, _ in dependencies.graph.waits[collective])
 
 
 def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
@@ -95,7 +95,7 @@ def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
     placement, router = program.placement, Router(program.placement)
     nodes = {action: node for node, action in enumerate(chain.from_iterable(program.actions))}
     messages = filter(None, map(router.emitted, nodes))
-    found = [(message.send, [nodes[message.send], nodes[message.receive]]) for message in messages]
+    meetings = [(message.send, [nodes[message.send], nodes[message.receive]]) for message in messages]
     together: dict[Action, dict[int, int]] = {}
     for action, node in nodes.items():
         if action.kind in COLLECTIVES:
@@ -103,17 +103,17 @@ def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
         elif action.kind is Kind.REDUCE_REPLICAS:
             first = action._replace(stage=action.stage % placement.model_stages)
             together.setdefault(first, {})[placement.devices[action.stage]] = node
-    return found + [(first, [*posts.values()]) for first, posts in together.items()]
+    return meetings + [(first, [*posts.values()]) for first, posts in together.items()]
 
 
-def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleError:
+def _fault(dependencies: Dependencies, end: int, other: int, later: int) -> ScheduleError:
     """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device.
 
     All three are nodes. ``other`` completes together with ``end``, and depends on ``later``.
     """
-    device = found.graph.lane_of[end]
-    first = found.lanes[device].start
-    action, after, partner = (found.actions[node] for node in (end, later, other))
+    device = dependencies.graph.lane_of[end]
+    first = dependencies.lanes[device].start
+    action, after, partner = (dependencies.actions[node] for node in (end, later, other))
     if action.kind in RECEIVES:
         mend = f"post it after {after}"
     else:
@@ -197,20 +197,19 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
         raise deadlock(cycle, " where every device has one queue", "lower the schedule for single queues")
     times = Times(graph, seconds, [0.0], 0.0)
     times.run(graph.steps(nodes))
-    spans = [
-        (times.starts[each], times.ends[each]) for each in (meeting_of.get(node, node) for node in range(len(actions)))
-    ]
+    timed_nodes = (meeting_of.get(node, node) for node in range(len(actions)))
+    spans = [(times.starts[node], times.ends[node]) for node in timed_nodes]
     return QueueRun(program, tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes))
 
 
-def check_queues(program: Program, found: Dependencies) -> None:
+def check_queues(program: Program, dependencies: Dependencies) -> None:
     """Prove that messages and collectives complete even if every device serves all its posts strictly in order.
 
     A message moves when it is the next post of both its devices, and a collective when it is the next post of all
     devices. A post waits for its data.
     """
-    *devices, channel = found.lanes
-    waits = [list(each) for each in found.graph.waits]
+    *devices, channel = dependencies.lanes
+    waits = [list(of_node) for of_node in dependencies.graph.waits]
     moves = {post: collective for collective in channel for post, _ in waits[collective]}
     for first, posts in _meetings(program):
         if first.kind in SENDS:
@@ -224,7 +223,7 @@ def check_queues(program: Program, found: Dependencies) -> None:
             if (move := moves.get(node)) is not None:
                 waits[move] += [] if before is None else [(before, 0)]
                 before = move
-    alone = (range(move, move + 1) for move in range(len(found.actions), len(waits)))
+    alone = (range(move, move + 1) for move in range(len(dependencies.actions), len(waits)))
     done = set(Graph([*devices, channel, *alone], waits).walk().nodes)
     for device, nodes_of_device in enumerate(devices):
         for position, node in enumerate(nodes_of_device):
@@ -233,5 +232,5 @@ def check_queues(program: Program, found: Dependencies) -> None:
                     "queue-order",
                     "can never end if its device serves messages and collectives strictly in posting order; post them "
                     "in the same order on all devices that take part, as lower() does",
-                    at=(device, position, found.actions[node]),
+                    at=(device, position, dependencies.actions[node]),
                 )

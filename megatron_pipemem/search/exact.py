@@ -142,8 +142,8 @@ class _Steps:
         candidates = []
         horizon = None
         for pools, free, cap in zip(self._of_device, step.free, self._problem.caps, strict=True):
-            held = sum(counts[i] * self._change[i] for i in pools)
-            most = held + sum((self.sizes[i] - counts[i]) * self._change[i] for i in pools if self._change[i] > 0)
+            memory = sum(counts[i] * self._change[i] for i in pools)
+            most = memory + sum((self.sizes[i] - counts[i]) * self._change[i] for i in pools if self._change[i] > 0)
             for i in pools:
                 if i < self._length:
                     if not step.arrivals[i]:
@@ -153,7 +153,7 @@ class _Steps:
                     if counts[i] == sum(counts[source] for source in self._sources[i]):
                         continue
                     start = free
-                if held + max(0, self._change[i]) > cap:
+                if memory + max(0, self._change[i]) > cap:
                     continue
                 candidates.append((start, i))
                 end = start + self._ticks[i]
@@ -224,12 +224,12 @@ class _Steps:
         ready: list[list[int]] = [[] for _ in self._pools]
         for i in reversed(pools):
             if i < self._length:
-                each = self._pools[i][0] * m + counts[i]
+                pass_ = self._pools[i][0] * m + counts[i]
                 for pool, sources in enumerate(self._sources):
                     if i in sources:
-                        ready[pool].append(each + m)
+                        ready[pool].append(pass_ + m)
             else:
-                each = ready[i][counts[i]]
+                pass_ = ready[i][counts[i]]
             counts[i] += 1
-            orders[self._device[i]].append(each)
+            orders[self._device[i]].append(pass_)
         return orders

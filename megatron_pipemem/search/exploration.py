@@ -230,7 +230,7 @@ class Exploration:
             self.take_first(clock)
 
     def _take(self, name: str, table: Timetable) -> None:
-        if all(table.orders != known.orders for _, known in self._starts):
+        if all(table.orders != start.orders for _, start in self._starts):
             self._add(name, table)
             self._starts.append((name, table))
 
@@ -375,10 +375,10 @@ class Exploration:
             index = rng.randrange(len(pool))
             if rng.random() < 0.5:
                 whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
-                frozen = {each for each in range(self.num_passes) if each // units in whole}
+                frozen = {pass_ for pass_ in range(self.num_passes) if pass_ // units in whole}
             else:
                 share = rng.choice((0.02, 0.1, 0.3, 0.5))
-                frozen = {each for each in range(self.num_passes) if rng.random() < share}
+                frozen = {pass_ for pass_ in range(self.num_passes) if rng.random() < share}
             name, before = pool[index]
             with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
                 table = justify(problem, justify(problem, before, frozen))

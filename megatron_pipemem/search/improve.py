@@ -69,19 +69,19 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
         best = -1
         best_urgency = float("inf")
         for c in classes_of[d]:
-            each = upcoming[c]
-            if each == (c + 1) * units or missing[each]:
+            pass_ = upcoming[c]
+            if pass_ == (c + 1) * units or missing[pass_]:
                 continue
-            price = price_of[each]
+            price = price_of[pass_]
             delta = change[price]
             if delta > 0:
                 sliced_forward = sliced and c % 3 == FORWARD
                 needed = problem.owed(c, upcoming) if sliced_forward else delta + reserve[price]
                 if level + needed > caps[d]:
                     continue
-            value = urgency[each]
-            if ready[each] <= now and value < best_urgency:
-                best, best_urgency = each, value
+            value = urgency[pass_]
+            if ready[pass_] <= now and value < best_urgency:
+                best, best_urgency = pass_, value
         if best < 0:
             continue
         upcoming[best // units] = best + 1
@@ -93,12 +93,12 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
         busy[d] = end
         left -= 1
         heappush(events, (end, d))
-        for each, link in followers[best]:
+        for pass_, link in followers[best]:
             at = end + lags[link]
-            if at > ready[each]:
-                ready[each] = at
-            missing[each] -= 1
-            other = device_of[each]
+            if at > ready[pass_]:
+                ready[pass_] = at
+            missing[pass_] -= 1
+            other = device_of[pass_]
             if other != d:
                 heappush(events, (at, other))
     if left:
@@ -133,35 +133,35 @@ class Row:
         self._gap_ends: list[int] = []
         self._gap_places: list[int] = []  # the number of passes before the gap
 
-    def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
-        """Place the pass ``each`` into the first gap that it fits into, and return its end; -1 if there is no such gap.
+    def into_gap(self, pass_: int, ready: int, length: int, change: int) -> int:
+        """Place a pass into the first gap that it fits into, and return its end; -1 if there is no such gap.
 
         The pass starts at ``ready`` or later, takes ``length`` ticks, and changes the memory by ``change``. The
         passes after the gap must keep the device's cap, too.
         """
         levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
-        gap = bisect_left(tails, ready + length)
-        if gap == len(tails):
+        earliest = bisect_left(tails, ready + length)
+        if earliest == len(tails):
             return -1
         first = 0
         if change > 0:
             # All passes between the gap and the end of the row would run with this much more memory.
             allowed = self._cap - change
-            place, least = len(levels), places[gap]
+            place, least = len(levels), places[earliest]
             # The level before the gap counts too, because the pass adds to it.
             while place and place >= least and levels[place - 1] <= allowed:
                 place -= 1
             first = place + 1 if place or allowed < 0 else 0
-        for found in range(gap, len(tails)):
-            begin = heads[found]
+        for gap in range(earliest, len(tails)):
+            begin = heads[gap]
             if ready > begin:
                 begin = ready
-            if begin + length <= tails[found] and places[found] >= first:
+            if begin + length <= tails[gap] and places[gap] >= first:
                 break
         else:
             return -1
-        place = places[found]
-        self.order.insert(place, each)
+        place = places[gap]
+        self.order.insert(place, pass_)
         levels.insert(place, levels[place - 1] if place else 0)
         if change:
             for index in range(place, len(levels)):
@@ -169,19 +169,19 @@ class Row:
         end = begin + length
         # The gap splits in two. Pieces too short for any pass are dropped.
         pieces = []
-        if begin - heads[found] >= self._shortest:
-            pieces.append((heads[found], begin, place))
-        if tails[found] - end >= self._shortest:
-            pieces.append((end, tails[found], place + 1))
-        heads[found : found + 1] = [piece[0] for piece in pieces]
-        tails[found : found + 1] = [piece[1] for piece in pieces]
-        places[found : found + 1] = [piece[2] for piece in pieces]
-        for index in range(found + len(pieces), len(places)):
+        if begin - heads[gap] >= self._shortest:
+            pieces.append((heads[gap], begin, place))
+        if tails[gap] - end >= self._shortest:
+            pieces.append((end, tails[gap], place + 1))
+        heads[gap : gap + 1] = [piece[0] for piece in pieces]
+        tails[gap : gap + 1] = [piece[1] for piece in pieces]
+        places[gap : gap + 1] = [piece[2] for piece in pieces]
+        for index in range(gap + len(pieces), len(places)):
             places[index] += 1
         return end
 
-    def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Place the pass ``each`` after all others of the device, at ``ready`` or later, and return its end.
+    def append(self, pass_: int, ready: int, length: int, change: int) -> int:
+        """Place a pass after all others of the device, at ``ready`` or later, and return its end.
 
         It takes ``length`` ticks, and changes the memory by ``change``.
         """
@@ -192,7 +192,7 @@ class Row:
                 self._gap_ends.append(ready)
                 self._gap_places.append(len(self.order))
             begin = ready
-        self.order.append(each)
+        self.order.append(pass_)
         self._levels.append((self._levels[-1] if self._levels else 0) + change)
         self.end = begin + length
         return self.end
@@ -207,15 +207,15 @@ def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) 
     device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
     rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
     ends = [0] * (len(starts) + 1)  # the last entry stands for the pass before the first of a class
-    for each in sorted(range(len(starts)), key=starts.__getitem__):
-        ready, price = ends[before[each]], price_of[each]
-        for other, link in waits[each]:
+    for pass_ in sorted(range(len(starts)), key=starts.__getitem__):
+        ready, price = ends[before[pass_]], price_of[pass_]
+        for other, link in waits[pass_]:
             end = ends[other] + lags[link]
             if end > ready:
                 ready = end
-        row = rows[device_of[each]]
-        end = -1 if each in frozen else row.into_gap(each, ready, ticks[price], change[price])
-        ends[each] = end if end >= 0 else row.append(each, ready, ticks[price], change[price])
+        row = rows[device_of[pass_]]
+        end = -1 if pass_ in frozen else row.into_gap(pass_, ready, ticks[price], change[price])
+        ends[pass_] = end if end >= 0 else row.append(pass_, ready, ticks[price], change[price])
     new_starts = [end - ticks[price] for end, price in zip(ends, price_of, strict=False)]
     # Mirrored timetables may begin late when everything moved towards the end.
     first = min(new_starts)

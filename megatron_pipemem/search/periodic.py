@@ -132,9 +132,10 @@ class Cycles:
         """
         p = self.problem.num_devices
         weights = self._weights(prices, variation)
-        picked = [np.arange(len(starts)) for starts in self._starts]
+        counts = [len(starts) for starts in self._starts]
+        picked = [np.arange(count) for count in counts]
         if among is not None:
-            picked = [among[among < len(each)] if len(each) > len(among) else each for each in picked]
+            picked = [among[among < count] if count > len(among) else np.arange(count) for count in counts]
         best = np.zeros(0)
         choice: list[tuple[np.ndarray, np.ndarray]] = []
         for d in reversed(range(p)):
@@ -183,15 +184,15 @@ class Cycles:
     def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
         """Return the cost of one tick of waiting on every link: the memory held, times its price and ``variation``."""
         problem = self.problem
-        held = [0.0] * (problem.num_stages + 1)
+        memory = [0.0] * (problem.num_stages + 1)
         for stage in range(problem.num_stages):
-            held[stage + 1] = held[stage] + prices[problem.device[3 * stage]] * problem.change[3 * stage]
+            memory[stage + 1] = memory[stage] + prices[problem.device[3 * stage]] * problem.change[3 * stage]
         weights = {}
         for (source, target), factor in zip(self._links, variation, strict=True):
             if target % 3 == WEIGHT:
                 price = prices[problem.device[target]] * -problem.change[target]
             else:
-                price = held[min(source, target) // 3 + 1]
+                price = memory[min(source, target) // 3 + 1]
             weights[source, target] = price * factor
         return weights
 

@@ -39,13 +39,11 @@ def first_start(problem: Problem) -> Timetable | None:
     spans = (ends[at + n - 1] - starts[at] for at in range(0, len(ends), n))
     interval, alone, price = max(*problem.work, *spans), max(ends), problem.passes.price
     while True:
-        orders = [
-            sorted(
-                (c * units + rank for c in classes for rank in range(units)),
-                key=lambda each: starts[price[each]] + each % units // n * interval,
-            )
-            for classes in problem.classes
-        ]
+        slots = [starts[price[p]] + p % units // n * interval for p in range(len(price))]
+        orders = []
+        for classes in problem.classes:
+            passes = (c * units + rank for c in classes for rank in range(units))
+            orders.append(sorted(passes, key=slots.__getitem__))
         if problem.fits(orders):
             return as_soon_as_possible(problem, orders)
         if interval >= alone:
@@ -66,8 +64,8 @@ def _one_by_one(problem: Problem) -> Orders:
         late = {c for c in classes if c % 3 == WEIGHT and max(problem.change[c * n : c * n + n]) > 0}
         turn = [c * units + part for c in forwards for part in range(n)]
         for c, part in product(reversed(forwards), range(n)):
-            turn += [each * units + part for each in (c + INPUT, c + WEIGHT) if each not in late]
-        passes = [each + first for first in range(0, units, n) for each in turn]
+            turn += [backward * units + part for backward in (c + INPUT, c + WEIGHT) if backward not in late]
+        passes = [first + pass_ for first in range(0, units, n) for pass_ in turn]
         orders.append([*passes, *(c * units + rank for rank in range(units) for c in classes if c in late)])
     return orders
 
@@ -79,35 +77,33 @@ def family_starts(
 
     A family with a ``group_size`` is tried with smaller groups then. Families that raise an error are skipped.
     """
-    given: dict[str, Any] = {"costs": costs}
+    settings: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
-        given["memory_cap"] = min(caps)
+        settings["memory_cap"] = min(caps)
     if problem.slices > 1:
-        given["slices"] = problem.slices
+        settings["slices"] = problem.slices
     p, m = placement.num_devices, problem.num_microbatches
-    for each in families:
-        options = {name: value for name, value in given.items() if name in each.options}
-        if "chunks" in each.options:
+    for family in families:
+        options = {name: value for name, value in settings.items() if name in family.options}
+        if "chunks" in family.options:
             options["chunks"] = placement.num_chunks
-        elif each.placement != placement.name:
+        elif family.placement != placement.name:
             continue
         shape = {"num_devices": p, **options}
         try:
-            if (
-                each.placement_on(p, {name: options[name] for name in ("chunks", "slices") if name in options})
-                != placement
-            ):
+            cut: dict[str, Any] = {name: options[name] for name in ("chunks", "slices") if name in options}
+            if family.placement_on(p, cut) != placement:
                 continue
-            orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
-            if "group_size" in each.options and not problem.fits(orders):
-                shape["group_size"] = _largest_group(each.name, problem, shape)
-                orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
+            orders = from_schedule(build_schedule(family.name, num_microbatches=m, **shape))
+            if "group_size" in family.options and not problem.fits(orders):
+                shape["group_size"] = _largest_group(family.name, problem, shape)
+                orders = from_schedule(build_schedule(family.name, num_microbatches=m, **shape))
         except PipememError:
             continue
         table = None
         if problem.fits(orders):
             table = timetable(problem, orders)
-        yield each.name, table
+        yield family.name, table
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
@@ -139,16 +135,14 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
     longest = max(problem.ticks)
     depth = _depths(problem)
     rules = {
-        "backward first": [depth[each // units] + each % units * longest * 0.1 for each in passes],
-        "oldest first": [(each % units + (each // units % 3 == WEIGHT)) * longest * 4.0 for each in passes],
+        "backward first": [depth[p // units] + p % units * longest * 0.1 for p in passes],
+        "oldest first": [(p % units + (p // units % 3 == WEIGHT)) * longest * 4.0 for p in passes],
     }
     if n > 1:
         # With equal ranks, backwards of a microbatch compete with forwards of its slices. These go a microbatch ahead.
         rank = {FORWARD: 0, INPUT: -n, WEIGHT: 1}
-        rules["oldest backward first"] = [each % units + rank[each // units % 3] for each in passes]
-    rules["one by one"] = [
-        each % units // n * sum(problem.ticks) * 4.0 + (each // units % 3 == WEIGHT) for each in passes
-    ]
+        rules["oldest backward first"] = [p % units + rank[p // units % 3] for p in passes]
+    rules["one by one"] = [p % units // n * sum(problem.ticks) * 4.0 + (p // units % 3 == WEIGHT) for p in passes]
     for name, urgency in rules.items():
         table = dispatch(problem, urgency)
         if table is not None and problem.fits(table.orders):
@@ -203,10 +197,10 @@ def fusable(problem: Problem, table: Timetable) -> set[int]:
     ends = [start + problem.ticks[price] for start, price in zip(starts, passes.price, strict=True)]
     fused = problem.full_backwards
     for order in table.orders:
-        for each, after in pairwise(order):
-            if each // units % 3 != INPUT or after != each + units or starts[after] != ends[each]:
+        for pass_, after in pairwise(order):
+            if pass_ // units % 3 != INPUT or after != pass_ + units or starts[after] != ends[pass_]:
                 continue
-            waiting = (other for other in passes.waits[each] if other[0] != after)
+            waiting = (other for other in passes.waits[pass_] if other[0] != after)
             if all(starts[other] >= ends[after] + passes.lags[link] for other, link in waiting):
-                fused.add(each)
+                fused.add(pass_)
     return fused

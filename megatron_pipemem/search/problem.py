@@ -126,9 +126,9 @@ class Problem:
     ) -> PassTable:
         units, n, classes, links = self.units, self.slices, range(len(self.device)), dict[int, int]()
         turned, of_pass = [mirrored(rank, n) for rank in range(units)], list[Waits]()
-        for c, each in enumerate(waits):
+        for c, waits_of_class in enumerate(waits):
             columns = []
-            for other, lag in each:
+            for other, lag in waits_of_class:
                 first, link = other * units, links.setdefault(lag, len(links))
                 ranks = turned if self.turns(c, other) else range(units)
                 columns.append([(first + rank, link) for rank in ranks])
@@ -137,7 +137,7 @@ class Problem:
         neighbours[0 if before < 0 else units - 1 :: units] = [-1] * len(classes)
         device = [self.device[c] for c in classes for _ in range(units)]
         price = [at for c in classes for at in list(range(c * n, c * n + n)) * self.num_microbatches]
-        shortest = [min(min(ticks[c * n : c * n + n]) for c in each) for each in self.classes]
+        shortest = [min(min(ticks[c * n : c * n + n]) for c in device_classes) for device_classes in self.classes]
         return PassTable(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
 
     @staticmethod
@@ -148,17 +148,17 @@ class Problem:
     @cached_property
     def is_steady(self) -> bool:
         """Return whether a microbatch without slices never holds less than 0 on a stage, and holds 0 after its W."""
-        held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
-        return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
+        changes = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
+        return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in changes)
 
     @cached_property
     def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return for every class ``(class, lag)`` of the classes that wait for it."""
-        found: list[list[tuple[int, int]]] = [[] for _ in self.device]
+        followers: list[list[tuple[int, int]]] = [[] for _ in self.device]
         for c, waits in enumerate(self.waits):
             for other, lag in waits:
-                found[other].append((c, lag))
-        return tuple(map(tuple, found))
+                followers[other].append((c, lag))
+        return tuple(map(tuple, followers))
 
     @cached_property
     def reserve(self) -> tuple[int, ...]:
@@ -208,8 +208,8 @@ class Problem:
         """Return the most memory, in memory steps, that a device holds after any pass of its ``order``."""
         units, n, change = self.units, self.slices, self.change
         now = most = 0
-        for each in order:
-            now += change[each // units * n + each % n]
+        for pass_ in order:
+            now += change[pass_ // units * n + pass_ % n]
             if now > most:
                 most = now
         return most
@@ -241,7 +241,7 @@ def make_problem(
         raise CostsError("no-time", "all passes cost 0 seconds; give at least one of them a price")
     scale = TICKS / longest
     zero = (0.0,) * (stages * n)
-    length, held = [0.0] * (3 * stages * n), [0.0] * (3 * stages * n)
+    length, memory_after = [0.0] * (3 * stages * n), [0.0] * (3 * stages * n)
     for place in range(stages * n):
         stage, part = divmod(place, n)
         kinds = (Kind.F, Kind.B) if stage in full else KINDS
@@ -249,12 +249,12 @@ def make_problem(
         for index in range(3):
             at = (3 * stage + index) * n + (part if index == FORWARD else mirrored(part, n))
             length[at] = seconds[kinds[index]][place] if index < len(kinds) else 0.0
-            held[at] = after[min(index, len(kinds) - 1)]
+            memory_after[at] = after[min(index, len(kinds) - 1)]
     # At least one tick, so that a pass always starts after its needs.
     ticks = tuple(max(1, round(value * scale)) for value in length)
-    memory_scale = 1 if keeps_memory_exactly(placement, costs, n) else MEMORY_STEPS / max(map(abs, held))
+    memory_scale = 1 if keeps_memory_exactly(placement, costs, n) else MEMORY_STEPS / max(map(abs, memory_after))
     # The memory after a pass is rounded up, and not its change, so that roundings do not add up.
-    rounded = [ceil(value * memory_scale - _NOISE) for value in held]
+    rounded = [ceil(value * memory_scale - _NOISE) for value in memory_after]
 
     def before(at: int) -> int:
         """Return the memory that the pass's slice held before the pass, in memory steps."""
@@ -337,12 +337,12 @@ def to_schedule(
     units, n = problem.units, problem.slices
 
     def actions(order: list[int]) -> Iterator[Action]:
-        for each in order:
-            stage, kind = divmod(each // units, 3)
-            unit = each % units if kind == FORWARD else mirrored(each % units, n)
-            if each in fused:
+        for pass_ in order:
+            stage, kind = divmod(pass_ // units, 3)
+            unit = pass_ % units if kind == FORWARD else mirrored(pass_ % units, n)
+            if pass_ in fused:
                 yield Action(Kind.B, stage, unit)
-            elif kind != WEIGHT or each - units not in fused:
+            elif kind != WEIGHT or pass_ - units not in fused:
                 yield Action(KINDS[kind], stage, unit)
 
     return Schedule(name, placement, problem.num_microbatches, tuple(tuple(actions(o)) for o in orders), slices=n)

@@ -91,10 +91,12 @@ class SearchResult(Shown):
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Sort candidates by makespan, and equally fast ones by stages and slices, because fewer send fewer messages."""
-    found = list(candidates)
-    least = min(candidate.makespan for candidate in found) * (1 + 1e-12)
+    ordered = list(candidates)
+    least = min(candidate.makespan for candidate in ordered) * (1 + 1e-12)
     return tuple(
-        sorted(found, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, c.schedule.slices, -c.lower_bound))
+        sorted(
+            ordered, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, c.schedule.slices, -c.lower_bound)
+        )
     )
 
 
@@ -150,13 +152,13 @@ class ResultCache:
         return (self._folder or default_folder()) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
-def _in_full(asked: object) -> object:
+def _in_full(value: object) -> object:
     """Return a value with dataclasses as tuples of all fields. The ``repr`` of a dataclass may leave fields out."""
-    if is_dataclass(asked):
-        return (type(asked).__name__, *(_in_full(getattr(asked, field.name)) for field in fields(asked)))
-    if isinstance(asked, Mapping):
-        return tuple((key, _in_full(value)) for key, value in asked.items())
-    return tuple(map(_in_full, asked)) if isinstance(asked, list | tuple) else asked
+    if is_dataclass(value):
+        return (type(value).__name__, *(_in_full(getattr(value, field.name)) for field in fields(value)))
+    if isinstance(value, Mapping):
+        return tuple((key, _in_full(entry)) for key, entry in value.items())
+    return tuple(map(_in_full, value)) if isinstance(value, list | tuple) else value
 
 
 @lru_cache(maxsize=1)
@@ -175,12 +177,12 @@ def to_json(result: SearchResult) -> dict[str, Any]:
         "lower_bound": result.lower_bound,
         "candidates": [
             {
-                "placement": each.schedule.placement.name,
-                "orders": each.schedule.to_csv(),
-                "makespan": each.makespan,
-                "lower_bound": each.lower_bound,
-                "found_by": each.found_by,
+                "placement": candidate.schedule.placement.name,
+                "orders": candidate.schedule.to_csv(),
+                "makespan": candidate.makespan,
+                "lower_bound": candidate.lower_bound,
+                "found_by": candidate.found_by,
             }
-            for each in result.candidates
+            for candidate in result.candidates
         ],
     }

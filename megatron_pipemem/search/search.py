@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from operator import itemgetter
 from random import Random
 from typing import Any
 
@@ -123,8 +124,8 @@ def search_schedule(
     considered = _explorations(shapes, num_microbatches, costs, caps, seed, period)
     question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
     recall = partial(_recalled, considered, costs, int(effort * _STATES))
-    if cache is not None and (known := cache.get(question, recall)) is not None:
-        return known
+    if cache is not None and (cached := cache.get(question, recall)) is not None:
+        return cached
     explorations = _first_orders(considered, clock)
     if not explorations:
         raise UnsupportedError("cap-unreachable", _nothing_fits(shapes, num_microbatches, costs, caps))
@@ -144,7 +145,7 @@ def _recalled(explorations: Sequence[Exploration], costs: Costs, most_states: in
     prove bounds again.
     """
     candidates: list[Candidate] = []
-    missing = {(each.placement.name, each.placement.devices, each.slices): each for each in reversed(explorations)}
+    missing = {(e.placement.name, e.placement.devices, e.slices): e for e in reversed(explorations)}
     for row in values["candidates"]:
         schedule = Schedule.from_csv(row["orders"], name=AUTO)
         exploration = missing.pop((row["placement"], schedule.placement.devices, schedule.slices), None)
@@ -155,7 +156,7 @@ def _recalled(explorations: Sequence[Exploration], costs: Costs, most_states: in
     bound = float(values["lower_bound"])
     highest = min(candidate.makespan for candidate in candidates) * EXACT
     least = min(exploration.bound for exploration in explorations) / EXACT
-    if not least <= bound <= highest or not all(each.proves(bound, most_states) for each in explorations):
+    if not least <= bound <= highest or not all(e.proves(bound, most_states) for e in explorations):
         raise ValueError(f"its bound {bound:.6g} is false")
     return SearchResult(fastest_first(candidates), bound, 0.0, costs)
 
@@ -266,22 +267,22 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
 
     Costs per stage (or per stage and slice) fit placements with as many stages.
     """
-    found: list[Placement] = []
+    fitting_placements: list[Placement] = []
     problem = None
     for placement, count in product(placements, slices):
-        if placement in found:
+        if placement in fitting_placements:
             continue
         error = _misfit(costs, placement, count)
         if error is None:
-            found.append(placement)
+            fitting_placements.append(placement)
         problem = problem or error
-    if not found:
-        stages = ", ".join(map(str, sorted({each.num_stages for each in placements})))
+    if not fitting_placements:
+        stages = ", ".join(map(str, sorted({placement.num_stages for placement in placements})))
         raise CostsError(
             "costs-mismatch",
             f"the costs fit no placement of {stages} stages: {problem}; give costs for one of these numbers of stages",
         )
-    return tuple(found)
+    return tuple(fitting_placements)
 
 
 def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
@@ -307,15 +308,15 @@ def _nothing_fits(
     lacking = [[need - loosened(cap) for need, cap in zip(needed, limits, strict=True)] for needed in needs]
     closest = min(range(len(needs)), key=lambda index: max(lacking[index]))
     device = lacking[closest].index(max(lacking[closest]))
-    given = f"the memory cap of {limits[device]:.6g} {unit} on device {device}"
+    limit = f"the memory cap of {limits[device]:.6g} {unit} on device {device}"
     alone = f"one microbatch alone takes {needs[closest][device]:.6g}"
     if max(lacking[closest]) <= 0:
         return (
-            f"no schedule was found that keeps {given}, although {alone}; make I and W of the costs' memory give back all that "
+            f"no schedule was found that keeps {limit}, although {alone}; make I and W of the costs' memory give back all that "
             "F takes, or raise the cap"
         )
     return (
-        f"no schedule keeps {given}: {alone} there; raise the cap, use more pipeline ranks, or (for a cap in "
+        f"no schedule keeps {limit}: {alone} there; raise the cap, use more pipeline ranks, or (for a cap in "
         "bytes) smaller microbatches"
     )
 
@@ -325,7 +326,7 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
 
     def starts() -> Iterator[tuple[Exploration, str, Timetable]]:
         offered = [(seconds, i, name, table) for i, e in enumerate(explorations) for seconds, name, table in e.starts]
-        for _, index, name, table in sorted(offered, key=lambda each: each[:2]):
+        for _, index, name, table in sorted(offered, key=itemgetter(0, 1)):
             yield explorations[index], name, table
         for exploration in sorted(explorations, key=lambda e: e.bound):
             if can_win(exploration) and exploration.may_justify(clock):
