@@ -238,7 +238,6 @@ _ASYNCHRONOUS = ("asynchronous schedules",)
 _LAYERWISE = ("`--pipemem-random layerwise`",)
 _LOGGED = ("numbers in the log",)
 _REDUCED = ("sums of gradients during a step",)
-_MEASURED = ("profiling without a GPU",)
 
 _FORWARD_BACKWARD = (
     "forward_step_func",
@@ -297,15 +296,6 @@ GRAPH_ORDER = Symbol(
     purposes=("CUDA graphs of layers",),
 )
 """The order in which Transformer Engine captures and replays CUDA graphs of layers."""
-
-# Profiling with fake tensors tells how many tokens every expert gets, and has no data that tensors could share.
-DISPATCH = Symbol(
-    "megatron.core.transformer.moe.token_dispatcher",
-    "MoEAlltoAllTokenDispatcher.preprocess",
-    ("routing_map",),
-    purposes=_MEASURED,
-)
-SHARE_STORAGE = Symbol(_RANDOM, "_get_share_storage", purposes=_MEASURED)
 
 # Which rank a chunk belongs to, and building the chunks.
 RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank", purposes=_PLACED)

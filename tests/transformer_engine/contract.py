@@ -39,7 +39,6 @@ from megatron.core.utils import is_te_min_version  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.utils import parametrize  # noqa: E402
 
-from megatron_pipemem.mcore import profiling  # noqa: E402
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, hook_like_ddp, is_ddps_hook, mark  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
     MARKS_THE_PARAMETER,
@@ -59,6 +58,7 @@ from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     accumulator_of,
 )
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.tools.megatron import profiling  # noqa: E402
 from megatron_pipemem.tools.planner.activations import layer_bytes  # noqa: E402
 
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
@@ -384,7 +384,7 @@ def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend
 
     with (
         mock.patch.dict(os.environ),  # where Megatron names the kind of attention
-        profiling.lone_rank(execution, fake=False),
+        profiling.lone_rank(execution),
         mock.patch.object(profiling, "_config", delaying),
         mock.patch.object(
             profiling, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)

@@ -147,7 +147,7 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
         report_note("no GPU here: the seconds are of this CPU, and its kernels save other bytes than a GPU's")
     from megatron_pipemem.tools.megatron.profiling import profile as profile_stages
 
-    return profile_stages(model, execution, None, repeats)
+    return profile_stages(model, execution, repeats)
 
 
 def _bandwidths() -> Bandwidths | None:

@@ -3,7 +3,6 @@
 The stage is Megatron's own model. Our executor runs it with Megatron's own forward and backward steps, and with split
 weight gradients. Received tensors have random values. The other ranks of the tensor- and context-parallel groups do not
 exist, and collectives return at once. So the bytes are those of a run, and the times are those of its computation only.
-Within ``FakeTensorMode`` nothing is computed or allocated, and the bytes are the same.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
@@ -21,7 +20,6 @@ from itertools import repeat
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
@@ -35,11 +33,9 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.utils import get_batch_on_this_cp_rank
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore import on_cpu_ranks
 from megatron_pipemem.mcore.compat import message_shapes
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.linear import mark_early
@@ -48,7 +44,7 @@ from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_b
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.step.extension import Observation, observe
 from megatron_pipemem.mcore.step.gradients import sharded_replacements
-from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE, PatchSet
+from megatron_pipemem.mcore.symbols import LINEAR, PatchSet
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
@@ -59,11 +55,10 @@ from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.tools.launch.command import model_flags
 from megatron_pipemem.tools.planner.activations import layer_bytes, message_bytes
-from megatron_pipemem.tools.planner.profile import Part, Profile, from_formulas, speed
+from megatron_pipemem.tools.planner.profile import Part, Profile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.
@@ -71,27 +66,23 @@ _PIPELINE = Placement.linear(3)
 FIRST, MIDDLE, LAST = range(3)
 
 
-def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:
+def profile(model: Model, execution: Execution, repeats: int = 5) -> Profile:
     """Measure the time and bytes of each kind of layer and of the embedding and the head, and return a profile.
 
-    This runs stages of one and of two layers, with the embedding, with the head and without either. The bytes of a
-    layer are those of two layers less those of one. With a cluster, bytes are counted with fake tensors, and seconds
-    are the planner's formulas for the cluster. Without one, the stages run on this device, and ``repeats`` microbatches
-    after a first one are timed. A layer's seconds are then half those of two. Raise an UnsupportedError with the remedy
-    if the model cannot run this way.
+    This runs stages of one and of two layers, with the embedding, with the head and without either, on this device.
+    ``repeats`` microbatches after a first one are timed. The bytes of a layer are those of two layers less those of
+    one. Its seconds are half those of two, because the difference of two times would be noise for small layers. Raise
+    an UnsupportedError with the remedy if the model cannot run this way.
     """
-    fake = cluster is not None
-    _check(model, execution, fake)
-    with lone_rank(execution, fake):
-        microbatches = 2 if fake else 1 + repeats
-        gpu_norms = cluster is not None and cluster.backend == "nccl"
+    _check(model, execution)
+    with lone_rank(execution):
 
         @functools.cache
-        def part(role: int, *kinds: str) -> Part:
-            name = ("the first", "a middle", "the last")[role]
-            count = f"{len(kinds)} layer{'s' if len(kinds) > 1 else ''} {kinds[0]}"
-            with doing(f"running {name} stage with {count}, {microbatches} microbatches"):
-                return _stage_part(model, execution, role, kinds, microbatches=microbatches, gpu_norms=gpu_norms)
+        def part(position: int, *kinds: str) -> Part:
+            name = ("the first", "a middle", "the last")[position]
+            layers = f"{len(kinds)} layer{'s' if len(kinds) > 1 else ''} {kinds[0]}"
+            with doing(f"running {name} stage with {layers}, {1 + repeats} microbatches"):
+                return _stage_part(model, execution, position, kinds, 1 + repeats)
 
         main, final = model.main_kind, model.kinds[-1]  # multi-token prediction repeats the last layer
         twos = {kind: part(MIDDLE, kind, kind) for kind in dict.fromkeys(model.kinds)}
@@ -100,34 +91,27 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         ends = layers
         if execution.attention == "unfused":
             ends = {kind: part(FIRST, kind, kind) - part(FIRST, kind) for kind in twos}
-    if cluster is not None:
-        priced = from_formulas(model, execution, cluster)
-        optimizer, seconds = priced.optimizer_seconds, {kind: each.seconds for kind, each in priced.layers.items()}
-        frames = {FIRST: priced.first.seconds, MIDDLE: priced.middle.seconds, LAST: priced.last.seconds}
-    else:
-        optimizer = _optimizer_seconds(twos[main].parameters, repeats)
-        # Half of the time of two layers, because the difference of two times would be noise for small layers.
-        seconds = {kind: two.seconds * 0.5 for kind, two in twos.items()}
-        frames = {FIRST: _excess(first, seconds[main]), MIDDLE: Passes(), LAST: _excess(last, seconds[final])}
+
+    seconds = {kind: two.seconds * 0.5 for kind, two in twos.items()}
 
     def timed(kind: str, layer: Part) -> Part:
         return replace(layer, seconds=seconds[kind]) + _difference(model, execution, kind)
 
-    last = replace(last - ends[final], seconds=frames[LAST])
+    head = replace(last - ends[final], seconds=_excess(last, seconds[final]))
     for kind in model.all_kinds[model.layers :]:  # of multi-token prediction
-        last += _difference(model, execution, kind)
+        head += _difference(model, execution, kind)
 
     return Profile(
         model=model,
         execution=execution,
-        source="fake tensors" if fake else "measured",
-        device=device_name() if cluster is None else speed(cluster),
+        source="measured",
+        device=device_name(),
         layers={kind: timed(kind, layer) for kind, layer in layers.items()},
-        first=replace(first - ends[main], seconds=frames[FIRST]),
-        middle=replace(twos[main] - layers[main] * 2, seconds=frames[MIDDLE]),
-        last=last,
+        first=replace(first - ends[main], seconds=_excess(first, seconds[main])),
+        middle=replace(twos[main] - layers[main] * 2, seconds=Passes()),
+        last=head,
         message_bytes=int(message_bytes(model, execution)),
-        optimizer_seconds=optimizer,
+        optimizer_seconds=_optimizer_seconds(twos[main].parameters, repeats),
         end_layers={kind: timed(kind, layer) for kind, layer in ends.items()} if ends is not layers else None,
     )
 
@@ -146,10 +130,9 @@ def device_name() -> str:
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
-def _check(model: Model, execution: Execution, fake: bool) -> None:
+def _check(model: Model, execution: Execution) -> None:
     execution.check(model)
     kinds = "".join(model.all_kinds)
-    alone = execution.cp == 1 or (fake and (execution.attention == "flash" or on_cpu_ranks()))
     not_recomputed = {
         "activation": "Megatron has no flag for that",
         "layernorm": "Megatron does that with Transformer Engine only, and profiling builds its local modules",
@@ -172,12 +155,12 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
             "profiling builds local ones; give --formulas",
         ),
         (
-            not alone,
+            execution.cp > 1,
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or give "
             "--formulas",
         ),
         (
-            Sublayer.MAMBA in kinds and (fake or find_spec("mamba_ssm") is None),
+            Sublayer.MAMBA in kinds and find_spec("mamba_ssm") is None,
             "Mamba layers run with the package mamba_ssm, on a GPU; profile on a GPU, or give --formulas",
         ),
         *(
@@ -189,10 +172,8 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
             raise UnsupportedError("cannot-profile", why)
 
 
-def _stage_part(
-    model: Model, execution: Execution, position: int, kinds: Sequence[str], microbatches: int, gpu_norms: bool
-) -> Part:
-    stage = build_stage(model, execution, position, kinds, gpu_norms)
+def _stage_part(model: Model, execution: Execution, position: int, kinds: Sequence[str], microbatches: int) -> Part:
+    stage = build_stage(model, execution, position, kinds)
     seen = run_stage(stage, model, execution, position, microbatches)
     memory: dict[Kind, float] = {kind: change for kind, change in changes(seen.counter.entries).items() if change}
     seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
@@ -227,7 +208,7 @@ def _optimizer_seconds(parameters: int, repeats: int) -> float:
     return median(took[1:]) / parameters
 
 
-# Attention and norms that keep the same tensors as the fused kernels of GPUs, on any device.
+# Attention that keeps the same tensors as the fused kernels of GPUs, on any device.
 
 
 class FlashAttention(MegatronModule):
@@ -291,37 +272,11 @@ class _LatentAttention(torch.autograd.Function):
         return at_query, at_key, at_value[..., : value.size(-1)], None
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """RMS norm that saves its input and one number per token on any device, as PyTorch's fused kernel does on a GPU."""
-
-    @staticmethod
-    def forward(ctx, input, weight, eps):
-        wide = input.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (eps or torch.finfo(input.dtype).eps))
-        ctx.save_for_backward(input, weight, scale)
-        return (wide * scale * weight).to(input.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        input, weight, scale = ctx.saved_tensors
-        normal = input.float() * scale
-        inner = gradient.float() * weight
-        at_input = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
-        at_weight = (gradient.float() * normal).flatten(0, -2).sum(0)
-        return at_input.to(input.dtype), at_weight.to(weight.dtype), None
-
-
-def fused_rms_norm(norm: torch.nn.RMSNorm, input: torch.Tensor) -> torch.Tensor:
-    """Apply ``norm`` to ``input`` (``[..., hidden]``), and save only the tensors that its fused GPU kernel saves."""
-    return _FusedRMSNorm.apply(input, norm.weight, norm.eps)
-
-
 @contextmanager
-def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
+def lone_rank(execution: Execution) -> Iterator[None]:
     """Make this process rank 0 of a job whose other ranks do not exist, within a ``with`` block.
 
-    Collectives return at once. With ``fake``, tensors are PyTorch's fake tensors. Raise an UnsupportedError if the
-    process is already in a process group.
+    Collectives return at once. Raise an UnsupportedError if the process is already in a process group.
     """
     if dist.is_initialized():
         raise UnsupportedError(
@@ -346,15 +301,9 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         patches.install([(LINEAR, linear.split_linear)])
         patches.install(sharded_replacements(execution.weight_inputs))
-        if fake:
-            # Megatron's function compiles an extension first, which takes a minute. Fake tensors have no data to share.
-            patches.install([(DISPATCH, _evenly), (SHARE_STORAGE, lambda original: lambda output, source: None)])
-            # The function compares and sets states of random generators, which cannot be fake tensors.
-            tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
-        with FakeTensorMode() if fake else nullcontext():
-            yield
+        yield
     finally:
-        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):  # they keep a tensor for good, perhaps a fake one
+        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):  # they keep a tensor for good
             scaler.main_loss_backward_scale = None
         MTPLossLoggingHelper.tracker = {}
         log.setLevel(level)
@@ -363,14 +312,11 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build_stage(
-    model: Model, execution: Execution, position: int, kinds: Sequence[str], gpu_norms: bool = False
-) -> torch.nn.Module:
+def build_stage(model: Model, execution: Execution, position: int, kinds: Sequence[str]) -> torch.nn.Module:
     """Build a stage of the pipeline as Megatron's training loop does. Call it within ``lone_rank``.
 
     ``position`` is ``FIRST`` (with the embedding), ``MIDDLE``, or ``LAST`` (with the head). ``kinds`` has the kind of
-    each layer. With ``gpu_norms``, RMS norms on a CPU save the tensors that their fused GPU kernel saves.
-    Every layer of the model, and the recomputation that ``execution`` sets, must exist in Megatron's local modules
+    each layer. Every layer of the model, and the recomputation that ``execution`` sets, must exist in Megatron's local modules
     (``_check``).
     """
     config = _config(model, execution, kinds, position)
@@ -400,18 +346,7 @@ def build_stage(
         )
     stage.cuda()
     mark_early([stage], early_modules(model, execution))
-    if gpu_norms:
-        for module in stage.modules():
-            if isinstance(module, torch.nn.RMSNorm):
-                module.__dict__["forward"] = partial(fused_rms_norm, module)  # hides the method of its class
-    if execution.precision == "fp32":
-        return stage
-    if any(isinstance(parameter, FakeTensor) for parameter in stage.parameters()):
-        # nn.Module converts fake parameters by swapping them, which weak references forbid.
-        for parameter in stage.parameters():
-            parameter.data = parameter.data.to(_DTYPES[execution.precision])
-        stage.bfloat16 = stage.half = lambda: stage
-    return Float16Module(config, stage)
+    return stage if execution.precision == "fp32" else Float16Module(config, stage)
 
 
 def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observation:
@@ -436,29 +371,6 @@ def run_stage(stage: Any, model: Model, execution: Execution, position: int, mic
     messages: Any = _MadeUpMessages(shape, config.pipeline_dtype)
     Executor(program, position, {position: runner}, messages, (), observed.ledger, observed.trace).run()
     return observed
-
-
-def _evenly(preprocess: Callable, dispatcher, routing_map: torch.Tensor) -> np.ndarray:
-    """Assign the same number of tokens to every expert, up to the remainder of the division.
-
-    It replaces Megatron's own count, because fake tensors have no values and the shapes of later tensors depend on it.
-    It sets the sizes in ``dispatcher``, and returns the number of tokens of each expert of this rank.
-    """
-    preprocess(dispatcher, routing_map)
-    visits, experts = dispatcher.num_out_tokens, dispatcher.num_experts
-    sources = dispatcher.ep_size * dispatcher.tp_size
-    each = np.diff(np.arange(experts + 1) * visits // experts)
-    from_each = np.tile(each[: dispatcher.num_local_experts], (sources, 1))
-    dispatcher.num_global_tokens_per_local_expert = from_each
-    if sources > 1:
-        dispatcher.input_splits = each.reshape(dispatcher.ep_size, -1).sum(axis=1)
-        dispatcher.output_splits = np.full(dispatcher.ep_size, from_each[0].sum())
-        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, dispatcher.output_splits.sum())
-    for order in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-        shape = (-1, dispatcher.num_local_experts) if order.startswith("sort") else (dispatcher.num_local_experts, -1)
-        chunks = np.arange(dispatcher.num_experts * dispatcher.tp_size)
-        setattr(dispatcher, order, chunks.reshape(shape).T.ravel())
-    return from_each.sum(axis=0)
 
 
 def _schedule(microbatches: int) -> Schedule:

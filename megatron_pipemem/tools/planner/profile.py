@@ -3,7 +3,7 @@
 A stage has its layers and its *frame*: all parts that are not layers. The first stage's frame has the embedding, and
 the last one's has final norm, head and loss. Seconds, bytes and parameters of a stage are sums over its layers and its
 frame, so one profile gives the costs of every division into stages. Profiles come from formulas (``from_formulas``), or
-from running stages of Megatron's modules (``megatron.profiling``), for real or with fake tensors.
+from running stages of Megatron's modules (``megatron.profiling``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_pipemem.values import check_magnitudes
 
 _PARTS = ("layers", "end_layers", "first", "middle", "last")
 
-Source = Literal["formulas", "fake tensors", "measured"]
+Source = Literal["formulas", "measured"]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Profile:
     model: Model
     execution: Execution
     source: Source
-    """The origin of bytes and parameters. Measured seconds are those of computing alone. ``formulas`` and ``fake tensors`` have
-    the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages."""
+    """The origin of seconds, bytes and parameters. Measured seconds are those of computing alone. Formulas add tensor-,
+    context- and expert-parallel messages (``planner.prices``)."""
     device: str  # the measured device, or the speed in the formulas
     layers: dict[str, Part]  # one layer of every kind in the model
     first: Part  # the frame of the stage with the embedding
