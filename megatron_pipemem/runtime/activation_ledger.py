@@ -354,8 +354,8 @@ class BytesBySize:
 
     def learn(self, entries: Sequence[LedgerEntry]) -> None:
         """Add the bytes of a step's ledger entries, which are in the order of the actions."""
-        held = [0, *(entry.host_bytes if self._on_host else entry.bytes for entry in entries)]
-        for entry, (before, after) in zip(entries, pairwise(held), strict=True):
+        bytes_after = [0, *(entry.host_bytes if self._on_host else entry.bytes for entry in entries)]
+        for entry, (before, after) in zip(entries, pairwise(bytes_after), strict=True):
             self._changes.setdefault((entry.action.kind, entry.action.stage, entry.tokens), after - before)
 
     def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], tuple[int, int]]) -> int:

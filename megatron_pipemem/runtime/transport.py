@@ -51,9 +51,11 @@ def new_groups(
     ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. ``description`` is the name that torch's logs give to
     each group. ``backend`` replaces the backend of the default group.
     """
-    theirs: Any = parent._get_backend(parent._device_types[0])  # its options have the backend's own class
-    timeout = None if theirs.options is None else theirs.options._timeout  # not every backend has options
-    is_nccl = backend is None and theirs.name() == dist.Backend.NCCL
+    parent_backend: Any = parent._get_backend(parent._device_types[0])  # its options have the backend's own class
+    timeout = (
+        None if parent_backend.options is None else parent_backend.options._timeout
+    )  # not every backend has options
+    is_nccl = backend is None and parent_backend.name() == dist.Backend.NCCL
     callers = callers or parent
     tokens: list[Any] = [None] * callers.size()
     dist.all_gather_object(tokens, secrets.token_hex(8), group=callers)
@@ -69,7 +71,7 @@ def new_groups(
                     list(ranks),
                     timeout=timeout,
                     backend=backend,
-                    pg_options=nccl_options(theirs.options, messages) if is_nccl else None,
+                    pg_options=nccl_options(parent_backend.options, messages) if is_nccl else None,
                     use_local_synchronization=True,
                     group_desc=description,
                 )

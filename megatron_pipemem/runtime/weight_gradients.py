@@ -31,7 +31,7 @@ EARLY = "_pipemem_early"
 HOOKED = "_pipemem_hooked"
 """Attribute of a parameter with hooks on the autograd node that adds to its gradient (``AccumulatorHooks``)."""
 
-_AHEAD = 2
+_GATHERS_AHEAD = 2
 """Number of GEMMs between the start of a gather and its own GEMM. A projection's GEMM is shorter than the next layer's gather,
 but together with a long GEMM of the MLP it hides that gather."""
 
@@ -101,7 +101,7 @@ class WeightGradientQueue:
         begun: deque[DeferredWeightGradient] = deque()
         with torch.no_grad():
             while pending or begun:
-                while pending and len(begun) <= _AHEAD:
+                while pending and len(begun) <= _GATHERS_AHEAD:
                     begun.append(pending.pop())
                     begun[-1].begin()
                 work = begun.popleft()

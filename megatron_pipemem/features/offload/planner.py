@@ -190,14 +190,14 @@ def _exact(ends: Sequence[float]) -> float:
 
 
 # Number of shares of the longest-lived activations that are tried.
-_SHARES = 4
-_GOLDEN = 0.6180339887498949
+_NUM_SHARES = 4
+_GOLDEN_RATIO = 0.6180339887498949
 # Factors by which a plan may assume slower computing, if only stalls keep a cap.
 _STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 # Distances between the forwards of a warm-up, as shares of the interval in the steady state.
 _PACES = (0.5, 0.75, 1.0)
 # Factors for the seconds of transfers. A plan for slower ones is valid too, and sometimes better.
-_SLOWER = (1.0, 1.2)
+_TRANSFER_FACTORS = (1.0, 1.2)
 
 
 class _Part(NamedTuple):
@@ -320,7 +320,7 @@ class Planner:
             best = self._lowest(part, stages)
         else:
             best = self._group(part, [], items)
-            for factor in _SLOWER:
+            for factor in _TRANSFER_FACTORS:
                 if best.over:
                     best = self._with_fewer(part, stages, factor, best)
             if not best.over:
@@ -342,7 +342,7 @@ class Planner:
         fewer cannot give a lower peak.
         """
         ranked: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
-        for factor in _SLOWER:
+        for factor in _TRANSFER_FACTORS:
             items = self._items(part, stages, factor)
             for count in reversed([0, *_counts(items)]):
                 if ranked and self._at_best(part, items[:count]) > min(ranked)[0]:
@@ -406,7 +406,9 @@ class Planner:
                     items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, weight))
         # If only some of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
-        return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
+        return sorted(
+            items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN_RATIO % 1, item.stage)
+        )
 
     def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
         """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory. ``others``
@@ -477,7 +479,7 @@ def _counts(items: Sequence[Item]) -> list[int]:
     One number is how many the channel can carry between the first forward and the last backward. The others are 1/4,
     1/2, 3/4 and all of the list. The smallest number is first.
     """
-    shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
+    shares = {-(-len(items) * share // _NUM_SHARES) for share in range(1, _NUM_SHARES + 1)}
     span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)
     capacity = bisect_right(list(accumulate(item.out + item.back for item in items)), span)
     return sorted((shares | {capacity}) - {0})

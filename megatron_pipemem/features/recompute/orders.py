@@ -17,7 +17,7 @@ KIND_OF_MODE = {"selective": Kind.RS, "full": Kind.R}
 """The kind of action that recomputes every stage, by mode of ``options.RECOMPUTE``. ``none`` and ``auto`` have none."""
 
 # The largest number of actions by which a recompute may move ahead.
-_AHEAD = (1, 2, 4, 8)
+_POSITIONS_AHEAD = (1, 2, 4, 8)
 
 
 def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
@@ -59,17 +59,17 @@ def recompute_plans[T](
     of a schedule that need more memory than they may. On each of these devices, the next plan recomputes more, if more
     recompute saves memory there.
     """
-    again = dict.fromkeys(range(base.num_stages), KIND_OF_MODE[mode]) if mode in KIND_OF_MODE else {}
+    kinds = dict.fromkeys(range(base.num_stages), KIND_OF_MODE[mode]) if mode in KIND_OF_MODE else {}
     steps = [recompute_steps(base, costs, device) if mode == AUTO else [] for device in range(base.num_devices)]
     while True:
-        schedule = with_recompute(base, again)
+        schedule = with_recompute(base, kinds)
         yield plan(schedule)
         needy = [device for device in over(schedule) if steps[device]] if any(steps) else []
         if not needy:
             return
         for device in needy:
             stage, kind = steps[device].pop(0)
-            again[stage] = kind
+            kinds[stage] = kind
 
 
 def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple[int, Kind]]:
@@ -87,7 +87,7 @@ def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple
         spared[kind] = [stored - remaining for stored, remaining in zip(plain, kept, strict=True)]
     priced: list[tuple[float, int, Kind]] = []
     for stage in placement.stages[device]:
-        passes = [_IN_FLIGHT.get(action.kind, 0) for action in schedule.orders[device] if action.stage == stage]
+        passes = [_CHANGE_IN_FLIGHT.get(action.kind, 0) for action in schedule.orders[device] if action.stage == stage]
         in_flight = max(accumulate(passes), default=0)
         partial, full = ((seconds[kind][stage], spared[kind][stage]) for kind in (Kind.RS, Kind.R))
         before = (0.0, 0.0)
@@ -102,7 +102,7 @@ def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple
     return [(stage, kind) for _, stage, kind in sorted(priced)]
 
 
-_IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
+_CHANGE_IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
 
 
 def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool]) -> OffloadPlan:
@@ -113,14 +113,14 @@ def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool])
     """
     if not plan.schedule.recomputed:
         return plan
-    most = max(plan.peaks) if plan.memory_cap is None else math.inf
+    highest_peak = max(plan.peaks) if plan.memory_cap is None else math.inf
     everywhere = range(plan.schedule.num_devices)
-    for devices, ahead in product((everywhere, *((device,) for device in everywhere)), _AHEAD):
+    for devices, ahead in product((everywhere, *((device,) for device in everywhere)), _POSITIONS_AHEAD):
         orders = list(plan.schedule.orders)
         for device in devices:
             orders[device] = _earlier(orders[device], plan.timeline.spans[device], ahead)
         tried = replace(plan, schedule=replace(plan.schedule, orders=tuple(orders)))
-        if tried.makespan < plan.makespan * (1 - 1e-9) and max(tried.peaks) <= most and fits(tried):
+        if tried.makespan < plan.makespan * (1 - 1e-9) and max(tried.peaks) <= highest_peak and fits(tried):
             plan = tried
     return plan
 
@@ -132,8 +132,8 @@ def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> 
     it stays after actions of the same stage and microbatch.
     """
     waits = [start - end for (start, _), (_, end) in zip(spans, [(0.0, 0.0), *spans], strict=False)]
-    moved: list[list[Action]] = [[] for _ in order]
-    stays: list[list[Action]] = [[action] for action in order]
+    recomputes_before: list[list[Action]] = [[] for _ in order]
+    unmoved: list[list[Action]] = [[action] for action in order]
     for at, action in enumerate(order):
         if action.kind in RECOMPUTE:
             first = max(0, at - ahead)
@@ -143,9 +143,11 @@ def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> 
             place = max(range(first, at), key=lambda position: (waits[position], position), default=at)
             if place < at and waits[place] > 1e-9 * spans[-1][1]:
                 waits[place] -= spans[at][1] - spans[at][0]
-                moved[place].append(action)
-                stays[at] = []
-    return tuple(action for recomputes, own in zip(moved, stays, strict=True) for action in (*recomputes, *own))
+                recomputes_before[place].append(action)
+                unmoved[at] = []
+    return tuple(
+        action for recomputes, own in zip(recomputes_before, unmoved, strict=True) for action in (*recomputes, *own)
+    )
 
 
 def in_words(plan: OffloadPlan) -> str:
@@ -153,6 +155,8 @@ def in_words(plan: OffloadPlan) -> str:
     counts: dict[str, int] = {}
     for why in plan.kept.values():
         counts[why] = counts.get(why, 0) + 1
-    stays = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
-    again = "".join(f"; {mode} recomputation of stages {s}" for mode, s in recomputed_by_mode(plan.schedule).items())
-    return f"{len(plan.offloaded)} activations are offloaded{stays}{again}"
+    stays_by_reason = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
+    recomputations = "".join(
+        f"; {mode} recomputation of stages {s}" for mode, s in recomputed_by_mode(plan.schedule).items()
+    )
+    return f"{len(plan.offloaded)} activations are offloaded{stays_by_reason}{recomputations}"

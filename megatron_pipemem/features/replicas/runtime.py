@@ -68,28 +68,28 @@ class ReplicaReducer:
     def post(self, stage: int) -> None:
         """Note that a stage's gradients are complete, and start the sum if those of its replicas here are."""
         self._posted.add(stage)
-        here = self._here(stage)
-        if not self._posted.issuperset(here):
+        own_replicas = self._own_replicas(stage)
+        if not self._posted.issuperset(own_replicas):
             return
-        first, *others = ([*self.gradients(replica)] for replica in here)
+        first, *others = ([*self.gradients(replica)] for replica in own_replicas)
         for other in others:
             torch._foreach_add_(first, other)
         channel = self.channels.get(self.placement.holders(stage))
-        self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
+        self._works[own_replicas[0]] = [] if channel is None else _start_sum(first, channel)
 
     def wait(self, stage: int) -> None:
         """Wait for the sum over the replicas of ``stage``. Afterwards all replicas on this device have the sum."""
-        here = self._here(stage)
-        works = self._works.pop(here[0], None)
+        own_replicas = self._own_replicas(stage)
+        works = self._works.pop(own_replicas[0], None)
         if works is None:  # waited for on behalf of another replica
             return
         for work in works:
             work.wait()
-        first, *others = ([*self.gradients(replica)] for replica in here)
+        first, *others = ([*self.gradients(replica)] for replica in own_replicas)
         for other in others:
             torch._foreach_copy_(other, first)
 
-    def _here(self, stage: int) -> list[int]:
+    def _own_replicas(self, stage: int) -> list[int]:
         return [
             replica for replica in self.placement.counterparts(stage) if self.placement.devices[replica] == self.device
         ]

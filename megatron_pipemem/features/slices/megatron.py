@@ -317,7 +317,7 @@ class SlicedStage(ChunkStage):
     def _data(self, microbatch: int) -> Iterator | None:
         number, part = divmod(microbatch, len(self.bounds))
         data = self._open[number].data
-        return data if data is None or part == 0 else data.again()
+        return data if data is None or part == 0 else data.second_tape()
 
     def _number(self, microbatch: int) -> int:
         return microbatch // len(self.bounds)

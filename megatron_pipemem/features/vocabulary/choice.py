@@ -84,7 +84,7 @@ def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, .
 
 
 REDISTRIBUTE = "redistribute"
-_NAMES = {OFF: "the head on the last stage", REDISTRIBUTE: "moving layers away from the last stage"}
+_UNCUT_OPTIONS = {OFF: "the head on the last stage", REDISTRIBUTE: "moving layers away from the last stage"}
 _LEAST_GAIN = 0.01
 """Least gain, as a share of the makespan, that is worth another layout of the model or one more microbatch in flight.
 """
@@ -183,12 +183,12 @@ def _choose(options: Mapping[str, VocabularyOption]) -> VocabularyChoice:
 
 
 def _reason(best: VocabularyOption, options: Mapping[str, VocabularyOption]) -> str:
-    others = [option for option in options.values() if (option.name in _NAMES) != (best.name in _NAMES)]
+    others = [option for option in options.values() if (option.name in _UNCUT_OPTIONS) != (best.name in _UNCUT_OPTIONS)]
     if not others:
         return f"{_named(best)}: no other way was allowed"
     other = min(others, key=lambda option: option.makespan)
     gain = other.makespan / best.makespan - 1
-    if best.name in _NAMES:
+    if best.name in _UNCUT_OPTIONS:
         saved = f"would save {-gain:.1%} of the step" if gain < 0 else f"would take {gain:.1%} longer"
         more = BARRIERS_OF_ALGORITHM[int(other.name)]
         why = f"{_named(other)} {saved}, which is not worth {more} more microbatches in flight"
@@ -198,4 +198,4 @@ def _reason(best: VocabularyOption, options: Mapping[str, VocabularyOption]) -> 
 
 
 def _named(option: VocabularyOption) -> str:
-    return _NAMES.get(option.name) or f"vocabulary parallelism by Algorithm {option.name}"
+    return _UNCUT_OPTIONS.get(option.name) or f"vocabulary parallelism by Algorithm {option.name}"

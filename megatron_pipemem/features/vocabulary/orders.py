@@ -52,7 +52,7 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.vocabulary import BARRIERS, check_placement
 
 BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
-_AHEAD = 2
+_EMBEDDINGS_AHEAD = 2
 """How many embedding outputs, or gradients of them, may wait on a device."""
 _TICKS = 12 * 10**6
 """Ticks of the longest action. Times are whole ticks, so that equal times compare as equal."""
@@ -219,7 +219,7 @@ class PassRun:
     def _ready(self, device: int) -> Iterator[Kind]:
         """Yield each kind of pass whose next microbatch (or slice) can run on a device now."""
         count, done = self._count[device], self._done
-        if count[Kind.EMBED_F] < min(self._units, self._begun + _AHEAD):
+        if count[Kind.EMBED_F] < min(self._units, self._begun + _EMBEDDINGS_AHEAD):
             yield Kind.EMBED_F
         final = self._next(device, Kind.LOSS)
         if device == self._last and all((Kind.STATS, final - behind) in done for behind in range(self._slices)):
@@ -236,7 +236,7 @@ class PassRun:
         """Return whether an EMBED_F or EMBED_B must run before the next action of the device's own order."""
         if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
-        after = mirrored(action.microbatch, self._slices) + _AHEAD - 1
+        after = mirrored(action.microbatch, self._slices) + _EMBEDDINGS_AHEAD - 1
         return (Kind.BCAST_E, mirrored(after, self._slices)) in self._done
 
     def _following(self, device: int, now: int) -> Action | None:

@@ -535,7 +535,7 @@ class Tape(IteratorWrapper):
     def rewind(self) -> None:
         self._rewound = True
 
-    def again(self) -> Tape:
+    def second_tape(self) -> Tape:
         """Return a second tape that yields the kept items. This tape keeps its own items."""
         tape = Tape(self._iterator)
         tape._seen = [copy.copy(batch) for batch in self._seen]

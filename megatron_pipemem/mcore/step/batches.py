@@ -39,7 +39,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 
 # Megatron's language models take these by position or by name.
-_PARAMETERS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")
+_MODEL_ARGUMENTS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")
 
 
 class Call(NamedTuple):
@@ -79,7 +79,7 @@ def calls_of(
     seen: list[Call] = []
 
     def called(*arguments, **keywords) -> torch.Tensor:
-        passed = keywords | dict(zip(_PARAMETERS, arguments, strict=False))
+        passed = keywords | dict(zip(_MODEL_ARGUMENTS, arguments, strict=False))
         # The other arguments are not kept, because an attention mask per microbatch would be large.
         seen.append(Call(passed.get("input_ids"), passed.get("labels")))
         return output_of(seen[-1])

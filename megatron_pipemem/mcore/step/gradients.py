@@ -78,7 +78,7 @@ def sharded_replacements(
     return [(GATHER_GRADIENT, sharded_gradients(keeps)), *transformer_engine.sharded_replacements(keeps)]
 
 
-_FUNCTIONS = ("megatron.", "megatron_pipemem.", "transformer_engine.")
+_MODULES_OF_FUNCTIONS = ("megatron.", "megatron_pipemem.", "transformer_engine.")
 """Beginnings of the names of modules whose autograd functions return a gradient for every parameter, or leave it to W."""
 
 
@@ -135,7 +135,7 @@ class SplitBackward(Extension):
             unchecked = [chunk for chunk in step.chunks if chunk not in self._checked]
             self._checked.update(unchecked)
             trained = (pair for chunk in unchecked for pair in chunk.named_parameters() if pair[1].requires_grad)
-            self._check = GradientCheck(dict(trained), _FUNCTIONS) if unchecked else None
+            self._check = GradientCheck(dict(trained), _MODULES_OF_FUNCTIONS) if unchecked else None
 
     def _decide_on_head(self, step: Step) -> None:
         """Mark the weight of the LM head if ``auto`` computes its gradient in I, once for a model.

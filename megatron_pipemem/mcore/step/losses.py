@@ -231,7 +231,7 @@ def _kind(step: StepContext, schedule: Schedule) -> Hashable:
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
-_LOGGED = ("loss_values", "correct_values", "total_values")
+_LOGGED_ENTRIES = ("loss_values", "correct_values", "total_values")
 """The entries that Megatron logs for each token of multi-token prediction."""
 
 
@@ -244,7 +244,7 @@ def sum_depths(step: Step) -> None:
     if not depths or step.pipeline.placement.is_round_robin:
         return
     tracker = MTPLossLoggingHelper.tracker
-    for name in _LOGGED:
+    for name in _LOGGED_ENTRIES:
         tracker.setdefault(name, torch.zeros(depths, device=torch.cuda.current_device()))
     tracker["reduce_group"], tracker["avg_group"] = step.pipeline.group, step.groups.dp_cp
 

@@ -94,9 +94,9 @@ def _file(purpose: str, iteration: int):
 def _write(saved: SavedVersions, iteration: int) -> None:
     path = _file("save", iteration)
     older = {version: list(buffers.values()) for version, buffers in saved.older.items()}
-    kept = {"schedule": saved.schedule, "batch": saved.batch, "before": saved.before, "older": older}
-    with whole_file(path) as beside:
-        torch.save(kept, beside)
+    entries = {"schedule": saved.schedule, "batch": saved.batch, "before": saved.before, "older": older}
+    with whole_file(path) as partial_path:
+        torch.save(entries, partial_path)
 
 
 def _read(iteration: int) -> SavedVersions | None:

@@ -138,7 +138,7 @@ def _power_of_two_above(nbytes: int) -> int:
 
 # By controller in /proc/self/cgroup (empty for version 2): the folder of its groups, and the names of three values: the limit,
 # the usage, and the cached files in the usage, which the kernel frees on demand.
-_LIMITS = {
+_FILES_OF_CONTROLLER = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -157,8 +157,8 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
     lines = groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ()
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        for controller in set(controllers.split(",")) & set(_LIMITS):
-            folder, *names = _LIMITS[controller]
+        for controller in set(controllers.split(",")) & set(_FILES_OF_CONTROLLER):
+            folder, *names = _FILES_OF_CONTROLLER[controller]
             group = mounted / folder
             # In a container the path may lie outside and be missing; then the limit is at the root.
             for part in ("", *(part for part in path.split("/") if part)):
@@ -174,22 +174,22 @@ def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
     demand.
     """
     try:
-        most = (group / limit).read_text(encoding="utf-8").strip()
+        maximum = (group / limit).read_text(encoding="utf-8").strip()
         used = int((group / usage).read_text(encoding="utf-8"))
         statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except OSError:
         return None
-    return None if most == "max" else int(most) - used + int(statistics.get(cached, 0))
+    return None if maximum == "max" else int(maximum) - used + int(statistics.get(cached, 0))
 
 
-_BYTES = 1 << 23
+_PROBE_BYTES = 1 << 23
 _REPETITIONS = 3
-WAYS = {"d2h": (Direction.OUT,), "h2d": (Direction.IN,), "both": tuple(Direction)}
+COPY_DIRECTIONS = {"d2h": (Direction.OUT,), "h2d": (Direction.IN,), "both": tuple(Direction)}
 _DUPLEX_FACTOR = 1.5  # the factor is 2 if only one direction runs at a time
 _MATRIX = 8192  # large enough that products take longer than their launches
 
 
-def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
+def measure_host_link(channel: CopyChannel, nbytes: int = _PROBE_BYTES) -> HostLink:
     """Measure bytes per second to the host and back, and whether copies in both directions can run at once.
 
     Each copy has ``nbytes``. Ranks that share a link should measure at the same time, so that the result includes their
@@ -198,7 +198,7 @@ def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
     ends = copy_ends(channel, nbytes)
     out, back, both = (
         transfer_seconds(channel, [(direction, ends[direction]) for direction in directions], _REPETITIONS)
-        for directions in WAYS.values()
+        for directions in COPY_DIRECTIONS.values()
     )
     return HostLink(nbytes / out, nbytes / back, both < _DUPLEX_FACTOR * max(out, back))
 
@@ -224,7 +224,7 @@ def measure_bandwidths(
     multiply(3)
     one = _seconds(channel, lambda: multiply(10)) / 10
     bandwidths = {}
-    for name, directions in WAYS.items():
+    for name, directions in COPY_DIRECTIONS.items():
         copies = [(direction, ends[direction]) for direction in directions]
         alone = transfer_seconds(channel, copies, repeats)
         # The products take longer than the copies, so that every copy overlaps one.
@@ -256,19 +256,19 @@ def transfer_seconds(
     channel: CopyChannel,
     copies: Sequence[tuple[Direction, Copy]],
     repeats: int,
-    beside: Callable[[], object] = lambda: None,
+    queue_work: Callable[[], object] = lambda: None,
 ) -> float:
     """Start all copies at the same time, and return the seconds until the last one has ended.
 
     The result is the median of ``repeats`` measurements, after one that is not counted. ``copies`` has at most one copy
-    for each direction. ``beside`` is called after the copies are started, to queue other work on the device.
+    for each direction. ``queue_work`` is called after the copies are started, to queue other work on the device.
     """
     took = []
     for _ in range(1 + repeats):
         synchronize(channel)
         begin = time.perf_counter()
         tickets = [channel.start(direction, [copy], ()) for direction, copy in copies]
-        beside()
+        queue_work()
         while not all(ticket.query() for ticket in tickets):
             time.sleep(0)
         took.append(time.perf_counter() - begin)

@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.memory_cap import format_bytes
 MOMENTS = 2
 """Number of tensors in Adam's state of a parameter. Each has the size of the parameter."""
 
-_KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+_WITH_PLAIN_STATE = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
 
 class Snapshot:
@@ -127,8 +127,8 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
     if type(optimizer) is ChainedOptimizer:
         return tuple(part for chained in optimizer.chained_optimizers for part in parts_of(chained))
     inner = getattr(optimizer, "optimizer", None)
-    if type(optimizer) not in _KNOWN or hasattr(inner, "sub_optimizers"):
-        name = type(optimizer).__name__ if type(optimizer) not in _KNOWN else type(inner).__name__
+    if type(optimizer) not in _WITH_PLAIN_STATE or hasattr(inner, "sub_optimizers"):
+        name = type(optimizer).__name__ if type(optimizer) not in _WITH_PLAIN_STATE else type(inner).__name__
         raise UnsupportedError(
             "no-rollback",
             f"steps of the optimizer {name} cannot be undone, because it keeps more than parameters and their state; "
