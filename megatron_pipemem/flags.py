@@ -37,21 +37,21 @@ def words_by_flag(words: Sequence[str]) -> dict[str, list[list[str]]]:
 
     For example, ``--a 1 2 --a 3`` gives ``{"--a": [["1", "2"], ["3"]]}``. Words before the first flag are left out.
     """
-    found: dict[str, list[list[str]]] = {}
+    occurrences: dict[str, list[list[str]]] = {}
     values: list[str] = []
     for word in words:
         if word.startswith("--"):
             flag, separator, value = word.partition("=")
             values = [value] if separator else []
-            found.setdefault(flag, []).append(values)
+            occurrences.setdefault(flag, []).append(values)
         else:
             values.append(word)
-    return found
+    return occurrences
 
 
 def values_by_flag(arguments: Sequence[str]) -> dict[str, str | bool]:
     """Return each flag without ``--`` and the word after it; ``True`` if there is none. The last occurrence counts."""
-    return {flag[2:]: each[-1][0] if each[-1] else True for flag, each in words_by_flag(arguments).items()}
+    return {flag[2:]: lists[-1][0] if lists[-1] else True for flag, lists in words_by_flag(arguments).items()}
 
 
 class Parser(argparse.ArgumentParser):

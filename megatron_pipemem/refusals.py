@@ -374,13 +374,13 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
     ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
     exist.
     """
-    for each in wanted:
-        for attribute, sentence in each.sentences.items():
+    for table in wanted:
+        for attribute, sentence in table.sentences.items():
             value = value_of(attribute)
-            if each.only.get(attribute, _REFUSED.get(attribute, bool))(value):
+            if table.only.get(attribute, _REFUSED.get(attribute, bool))(value):
                 raise UnsupportedError(
                     "unsupported-setting",
-                    f"{attribute} = {shortened(value)} is not supported{each.feature}: {sentence}",
+                    f"{attribute} = {shortened(value)} is not supported{table.feature}: {sentence}",
                 )
 
 
@@ -420,9 +420,13 @@ def _is_shared(value_of: Callable[[str], Any]) -> bool:
 
 def _recomputes_biased_mlps(value_of: Callable[[str], Any]) -> bool:
     """Return whether Megatron checkpoints MLPs that also return a bias, which makes the bias its own ancestor in autograd."""
-    asked = value_of("recompute_granularity") == "selective" and "mlp" in (value_of("recompute_modules") or ())
+    recomputes_mlps = value_of("recompute_granularity") == "selective" and "mlp" in (
+        value_of("recompute_modules") or ()
+    )
     in_bytes = value_of("fp8") or value_of("fp4")  # checkpointed by Transformer Engine
-    return asked and not in_bytes and bool(value_of("add_bias_linear")) and not value_of("disable_bias_linear")
+    return (
+        recomputes_mlps and not in_bytes and bool(value_of("add_bias_linear")) and not value_of("disable_bias_linear")
+    )
 
 
 def _is_packed(value_of: Callable[[str], Any]) -> bool:
@@ -481,24 +485,26 @@ def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
     """
 
     def value_of(attribute: str) -> object:
-        given = flags.get(_flag(attribute))
-        if given is None or given is False:
+        value = flags.get(_flag(attribute))
+        if value is None or value is False:
             return _DEFAULTS.get(attribute)
         if attribute in _NUMBERS:
             return (
-                [_number(attribute, each) for each in given] if isinstance(given, list) else _number(attribute, given)
+                [_number(attribute, number) for number in value]
+                if isinstance(value, list)
+                else _number(attribute, value)
             )
-        return 0 if given == "0" else given
+        return 0 if value == "0" else value
 
     return value_of
 
 
-def _number(attribute: str, given: object) -> float:
+def _number(attribute: str, value: object) -> float:
     try:
-        number = float(str(given))
+        number = float(str(value))
     except ValueError as error:
         raise UnsupportedError(
-            "bad-number", f"--{_flag(attribute)} {shortened(given)} is not a number; give one"
+            "bad-number", f"--{_flag(attribute)} {shortened(value)} is not a number; give one"
         ) from error
     return int(number) if number.is_integer() else number
 

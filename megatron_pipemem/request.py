@@ -82,24 +82,24 @@ def flags_of(request: type) -> Mapping[str, Flag]:
 
     The class's own fields come before inherited ones, and fields without a flag are left out.
     """
-    own_first = sorted(fields(request), key=lambda each: each.name not in request.__annotations__)
-    found = {each.name: each.metadata["flag"] for each in own_first if "flag" in each.metadata}
+    own_first = sorted(fields(request), key=lambda attribute: attribute.name not in request.__annotations__)
+    flags = {attribute.name: attribute.metadata["flag"] for attribute in own_first if "flag" in attribute.metadata}
     return MappingProxyType(
         {
             name: flag if flag.name else replace(flag, name=f"--pipemem-{name.replace('_', '-')}")
-            for name, flag in found.items()
+            for name, flag in flags.items()
         }
     )
 
 
-def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **told: Any) -> Any:
+def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **settings: Any) -> Any:
     """Return a dataclass field with a flag.
 
     ``choices`` lists all allowed values; if it is empty, the value is not restricted. ``told`` has fields of ``Flag``.
     """
     if choices:
-        told["read"] = _one_of(choices)
-    flag = Flag(help, metavar or "|".join(choices), **told)
+        settings["read"] = _one_of(choices)
+    flag = Flag(help, metavar or "|".join(choices), **settings)
     how: dict[str, Any] = {"default_factory": type(default)} if isinstance(default, dict) else {"default": default}
     return field(**how, metadata={"flag": flag})
 
@@ -150,8 +150,8 @@ def _switch(flag: str, value: Any) -> bool:
 
 def _groups(flag: str, value: Any) -> tuple[tuple[int, ...], ...]:
     groups = value if isinstance(value, (list, tuple)) else [None]
-    members = [each for group in groups for each in (group if isinstance(group, (list, tuple)) else [None])]
-    if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
+    members = [member for group in groups for member in (group if isinstance(group, (list, tuple)) else [None])]
+    if len(set(map(str, members))) < len(members) or not all(type(member) is int and member >= 0 for member in members):
         raise UnsupportedError(
             "bad-syntax",
             f"{flag} {shortened(value)} is not a list of groups of a node's ranks, with each rank once; write [[0, 1], [2, 3]]",
@@ -193,23 +193,23 @@ class TransferOptions:
     switches: tuple[tuple[int, ...], ...] = field(default=(), metadata={"read": _groups})
 
     @classmethod
-    def of(cls, flag: str, given: Any) -> TransferOptions:
+    def of(cls, flag: str, options: Any) -> TransferOptions:
         """Return the options in a mapping of names to values, or raise an UnsupportedError for a wrong one.
 
         Values of ``bandwidth`` and ``min_bytes`` are like ``1GiB`` or ``64KiB``, of ``guard`` 0 or 1, of ``ratio`` a
         positive number, and of ``switches`` lists like ``[[0, 1], [2, 3]]``. ``TransferOptions`` are returned as they
         are. ``flag`` is not used, because messages name the single option.
         """
-        if isinstance(given, cls):
-            return given
-        readers: dict[str, Reader] = {each.name: each.metadata["read"] for each in fields(cls)}
-        unknown = sorted(set(given) - set(readers))
+        if isinstance(options, cls):
+            return options
+        readers: dict[str, Reader] = {option.name: option.metadata["read"] for option in fields(cls)}
+        unknown = sorted(set(options) - set(readers))
         if unknown:
             raise UnsupportedError(
                 "unknown-option",
                 f"activation offload has no option {shortened(unknown[0])}; its options: {', '.join(readers)}",
             )
-        return cls(**{name: readers[name](f"offload option {name}", value) for name, value in given.items()})
+        return cls(**{name: readers[name](f"offload option {name}", value) for name, value in options.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,44 +57,44 @@ def measured_bubble(report: Mapping[str, Any]) -> float | None:
 
 def lines(report: Mapping[str, Any]) -> list[str]:
     """Return the results of a run as lines of text, from its report (the parsed file of ``--pipemem-report``)."""
-    found = []
+    text = []
     if chosen := report["plans"] and report["plans"][-1]:
         size = _size(chosen["devices"], chosen["chunks"], chosen["microbatches"])
         times = f", planned {len(report['plans'])} times" if len(report["plans"]) > 1 else ""
-        found.append(f"{chosen['schedule']}, {size}{times}: {report['steps']} steps measured")
+        text.append(f"{chosen['schedule']}, {size}{times}: {report['steps']} steps measured")
     ranks: Sequence[Mapping[str, Any]] = report["ranks"]
     if (peak := _most(ranks, "counted_peak_bytes")) is not None:
         share = f"; {peak / whole:.3g} of 1F1B's bytes" if (whole := report.get("bytes_of_1f1b")) else ""
-        found.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
+        text.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
     if loads := {rank["rank"]: rank["expert_load"] for rank in ranks if rank.get("expert_load")}:
         rank = max(loads, key=loads.__getitem__)
-        found.append(
+        text.append(
             f"experts of rank {rank} got {loads[rank]:.3g} times an even share of a microbatch's tokens, the most of all ranks"
         )
     if (measured := measured_bubble(report)) is not None:
         planned = busiest(rank["predicted_bubble_rate"] for rank in ranks)
         seconds = chosen["measured_makespan"] if chosen else None
-        found.append(
+        text.append(
             f"bubble {planned:.1%} planned, {measured:.1%} measured, of the rank that idles least"
             + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
         )
     if ahead := _most(ranks, "steps_ahead"):
         back, state = _most(ranks, "steps_taken_back"), "the copy for undoing a step takes"
-        held = {
+        sentences = {
             "rollback_bytes": f"{state} {{}} of the device",
             "waiting_gradient_bytes": "gradients that wait for their optimizer step take {} of the device",
         }
-        found.append(f"{ahead} of {report['steps']} steps did not wait for a gradient norm; {back} of them were undone")
-        found += [
+        text.append(f"{ahead} of {report['steps']} steps did not wait for a gradient norm; {back} of them were undone")
+        text += [
             sentence.format(f"{nbytes / _MIB:.4g} MiB") + " on the fullest rank"
-            for key, sentence in held.items()
+            for key, sentence in sentences.items()
             if (nbytes := _most(ranks, key))
         ]
     losses = [loss for loss in report["losses"] if loss is not None]
     if losses:
-        found.append(f"loss {losses[0]:.5g} in the first step, {losses[-1]:.5g} in the last of {len(report['losses'])}")
-    found += [f"rank {rank['rank']}: {rank['failure']}" for rank in ranks if rank.get("failure")]
-    return found
+        text.append(f"loss {losses[0]:.5g} in the first step, {losses[-1]:.5g} in the last of {len(report['losses'])}")
+    text += [f"rank {rank['rank']}: {rank['failure']}" for rank in ranks if rank.get("failure")]
+    return text
 
 
 def _size(devices: int, chunks: int, microbatches: int) -> str:
@@ -106,23 +106,29 @@ def _size(devices: int, chunks: int, microbatches: int) -> str:
 
 def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Return text that compares the predicted peaks of all ranks with the counted ones."""
-    known = [
+    predictions = [
         (least, most, rank["counted_peak_bytes"], rank["rank"])
         for rank in ranks
         for least, most in [predicted_peaks(rank)]
         if least is not None and most is not None and rank["counted_peak_bytes"] is not None
     ]
-    if not known:
+    if not predictions:
         return "counted; nothing was predicted"
-    off = [each for each in known if not each[0] <= each[2] <= each[1]]
+    off = [(least, most, counted, rank) for least, most, counted, rank in predictions if not least <= counted <= most]
     if not off:
-        uneven = any(least < most for least, most, *_ in known)
+        uneven = any(least < most for least, most, *_ in predictions)
         return "counted; every rank within its prediction" if uneven else "predicted = counted on every rank"
-    least, most, counted, rank = max(off, key=lambda each: max(each[0] - each[2], each[2] - each[1]))
+    least, most, counted, rank = max(off, key=_distance)
     return (
         f"counted; {len(off)} ranks differ from the prediction, rank {rank} most: {shown_range(least, most)} MiB predicted, "
         f"{counted / _MIB:.5g} counted"
     )
+
+
+def _distance(prediction: tuple[float, float, float, int]) -> float:
+    """Return how many bytes a rank's counted peak is outside of its predicted range."""
+    least, most, counted, _ = prediction
+    return max(least - counted, counted - most)
 
 
 def predicted_peaks(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -30,9 +30,9 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
     With ``--pipemem-check``, the script does not run, and advice is printed.
     """
     job = os.environ
-    checks = [each for each in arguments if each.partition("=")[0] == CHECK]
+    checks = [word for word in arguments if word.partition("=")[0] == CHECK]
     if checks:
-        load_tool(CHECK).check(script, [each for each in arguments if each not in checks], checks[-1].partition("=")[2])
+        load_tool(CHECK).check(script, [word for word in arguments if word not in checks], checks[-1].partition("=")[2])
         return
     show_log()
     launched, alike = "RANK" in job, job.get("LOCAL_WORLD_SIZE") == job.get("WORLD_SIZE")

@@ -63,7 +63,12 @@ class Limited:
 @cache
 def _limits(kind: type) -> list[tuple[str, Limit]]:
     hints = get_type_hints(kind, include_extras=True)
-    parts = [(key, part) for key, hint in hints.items() for each in (hint, *get_args(hint)) for part in get_args(each)]
+    parts = [
+        (key, part)
+        for key, hint in hints.items()
+        for argument in (hint, *get_args(hint))
+        for part in get_args(argument)
+    ]
     return list(dict.fromkeys((key, part) for key, part in parts if isinstance(part, Limit)))
 
 
@@ -122,16 +127,16 @@ def converted(value: Any, hint: Any) -> Any:
     if origin in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
-        (hint,) = (each for each in arguments if each is not NoneType)
+        (hint,) = (member for member in arguments if member is not NoneType)
         return converted(value, hint)
     if origin is Literal and (text := "off" if value is False else str(value)) in arguments:  # YAML reads off as false
         return text
     if origin in (tuple, list) and isinstance(value, (list, tuple)):
-        return origin(converted(each, arguments[0]) for each in value)
+        return origin(converted(member, arguments[0]) for member in value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            _named("one of its keys", key, arguments[0]): _named(f"its key {shortened(key)}", each, arguments[1])
-            for key, each in value.items()
+            _named("one of its keys", key, arguments[0]): _named(f"its key {shortened(key)}", member, arguments[1])
+            for key, member in value.items()
         }
     if _is_enumeration(hint) and value in set(hint):
         return hint(value)

@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.tools.cpu import is_active
+from megatron_pipemem.mcore import on_cpu_ranks
 from megatron_pipemem.tools.cpu.ranks import start_ranks
 
 
 def test_importing_the_package_activates_nothing() -> None:
-    assert not is_active()
+    assert not on_cpu_ranks()
 
 
 def test_activating_twice_changes_nothing_more(lane: Callable[[str], object]) -> None:
     lane("""
-from megatron_pipemem.tools.cpu import activate, is_active
+from megatron_pipemem.mcore import on_cpu_ranks
+from megatron_pipemem.tools.cpu import activate
 before = torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group
-assert is_active()
+assert on_cpu_ranks()
 activate()
 assert before == (torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group)
 """)

@@ -46,10 +46,10 @@ def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(create)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        known = {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
-        if "backend" in known:
-            known["backend"] = _gloo(known["backend"])
-        return create(*map(_gloo, args), **known)
+        settings = {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
+        if "backend" in settings:
+            settings["backend"] = _gloo(settings["backend"])
+        return create(*map(_gloo, args), **settings)
 
     return wrapper
 
@@ -87,15 +87,15 @@ def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
 
     Add the new tensor objects to ``lent``. They share the storages of the old ones.
     """
-    found = []
+    copies = []
     for value in values:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
             value = value.detach()
             lent.append(value)
         elif type(value) in (list, tuple):
             value = _lend(value, lent)
-        found.append(value)
-    return found
+        copies.append(value)
+    return copies
 
 
 def _await_release(lent: list[torch.Tensor]) -> None:
@@ -121,7 +121,7 @@ _late: list[torch.Tensor] = []
 
 def _keep(lent: list[torch.Tensor]) -> None:
     """Empty the list, and keep its tensors elsewhere until gloo has released them."""
-    _late[:] = [each for each in (*_late, *lent) if not _held_by_python_alone(each)]
+    _late[:] = [group for group in (*_late, *lent) if not _held_by_python_alone(group)]
     lent.clear()
 
 

@@ -147,7 +147,9 @@ def shares(ends: Sequence[int], size: int) -> list[torch.Tensor]:
             "--context-parallel-size 1",
         )
     parts = [torch.arange(first, last).chunk(2 * size) for first, last in pairwise(ends) if last > first]
-    return [torch.cat([each for of in parts for each in (of[rank], of[2 * size - 1 - rank])]) for rank in range(size)]
+    return [
+        torch.cat([tensor for of in parts for tensor in (of[rank], of[2 * size - 1 - rank])]) for rank in range(size)
+    ]
 
 
 class _Gather(torch.autograd.Function):
@@ -158,11 +160,11 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, held: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, ctx.own = group, held[group.rank()]
-        gathered = [torch.empty_like(own) for _ in held]
+    def forward(ctx: Any, own: torch.Tensor, owned: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, ctx.own = group, owned[group.rank()]
+        gathered = [torch.empty_like(own) for _ in owned]
         dist.all_gather(gathered, own.contiguous(), group=group)
-        return torch.cat(gathered)[torch.cat(held).argsort()]
+        return torch.cat(gathered)[torch.cat(owned).argsort()]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -232,11 +234,11 @@ def _attend(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             _check(self, "packed sequences", "no --window-size")
             found = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
             ends, mask = found.tolist(), None
-            query, key, value = (each.unsqueeze(1) for each in (query, key, value))  # one sequence
-        held = shares(ends, size)
-        own = held[self.pg_collection.cp.rank() if size > 1 else 0]
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))  # one sequence
+        owned = shares(ends, size)
+        own = owned[self.pg_collection.cp.rank() if size > 1 else 0]
         if size > 1:
-            key, value = (_Gather.apply(each, held, self.pg_collection.cp) for each in (key, value))
+            key, value = (_Gather.apply(tensor, owned, self.pg_collection.cp) for tensor in (key, value))
         output = attend(self, query, key, value, _mask(ends, own) if mask is None else mask, *args, **kwargs)
         return output if packed is None else output.squeeze(1)
 

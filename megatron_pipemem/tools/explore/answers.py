@@ -83,16 +83,16 @@ def explore_data(query: Mapping[str, str]) -> dict[str, object]:
     timelines: list[Timeline] = []
     cap = None
     try:
-        asked = _read(query)
-        cap = asked.cap
+        question = _read(query)
+        cap = question.cap
         for name in filter(None, (query.get(key, default).strip() for key, default in NAMES.items())):
             try:
-                timeline = _timeline(name, asked)
+                timeline = _timeline(name, question)
             except PipememError as error:
                 facts.append({"schedule": name, "error": with_code(error)})
             else:
                 timelines.append(timeline)
-                facts.append(_facts(name, timeline, asked))
+                facts.append(_facts(name, timeline, question))
     except PipememError as error:
         facts.append({"schedule": "", "error": with_code(error)})
     near = cap is not None and cap <= 2 * max((timeline.peak for timeline in timelines), default=0.0)
@@ -120,7 +120,7 @@ class _Asked:
 
 
 def _read(query: Mapping[str, str]) -> _Asked:
-    numbers = {each.key: _number(query.get(each.key, ""), each) for each in CONTROLS}
+    numbers = {control.key: _number(query.get(control.key, ""), control) for control in CONTROLS}
     p, m, v, *passes, message = (numbers[key] or 0.0 for key in ("p", "m", "v", "f", "i", "w", "c"))
     if not any(passes):
         raise UnsupportedError("no-time", "F, I and W all take 0 seconds; give one of them a price")
@@ -146,14 +146,16 @@ def _number(text: str, control: Control) -> float | None:
     return number
 
 
-def _timeline(name: str, asked: _Asked) -> Timeline:
+def _timeline(name: str, question: _Asked) -> Timeline:
     """Return the simulation of the schedule of this name.
 
     A family whose order does not depend on costs is built once for all costs.
     """
     own = name != AUTO and "costs" not in family(name).options
-    schedule = _schedule(name, asked.devices, asked.microbatches, asked.chunks, asked.cap, None if own else asked.costs)
-    return simulate(schedule, asked.costs)
+    schedule = _schedule(
+        name, question.devices, question.microbatches, question.chunks, question.cap, None if own else question.costs
+    )
+    return simulate(schedule, question.costs)
 
 
 @lru_cache(maxsize=64)
@@ -194,7 +196,7 @@ def summary_of(name: str) -> str:
     return "The fastest order that a search finds." if name == AUTO else family(name).summary
 
 
-def _facts(name: str, timeline: Timeline, asked: _Asked) -> dict[str, object]:
+def _facts(name: str, timeline: Timeline, question: _Asked) -> dict[str, object]:
     schedule = timeline.schedule
     return {
         "schedule": name,
@@ -204,19 +206,19 @@ def _facts(name: str, timeline: Timeline, asked: _Asked) -> dict[str, object]:
         "peak": timeline.peak,
         "chunks": schedule.placement.num_chunks,
         "messages": timeline.messages,
-        "command": _command(name, asked),
+        "command": _command(name, question),
     }
 
 
-def _command(name: str, asked: _Asked) -> str:
+def _command(name: str, question: _Asked) -> str:
     """Return the ``pipemem simulate`` command that prints the numbers of this schedule on the page."""
-    words = ["pipemem", "simulate", name, "-p", f"{asked.devices}", "-m", f"{asked.microbatches}"]
-    for option, number in _options(name, asked.chunks).items():
+    words = ["pipemem", "simulate", name, "-p", f"{question.devices}", "-m", f"{question.microbatches}"]
+    for option, number in _options(name, question.chunks).items():
         words += ["--chunks", f"{number}"] if option == "chunks" else ["-o", f"{option}={number}"]
-    if asked.passes != (1, 1, 1):
-        words += ["--costs", ",".join(f"{seconds:.12g}" for seconds in asked.passes)]
-    if asked.message:
-        words += ["--p2p", f"{asked.message:.12g}"]
-    if asked.cap is not None:
-        words += ["--memory-cap", f"{asked.cap:.12g}"]
+    if question.passes != (1, 1, 1):
+        words += ["--costs", ",".join(f"{seconds:.12g}" for seconds in question.passes)]
+    if question.message:
+        words += ["--p2p", f"{question.message:.12g}"]
+    if question.cap is not None:
+        words += ["--memory-cap", f"{question.cap:.12g}"]
     return " ".join(words)

@@ -38,7 +38,7 @@ def explorer_page(groups: Groups, pyodide: str | None = None) -> str:
 
     ``pyodide`` is the URL of the folder with Pyodide, and may be relative to the page.
     """
-    engine: dict[str, object] = {"defaults": NAMES, "controls": [each._asdict() for each in CONTROLS]}
+    engine: dict[str, object] = {"defaults": NAMES, "controls": [control._asdict() for control in CONTROLS]}
     if pyodide is not None:
         engine |= {"pyodide": pyodide, "package": base64.b64encode(_package()).decode(), "worker": _part("worker.js")}
     engine["groups"] = {heading: [(name, summary_of(name)) for name in names] for heading, names in groups.items()}
@@ -109,14 +109,14 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        address = urlsplit(self.path)
         # A page of another site could reach this server under a name of its own that leads to 127.0.0.1.
         if self.headers.get("Host", "").removesuffix(f":{self.server.server_port}") not in (HOST, "localhost"):
             self.send_error(403)
-        elif asked.path == "/":
+        elif address.path == "/":
             self._send("text/html", self.server.page)
-        elif asked.path == "/data":
-            self._send("application/json", explore_json(asked.query))
+        elif address.path == "/data":
+            self._send("application/json", explore_json(address.query))
         else:
             self.send_error(404)
 

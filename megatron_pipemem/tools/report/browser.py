@@ -48,7 +48,7 @@ def to_html(shown: Schedule | Timeline | SearchResult) -> str:
         return f"<pre>{escape(f'{shown!r}: {error}')}</pre>"
     table = ""
     if not isinstance(shown, Schedule | Timeline):
-        rows = [(HEADINGS, "th"), *((cells(each), "td") for each in shown.candidates)]
+        rows = [(HEADINGS, "th"), *((cells(candidate), "td") for candidate in shown.candidates)]
         lines = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for row, tag in rows)
         table = f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
     content = page([run]).replace("&", "&amp;").replace("'", "&#39;")
@@ -128,10 +128,10 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
         events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": name}})
         events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": number}})
 
-    def add_slice(number: int, name: str, category: str, times: tuple[float, float], **told: object) -> None:
+    def add_slice(number: int, name: str, category: str, times: tuple[float, float], **arguments: object) -> None:
         start, end = times
         track = {"pid": process, "tid": number, "ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
-        events.append({"ph": "X", "name": name, "cat": category, **track, "args": told})
+        events.append({"ph": "X", "name": name, "cat": category, **track, "args": arguments})
 
     for device, row in enumerate(rows):
         name_track(device, f"device {device}")

@@ -162,7 +162,7 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
             for box in _places_around(spot, size.width * points, size.height * points, reach)
             if left <= box[0] and bottom <= box[1] and box[2] <= right and box[3] <= top and not _overlaps(box, taken)
         ]
-        box = next((each for each in free if _is_beside(each, spot, groups)), None)
+        box = next((candidate for candidate in free if _is_beside(candidate, spot, groups)), None)
         if box is None and free:
             box = free[0]
             x, y = (min(max(at, low), high) - at for at, low, high in zip(spot, box[:2], box[2:], strict=True))

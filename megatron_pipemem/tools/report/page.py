@@ -69,7 +69,7 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
     shades = [(shade, ink(shade)) for shade in (run.colour(*entry) for entry in legend)]
     # Actions on memory have no width, so their colour does not matter.
     shade_of = {entry: shade for shade, entry in enumerate(legend)}
-    passes = {each: number for number, each in enumerate(run.chunks)}
+    passes = {chunk: number for number, chunk in enumerate(run.chunks)}
     sources = iter(run.sources)
     return {
         "name": timeline.schedule.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,25 +58,27 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
     ``facts`` is the result of ``planner.explanation.explain``.
     """
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
-    total = Counter({cause: sum(each["causes_ns"][cause] for each in idle) for cause in CAUSES})
-    found = [
+    total = Counter({cause: sum(device["causes_ns"][cause] for device in idle) for cause in CAUSES})
+    text = [
         f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: bubble "
         f"{facts['bubble_rate']:.1%}, of the rank that idles least; the explained step takes {seconds(step)}"
     ]
-    told = [(cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds]
-    for number, (cause, each) in enumerate(told[:2]):
+    longest = [
+        (cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds
+    ]
+    for number, (cause, idle_seconds) in enumerate(longest[:2]):
         rank = "ranks idle most for" if number == 0 else "then for"
-        found.append(
-            f"{rank} {cause}: {seconds(each)} on average ({each / step:.1%} of the step); {_why(cause, facts)}"
+        text.append(
+            f"{rank} {cause}: {seconds(idle_seconds)} on average ({idle_seconds / step:.1%} of the step); {_why(cause, facts)}"
         )
     outside = facts["outside_seconds"]
     if outside:
-        found.append(
+        text.append(
             f"outside the pipeline a training step takes {seconds(outside)} more: optimizer, reduction of gradients, data, log"
         )
     own = facts["simulated_seconds"]
-    found.append(f"simulated with its median times, the run's own schedule takes {seconds(own)}")
-    return found
+    text.append(f"simulated with its median times, the run's own schedule takes {seconds(own)}")
+    return text
 
 
 def idle_table(facts: Mapping[str, Any]) -> FittingTable:
@@ -84,22 +86,23 @@ def idle_table(facts: Mapping[str, Any]) -> FittingTable:
 
     ``facts`` is the result of ``planner.explanation.explain``.
     """
-    causes = [cause for cause in CAUSES if any(each["causes_ns"][cause] for each in facts["idle"])]
+    causes = [cause for cause in CAUSES if any(row["causes_ns"][cause] for row in facts["idle"])]
     unit, scale = _unit(facts["seconds"])
     rows = FittingTable(
         ("rank", "computes", "idles", *causes, "waits for"), text=("waits for",), title=f"rank by rank, in {unit}"
     )
-    for each in facts["idle"]:
-        late = sorted(each["late_ns"].items(), key=lambda item: -item[1])[:2]
-        rows.add_row(
-            str(each["device"]),
-            *(f"{each[key] / _NANOSECONDS * scale:.4g}" for key in ("work_ns", "idle_ns")),
-            *(f"{each['causes_ns'][cause] / _NANOSECONDS * scale:.4g}" for cause in causes),
-            ", ".join(
-                f"{'itself' if int(device) == each['device'] else f'rank {device}'} ({nanoseconds / _NANOSECONDS * scale:.3g})"
-                for device, nanoseconds in late
-            ),
-        )
+
+    def times(nanoseconds: Mapping[str, int], names: Iterable[str]) -> list[str]:
+        return [f"{nanoseconds[name] / _NANOSECONDS * scale:.4g}" for name in names]
+
+    for row in facts["idle"]:
+        latest = sorted(row["late_ns"].items(), key=lambda item: -item[1])[:2]
+        waits = []
+        for device, nanoseconds in latest:
+            name = "itself" if int(device) == row["device"] else f"rank {device}"
+            waits.append(f"{name} ({nanoseconds / _NANOSECONDS * scale:.3g})")
+        columns = [*times(row, ("work_ns", "idle_ns")), *times(row["causes_ns"], causes), ", ".join(waits)]
+        rows.add_row(str(row["device"]), *columns)
     return rows
 
 
@@ -134,8 +137,8 @@ def _why(cause: str, facts: Mapping[str, Any]) -> str:
         return f"one from rank {link.replace('-', ' to ')} takes {seconds(links[link])}"
     if cause == LATE:
         ranks: Counter[str] = Counter()
-        for each in facts["idle"]:
-            ranks.update(each["late_ns"])
+        for device in facts["idle"]:
+            ranks.update(device["late_ns"])
         return f"actions of rank {ranks.most_common(1)[0][0]} took longer than usual, more so than on other ranks"
     return {
         HOST: "the host was late with its work before and between actions (data, Python, launches)",

@@ -80,7 +80,7 @@ class FittingTable:
         first, *others = columns
         for row, (_, style) in enumerate(self._rows):
             yield Text(first.told(row), style=f"bold {style}", overflow="fold")
-            told = [each.told(row) for each in others if each.cells[row].strip() not in _EMPTY]
+            told = [column.told(row) for column in others if column.cells[row].strip() not in _EMPTY]
             for line in _filled(told, width - _INDENT):
                 for part in wrap(line, max(1, width - _INDENT), break_long_words=False, break_on_hyphens=False):
                     yield Text(" " * _INDENT + part, style=style, overflow="fold")
@@ -333,15 +333,15 @@ HEADINGS = ("placement", "chunks", "makespan", "bound", "peak", "found by")
 def placements_table(candidates: Iterable[Candidate], seconds: str = HEADINGS[2]) -> FittingTable:
     """Return a table of the best schedule of each placement. ``seconds`` is the heading of the makespan column."""
     table = FittingTable((*HEADINGS[:2], seconds, *HEADINGS[3:]), text=("placement", "found by"))
-    for each in candidates:
-        table.add_row(*cells(each))
+    for candidate in candidates:
+        table.add_row(*cells(candidate))
     return table
 
 
-def cells(found: Candidate) -> tuple[str, ...]:
+def cells(candidate: Candidate) -> tuple[str, ...]:
     """Return the cells of a placement's row in ``placements_table``."""
-    placement = found.schedule.placement
-    makespan, bound, peak = f"{found.makespan:.6g}", f"{found.lower_bound:.6g}", f"{max(found.peaks):.4g}"
-    slices = found.schedule.slices
+    placement = candidate.schedule.placement
+    makespan, bound, peak = f"{candidate.makespan:.6g}", f"{candidate.lower_bound:.6g}", f"{max(candidate.peaks):.4g}"
+    slices = candidate.schedule.slices
     name = placement.name if slices == 1 else f"{placement.name}, {slices} slices"
-    return name, str(placement.num_chunks), makespan, bound, peak, found.found_by
+    return name, str(placement.num_chunks), makespan, bound, peak, candidate.found_by

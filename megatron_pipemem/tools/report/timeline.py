@@ -228,15 +228,15 @@ class DrawnRun:
         entry.
         """
         schedule = self.timeline.schedule
-        found = Dependencies.of_schedule(replace(schedule, pairs=frozenset()) if schedule.pairs else schedule)
+        dependencies = Dependencies.of_schedule(replace(schedule, pairs=frozenset()) if schedule.pairs else schedule)
         actions = list(chain.from_iterable(columns.actions for columns in self.columns))
         vocabulary = VOCABULARY if schedule.vocabulary_barriers else ()
-        places: Sequence[int] = range(len(actions))  # per node of ``found``
+        places: Sequence[int] = range(len(actions))  # per node of ``dependencies``
         if vocabulary:  # some actions have no box, and collectives are nodes too
             places_of = {action: at for at, action in enumerate(actions)}
-            places = [places_of.get(action, -1) for action in found.actions]
+            places = [places_of.get(action, -1) for action in dependencies.actions]
         needed: list[Sequence[int]] = [()] * len(actions)
-        for at, waits in zip(places, found.graph.waits, strict=True):
+        for at, waits in zip(places, dependencies.graph.waits, strict=True):
             if waits and at >= 0 and actions[at].kind not in vocabulary:
                 # An action in a window may need a result from before the window.
                 needed[at] = [places[node] for node, _ in waits if node != NEVER and places[node] >= 0]
@@ -275,7 +275,7 @@ class DrawnRun:
         """The idle times of each device from the start to the end of the timeline, in order."""
         makespan = self.timeline.makespan
         least = 1e-9 * (makespan or 1)
-        found = []
+        rows = []
         for device, row in enumerate(self.rows):
             now, idle = 0.0, []
             for box in row:
@@ -284,8 +284,8 @@ class DrawnRun:
                 now = max(now, box.end)
             if makespan - now > least:
                 idle.append(Bubble(device, now, makespan, None, None))
-            found.append(tuple(idle))
-        return tuple(found)
+            rows.append(tuple(idle))
+        return tuple(rows)
 
     @cached_property
     def legend(self) -> list[tuple[Kind, int]]:
