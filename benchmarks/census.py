@@ -29,7 +29,7 @@ from rich.markup import escape
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.refusals import refuse_schedule, refuse_transformer_engine
+from megatron_pipemem.gates import Wish, gates
 from megatron_pipemem.request import Request
 from megatron_pipemem.tools.advise.advice import AS_FAST, Advice, advise
 from megatron_pipemem.tools.advise.programs import evaluate, run_of
@@ -83,12 +83,8 @@ def benchmarks() -> Iterator[Mapping[str, Any]]:
 def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:
     """Return the first setting that a schedule refuses; ``None`` if it accepts all."""
     request = Request(schedule, pairs=bool(settings.get("overlap_moe_expert_parallel_comm")))
-    try:
-        refuse_schedule(settings.get, request)
-        refuse_transformer_engine(settings.get, request.may_split, recomputes=False)
-    except PipememError as error:
-        return str(error).split(" ")[0]
-    return None
+    error = next(gates(Wish(request, {"transformer_impl": "transformer_engine", **settings}.get)), None)
+    return None if error is None else str(error).split(" ")[0]
 
 
 def asked(facts: Mapping[str, Any]) -> Advice | PipememError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed", "period", 
 FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "stock": lambda request: request.is_stock,
     "asynchronous": lambda request: request.is_asynchronous,
+    "updates per microbatch": lambda request: updates_per_microbatch(request),
     "offload": lambda request: request.plans_offload,
     "host": lambda request: request.may_offload,
     "vocabulary": lambda request: request.cuts_vocabulary,
@@ -95,6 +96,10 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "weights": _BARRIER + "all ranks agree on an order of the microbatches before every step; drop "
         "--pipemem-microbatch-costs",
     },
+    "updates per microbatch": {
+        "overlap": "schedule {schedule!r} updates weights after every microbatch, and not once per step, so ranks cannot delay "
+        "an update; drop --pipemem-overlap-steps, or use pipedream-2bw",
+    },
     "period": {"vocabulary": _PERIOD, "offload": _PERIOD},
     "searched slices": {"period": _SLICES, "vocabulary": _SLICES, "offload": _SLICES},
     "slices": {
@@ -120,19 +125,25 @@ _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-op
 """The codes of errors about these features; about all others it is ``conflicting-features``."""
 
 
-def check_conflicts(request: Request) -> None:
-    """Raise an UnsupportedError if a request wants two features that exclude each other.
+def updates_per_microbatch(request: Request) -> bool:
+    """Return whether an asynchronous schedule updates weights after every microbatch, and not once per step."""
+    return request.is_asynchronous and not updates_per_batch(request.schedule)
 
-    The same error is raised if steps without a barrier are wanted for a schedule that ``check_delays`` refuses.
-    """
+
+def conflicts(request: Request) -> Iterator[UnsupportedError]:
+    """Yield an error for every two features of a request that exclude each other."""
     for feature, excluded in CONFLICTS.items():
         if FEATURES[feature](request):
             code = _CODES.get(feature, "conflicting-features")
             for other, sentence in excluded.items():
                 if FEATURES[other](request):
-                    raise UnsupportedError(code, sentence.format(schedule=request.schedule))
-    if request.overlap_steps and request.is_asynchronous:
-        check_delays(request.schedule)
+                    yield UnsupportedError(code, sentence.format(schedule=request.schedule))
+
+
+def check_conflicts(request: Request) -> None:
+    """Raise the first error of ``conflicts``, if there is one."""
+    for error in conflicts(request):
+        raise error
 
 
 def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Request:
@@ -257,14 +268,4 @@ def check_replicas(placement: Placement) -> None:
             "no-pipeline",
             "two replicas of the model need at least two pipeline ranks; pass --pipeline-model-parallel-size 2 or more, or "
             "another schedule",
-        )
-
-
-def check_delays(name: str) -> None:
-    """Raise an UnsupportedError if an asynchronous family cannot run its steps without a barrier between them."""
-    if not updates_per_batch(name):
-        raise UnsupportedError(
-            "conflicting-features",
-            f"schedule {shortened(name)} updates weights after every microbatch, and not once per step, so ranks cannot delay "
-            "an update; drop --pipemem-overlap-steps, or use pipedream-2bw",
         )

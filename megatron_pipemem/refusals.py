@@ -6,13 +6,14 @@ A run checks Megatron's configuration objects. The launcher checks the flags fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.display import shortened
 
+ValueOf = Callable[[str], Any]
+"""Returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not exist."""
 _FLAGS = {
     "fp8": "fp8-format",
     "fp4": "fp4-format",
@@ -41,7 +42,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "rerun_mode": lambda mode: mode not in (None, "disabled"),
     "recompute_granularity": lambda asked: asked == "full",
-    "recompute_modules": lambda modules: "moe" in (modules or ()),
+    "recompute_modules": lambda modules: "moe" in _listed(modules),
     "optimizer": lambda name: name not in (None, "adam", "sgd"),
     "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(threshold),
 }
@@ -63,6 +64,11 @@ _NUMBERS = {
     "num_distributed_optimizer_instances",
 }
 """The attributes that are compared as numbers, while their flags may be text."""
+
+
+def _listed(words: str | Sequence[str] | None) -> Sequence[str]:
+    """Return the words of a flag with several values, which may be one text."""
+    return words.split() if isinstance(words, str) else words or ()
 
 
 def _flag(attribute: str) -> str:
@@ -87,6 +93,29 @@ class Refusals:
         remedies = {name: "" if "; " in text else f"; drop --{_flag(name)}" for name, text in reasons.items()}
         self.feature, self.only = feature, only or {}
         self.sentences = {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()}
+
+    def errors(self, value_of: ValueOf) -> Iterator[UnsupportedError]:
+        """Yield an error for each attribute whose value is refused."""
+        for attribute, sentence in self.sentences.items():
+            value = value_of(attribute)
+            if self.only.get(attribute, _REFUSED.get(attribute, bool))(value):
+                yield UnsupportedError(
+                    "unsupported-setting",
+                    f"{attribute} = {shortened(value)} is not supported{self.feature}: {sentence}",
+                )
+
+
+class Rule(NamedTuple):
+    """A refusal that depends on several attributes together."""
+
+    is_met: Callable[[ValueOf], object]
+    sentence: str
+    code: str = "unsupported-setting"
+
+    def errors(self, value_of: ValueOf) -> Iterator[UnsupportedError]:
+        """Yield the error if the attributes are refused."""
+        if self.is_met(value_of):
+            yield UnsupportedError(self.code, self.sentence)
 
 
 _SHARDED = (
@@ -358,126 +387,91 @@ TIED = (
     "a schedule that updates after every microbatch cannot tie the embedding to the head: their stages update at different "
     "times; pass --untie-embeddings-and-output-weights"
 )
-_DELAYED_SCALING = (
-    "fp8 with delayed scaling does not go with recomputation in the schedule: a second forward would count its values "
-    "twice; pass --fp8-recipe tensorwise, or --pipemem-recompute none"
-)
-_DELAYED_SCALES = (
-    "fp8 with delayed scaling does not go without a barrier between steps if gradients are clipped: repeated forwards would "
-    "count their values twice; pass --fp8-recipe tensorwise, or --clip-grad 0"
-)
 
 
-def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
-    """Raise an UnsupportedError if one of the features ``wanted`` refuses the value of an attribute.
-
-    ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
-    exist.
-    """
-    for table in wanted:
-        for attribute, sentence in table.sentences.items():
-            value = value_of(attribute)
-            if table.only.get(attribute, _REFUSED.get(attribute, bool))(value):
-                raise UnsupportedError(
-                    "unsupported-setting",
-                    f"{attribute} = {shortened(value)} is not supported{table.feature}: {sentence}",
-                )
+def _modules(value_of: ValueOf) -> Sequence[str]:
+    """Return the modules that are recomputed. A flag may give them as one word."""
+    return _listed(value_of("recompute_modules"))
 
 
-def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
-    """Raise an UnsupportedError for settings that every schedule of this package refuses, or the requested one does."""
-    tables = (
-        (request.has_only_passes, GRAPHS),
-        (request.may_be_captured, WHOLE_STEP),
-        (value_of("cuda_graph_impl") in (None, "none"), CAPTURED),
-        (request.pairs, UNPAIRED),
-        (not request.pairs, PAIRS),
-    )
-    refuse(value_of, SCHEDULES, *(table for allowed, table in tables if not allowed))
-    if _is_packed(value_of) and (value_of("micro_batch_size") or 1) > 1:
-        raise UnsupportedError(
-            "unsupported-setting",
-            "Megatron joins the packed sequences of a microbatch into one, and stages would receive it in the shape of "
-            "several; pass --micro-batch-size 1, and a longer --seq-length",
-        )
-    if _recomputes_biased_mlps(value_of):
-        raise UnsupportedError(
-            "unsupported-setting",
-            "Megatron's backward of a recomputed MLP never ends if linear layers have biases; pass --disable-bias-linear, or "
-            "leave mlp out of --recompute-modules",
-        )
-    if value_of("dataloader_inter_document_masking") and not value_of("sft") and _is_shared(value_of):
-        raise UnsupportedError(
-            "unsupported-setting",
-            "context-parallel ranks would get parts of every sequence, where attention and rotary positions expect parts of "
-            "every document; pass --sft, which pads documents, or --context-parallel-size 1",
-        )
-
-
-def _is_shared(value_of: Callable[[str], Any]) -> bool:
+def _is_shared(value_of: ValueOf) -> bool:
     return _REFUSED["context_parallel_size"](value_of("context_parallel_size"))
 
 
-def _recomputes_biased_mlps(value_of: Callable[[str], Any]) -> bool:
+def _recomputes_biased_mlps(value_of: ValueOf) -> bool:
     """Return whether Megatron checkpoints MLPs that also return a bias, which makes the bias its own ancestor in autograd."""
-    recomputes_mlps = value_of("recompute_granularity") == "selective" and "mlp" in (
-        value_of("recompute_modules") or ()
-    )
+    recomputes_mlps = value_of("recompute_granularity") == "selective" and "mlp" in _modules(value_of)
     in_bytes = value_of("fp8") or value_of("fp4")  # checkpointed by Transformer Engine
     return (
         recomputes_mlps and not in_bytes and bool(value_of("add_bias_linear")) and not value_of("disable_bias_linear")
     )
 
 
-def _is_packed(value_of: Callable[[str], Any]) -> bool:
+def _is_packed(value_of: ValueOf) -> bool:
     return bool(value_of("sft") or value_of("dataloader_inter_document_masking"))
 
 
-def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:
-    """Raise an UnsupportedError for settings that a schedule cannot have with Transformer Engine's layers.
+def _scales_late(value_of: ValueOf) -> bool:
+    return bool(value_of("fp8")) and value_of("fp8_recipe") == "delayed"
 
-    ``splits`` says that the schedule splits the backward, and ``recomputes`` that it recomputes activations.
+
+PACKED = Rule(
+    lambda value_of: _is_packed(value_of) and (value_of("micro_batch_size") or 1) > 1,
+    "Megatron joins the packed sequences of a microbatch into one, and stages would receive it in the shape of "
+    "several; pass --micro-batch-size 1, and a longer --seq-length",
+)
+BIASED_MLPS = Rule(
+    _recomputes_biased_mlps,
+    "Megatron's backward of a recomputed MLP never ends if linear layers have biases; pass --disable-bias-linear, or "
+    "leave mlp out of --recompute-modules",
+)
+SHARED_DOCUMENTS = Rule(
+    lambda value_of: value_of("dataloader_inter_document_masking") and not value_of("sft") and _is_shared(value_of),
+    "context-parallel ranks would get parts of every sequence, where attention and rotary positions expect parts of "
+    "every document; pass --sft, which pads documents, or --context-parallel-size 1",
+)
+FUSED_ROTARY = Rule(
+    lambda value_of: value_of("multi_latent_attention") and value_of("apply_rope_fusion"),
+    "the fused rotary embeddings of latent attention begin every sequence slice at position 0; pass --no-rope-fusion, "
+    "or take a schedule without sequence slices",
+    "slices-attention",
+)
+DELAYED_SCALING = Rule(
+    _scales_late,
+    "fp8 with delayed scaling does not go with recomputation in the schedule: a second forward would count its values "
+    "twice; pass --fp8-recipe tensorwise, or --pipemem-recompute none",
+    "fp8-delayed-scaling",
+)
+DELAYED_SCALES = Rule(
+    _scales_late,
+    "fp8 with delayed scaling does not go without a barrier between steps if gradients are clipped: repeated forwards would "
+    "count their values twice; pass --fp8-recipe tensorwise, or --clip-grad 0",
+    "fp8-delayed-scaling",
+)
+
+
+def refuse(value_of: ValueOf, *tables: Refusals) -> None:
+    """Raise an UnsupportedError if one of the tables refuses the value of an attribute.
+
+    ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
+    exist.
     """
-    if recomputes and value_of("fp8") and value_of("fp8_recipe") == "delayed":
-        raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALING)
-    if splits:
-        refuse(value_of, SPLIT_BACKWARD)
+    for table in tables:
+        for error in table.errors(value_of):
+            raise error
 
 
-def refuse_sliced(value_of: Callable[[str], Any]) -> None:
-    """Raise an UnsupportedError for settings that sequence slices cannot have."""
-    refuse(value_of, SLICED)
-    if value_of("multi_latent_attention") and value_of("apply_rope_fusion"):
-        raise UnsupportedError(
-            "slices-attention",
-            "the fused rotary embeddings of latent attention begin every sequence slice at position 0; pass --no-rope-fusion, "
-            "or take a schedule without sequence slices",
-        )
+def of_config(config: object) -> ValueOf:
+    """Return a function that returns the value of an attribute of one of Megatron's configuration objects, or ``None``."""
+    return lambda attribute: getattr(config, attribute, None)
 
 
-def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
-    """Raise an UnsupportedError for settings that need a barrier between steps.
-
-    ``delays`` says that optimizer steps are taken only when their norm is known, so that they are never undone.
-    """
-    refuse(value_of, OVERLAPPED)
-    if delays:
-        refuse(value_of, DELAYED)
-    elif (value_of("clip_grad") or 0) > 0:
-        refuse(value_of, ROLLED_BACK)
-        if value_of("fp8") and value_of("fp8_recipe") == "delayed":
-            raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALES)
+def of_several(*holders: object) -> ValueOf:
+    """Return a function that returns the first value of an attribute in several objects that is true, or ``None``."""
+    return lambda attribute: next(filter(None, (getattr(holder, attribute, None) for holder in holders)), None)
 
 
-def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
-    """Return the refusals of asynchronous schedules.
-
-    With ``per_batch`` the schedules update weights once per batch, and otherwise after every microbatch.
-    """
-    return (ASYNCHRONOUS,) if per_batch else (ASYNCHRONOUS, PER_MICROBATCH)
-
-
-def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
+def flag_values(flags: Mapping[str, object]) -> ValueOf:
     """Return a function that returns the value of a configuration attribute, given the flags of a run.
 
     The names of ``flags`` have no dashes in front. A flag that is missing or ``False`` has the value in ``_DEFAULTS``, or
@@ -509,7 +503,7 @@ def _number(attribute: str, value: object) -> float:
     return int(number) if number.is_integer() else number
 
 
-_JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
+_JOINED: Sequence[tuple[Callable[[ValueOf], object], str]] = (
     (
         lambda of: int(of("log_interval") or 0) == 1,
         "with --log-interval 1 every step is logged, and a logged step ends on all ranks together; pass --log-interval 10, for "
@@ -539,6 +533,6 @@ _JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
 )
 
 
-def joined_anyway(value_of: Callable[[str], Any]) -> list[str]:
+def joined_anyway(value_of: ValueOf) -> list[str]:
     """Return sentences about settings that make all ranks wait for each other after a step even without a barrier."""
     return [sentence for joins, sentence in _JOINED if joins(value_of)]

@@ -92,6 +92,7 @@ PEAKS = ("units", *(f"bytes, {name}" for name in LAYERS))
 WORDS = {
     "stock": "stock's schedule",
     "asynchronous": "`pipedream` and `pipedream-2bw`",
+    "updates per microbatch": "`pipedream`",
     "offload": "offload and recomputation",
     "host": "offload",
     "vocabulary": "a cut vocabulary",

@@ -21,9 +21,10 @@ from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError, readable
 from megatron_pipemem.flags import CHECK, flag_parser, plan_parser, values_by_flag, words_by_flag
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.logs import log_on_first_rank, show_log
 from megatron_pipemem.model import cut_flags, layout
-from megatron_pipemem.refusals import flag_values, refuse_overlapped, refuse_schedule
+from megatron_pipemem.refusals import flag_values
 from megatron_pipemem.request import Request, flags_of, prices_of
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
@@ -159,9 +160,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     file = request.file
     if file is not None:
         check_devices_of_file(file, p)
-    refuse_schedule(flag_values(flags), request)
-    if request.overlap_steps:
-        refuse_overlapped(flag_values(flags), request.is_asynchronous)
+    check_gates(Wish(request, flag_values(flags)))
     placements = cut_flags.checked_placements(flags, request.schedule, request.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_parallel == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.given_pattern(flags)[1]

@@ -18,18 +18,11 @@ from megatron.core.utils import get_te_version, is_te_min_version, unwrap_model
 
 from megatron_pipemem.choose.model_cut import OTHER_ENDS, is_folded
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore import on_cpu_ranks
 from megatron_pipemem.mcore.compat import counts_all_experts
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
-from megatron_pipemem.refusals import (
-    CPU,
-    FSDP,
-    SCHEDULES,
-    Refusals,
-    refuse,
-    refuse_schedule,
-    refuse_transformer_engine,
-)
+from megatron_pipemem.refusals import FSDP, SCHEDULES, Refusals, of_config, refuse
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 
@@ -101,18 +94,14 @@ OLDEST_SPLITTING = "2.8"
 """The oldest version of Transformer Engine whose modules tell which weight gradients they defer."""
 
 
-def _of(config) -> Callable[[str], object]:
-    return lambda attribute: getattr(config, attribute, None)
-
-
 def check_config(config, *wanted: Refusals) -> None:
     """Raise an UnsupportedError if the configuration has an option that one of the tables ``wanted`` refuses."""
-    refuse(_of(config), *wanted)
+    refuse(of_config(config), *wanted)
 
 
-def check_schedule(config, request: Request) -> None:
-    """Raise an UnsupportedError if the configuration has an option that the requested schedule refuses."""
-    refuse_schedule(_of(config), request)
+def check_settings(config, request: Request, placement: Placement) -> None:
+    """Raise an UnsupportedError if the configuration has an option that the request or the model's placement refuses."""
+    check_gates(Wish(request, of_config(config), placement=placement))
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:
@@ -134,33 +123,31 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
         )
 
 
-def check_model(config, splits: bool, recomputes: bool) -> None:
-    """Raise an UnsupportedError if the model cannot be trained on this machine or with this kind of schedule.
+def check_model(config, request: Request) -> None:
+    """Raise an UnsupportedError if the model cannot be trained on this machine or with the requested schedule.
 
-    Warn of faults of Megatron that its settings meet. ``splits`` is whether the schedule splits backwards into I and W,
-    ``recomputes`` whether it recomputes activations. Every rank calls this before the model is built.
+    Warn of faults of Megatron that its settings meet. Every rank calls this before the model is built.
     """
-    for fault in inherited_faults(_of(config)):
+    value_of = of_config(config)
+    for fault in inherited_faults(value_of):
         warn_of(fault)
-    if on_cpu_ranks():
-        refuse(_of(config), CPU)
+    # transformer_engine is the default of configurations, even if it is not installed (its version is then 0).
+    has_engine = value_of("transformer_impl") == "transformer_engine" and get_te_version().release[0] > 0
+    used = {} if has_engine else {"transformer_impl": "local"}
+    check_gates(Wish(request, lambda name: used.get(name, value_of(name)), on_cpu=on_cpu_ranks()))
     if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:
         raise UnsupportedError(
             "not-installed",
             "gradient accumulation fusion needs Apex's fused_weight_gradient_mlp_cuda for the LM head, with Transformer "
             "Engine too, and it is not installed; install Apex with --cuda_ext, or pass --no-gradient-accumulation-fusion",
         )
-    # transformer_engine is the default of configurations, even if it is not installed (its version is then 0).
-    if getattr(config, "transformer_impl", None) != "transformer_engine" or not get_te_version().release[0]:
-        return
-    if splits and not is_te_min_version(OLDEST_SPLITTING):
+    if has_engine and request.may_split and not is_te_min_version(OLDEST_SPLITTING):
         raise UnsupportedError(
             "other-version",
             f"Transformer Engine {get_te_version()} does not say which weight gradients it keeps for later; install "
             f"{OLDEST_SPLITTING} or newer, or pass --transformer-impl local, or take a schedule that does not split the "
             "backward, like 1f1b",
         )
-    refuse_transformer_engine(_of(config), splits, recomputes)
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:

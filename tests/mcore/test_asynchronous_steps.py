@@ -75,7 +75,7 @@ def test_an_optimizer_step_between_passes_runs_without_timers():
     part = SimpleNamespace(config=own, prepare_grads=note, step_with_ready_grads=note, zero_grad=lambda: None)
     chained = SimpleNamespace(chained_optimizers=[part, part], step=None, **vars(part))
     for optimizer in (part, chained):
-        stage = StageOptimizer()
+        stage = StageOptimizer(Request("pipedream"))
         stage.catch(lambda config, chunks, built=optimizer: built, SimpleNamespace(clip_grad=0.0), [chunk])
         stage.step([chunk], note)
     assert seen == [(None, None)] * 6 and (chunk.config.timers, own.timers) == ("the model's", "the optimizer's")

@@ -19,7 +19,7 @@ from megatron_pipemem.model.cut_flags import remarks
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 
-SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]
+SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24", "--clip-grad", "0"]
 CUTS = {
     "virtual stages": lambda chunks: ["--num-virtual-stages-per-pipeline-rank", str(chunks)],
     "layers per stage": lambda chunks: ["--num-layers-per-virtual-pipeline-stage", str(24 // (4 * chunks))],

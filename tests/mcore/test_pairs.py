@@ -9,7 +9,9 @@ import torch
 from refusals import refused
 
 from megatron_pipemem.features.pairs.megatron import PairedSteps, check_model
+from megatron_pipemem.mcore import refusals
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
+from megatron_pipemem.request import Request
 
 OVERLAP, SIZES = "--overlap-moe-expert-parallel-comm", ("--pipeline-model-parallel-size", "2", "--num-layers", "8")
 MODEL = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True, "fp16": False}
@@ -38,9 +40,14 @@ def test_megatrons_flag_asks_for_pairs_and_goes_no_further():
     ],
 )
 def test_models_that_cannot_run_in_pieces_are_refused_before_they_are_built(name, value):
-    check_model(SimpleNamespace(**MODEL, recompute_granularity="selective", recompute_modules=["core_attn"]))
+    def check(**settings):
+        config = SimpleNamespace(**{**MODEL, **settings})
+        refusals.check_model(config, Request("1f1b", pairs=True))
+        check_model(config)
+
+    check(recompute_granularity="selective", recompute_modules=["core_attn"])
     with refused("unsupported-setting", OVERLAP):
-        check_model(SimpleNamespace(**{**MODEL, name: value}))
+        check(**{name: value})
 
 
 def test_the_forward_step_must_return_a_plan():

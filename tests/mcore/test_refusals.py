@@ -15,13 +15,16 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer, check_asynchronous
 from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlapped
 from megatron_pipemem.features.slices.megatron import SequenceSlices
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
-from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_schedule, check_sharing
+from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_settings, check_sharing
 from megatron_pipemem.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+
+OVERLAPS = Request("1f1b", overlap_steps=True)
 
 
 def test_an_ordinary_configuration_passes():
@@ -32,10 +35,10 @@ def test_an_ordinary_configuration_passes():
 
 
 def test_fused_rotary_embeddings_do_not_exclude_slices_but_those_of_latent_attention_do():
-    fused = {"apply_rope_fusion": True}
-    rows.refuse_sliced(fused.get)
+    fused, sliced = {"apply_rope_fusion": True}, Request("seq1f1b")
+    check_gates(Wish(sliced, fused.get))
     with refused("slices-attention", kind=UnsupportedError):
-        rows.refuse_sliced({**fused, "multi_latent_attention": True}.get)
+        check_gates(Wish(sliced, {**fused, "multi_latent_attention": True}.get))
 
 
 TABLES = {name: each for name, each in vars(rows).items() if isinstance(each, rows.Refusals)}
@@ -70,16 +73,16 @@ def test_every_row_of_a_table_refuses_its_attribute_and_no_other(name):
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "1f1b-v"])
 def test_graphs_of_layers_go_with_whole_backwards_alone(name):
     graphs = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_warmup_steps=3)
-    check_schedule(graphs, Request(name))
+    check_settings(graphs, Request(name), None)
     for other in (Request(name, recompute="full"), Request(name, microbatch_costs="tokens"), Request("v-half")):
         with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
-            check_schedule(graphs, other)
+            check_settings(graphs, other, None)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-h2"])
 def test_a_step_is_captured_whole_with_one_stage_per_rank(name):
     whole = SimpleNamespace(cuda_graph_impl="full_iteration")
-    check_schedule(whole, Request(name))
+    check_settings(whole, Request(name), None)
     for other in (
         Request(name, offload="full"),
         Request(name, report="r.json"),
@@ -87,33 +90,34 @@ def test_a_step_is_captured_whole_with_one_stage_per_rank(name):
         Request("interleaved"),
     ):
         with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
-            check_schedule(whole, other)
+            check_settings(whole, other, None)
 
 
 def test_steps_of_warm_up_matter_with_graphs_alone():
     config = SimpleNamespace(cuda_graph_impl="none", cuda_graph_warmup_steps=0)
-    check_schedule(config, Request("zb-h1"))
+    check_settings(config, Request("zb-h1"), None)
     config.cuda_graph_impl = "full_iteration"
     with refused("unsupported-setting", "cuda_graph_warmup_steps", kind=UnsupportedError):
-        check_schedule(config, Request("zb-h1"))
+        check_settings(config, Request("zb-h1"), None)
 
 
 def test_layerwise_dropout_is_refused_in_slices():
     config = SimpleNamespace(hidden_dropout=0.1)
     step = SimpleNamespace(
-        program=SimpleNamespace(schedule=SimpleNamespace(slices=2)), context=SimpleNamespace(config=config)
+        program=SimpleNamespace(schedule=build_schedule("seq1f1b", num_devices=2, num_microbatches=4)),
+        context=SimpleNamespace(config=config),
     )
     with refused("unsupported-setting", "--hidden-dropout", kind=UnsupportedError):
-        SequenceSlices("tokens", is_layerwise=True).prepare(step)
+        SequenceSlices(Request("seq1f1b", random="layerwise")).prepare(step)
 
 
 def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch):
     config = SimpleNamespace(moe_permute_fusion=True)
     monkeypatch.setattr(refusals, "on_cpu_ranks", lambda: False)
-    check_model(config, splits=False, recomputes=False)
+    check_model(config, Request("1f1b"))
     monkeypatch.setattr(refusals, "on_cpu_ranks", lambda: True)
     with refused("unsupported-setting", "--moe-permute-fusion", kind=UnsupportedError):
-        check_model(config, splits=False, recomputes=False)
+        check_model(config, Request("1f1b"))
 
 
 def test_fsdp_is_refused():
@@ -186,13 +190,14 @@ def test_asynchronous_schedules_stand_alone(settings, words):
 def test_what_knows_no_versions_is_refused(attribute, on_ddp, per_batch, flag):
     chunk, config = torch.nn.Linear(2, 2), SimpleNamespace()
     chunk.pre_process, chunk.ddp_config = True, SimpleNamespace()
-    check_asynchronous(config, [chunk], per_batch)
+    request = Request("pipedream-2bw" if per_batch else "pipedream")
+    check_asynchronous(request, config, [chunk])
     value = ["aux_loss", "global_aux_loss"] if attribute == "moe_router_load_balancing_type" else True
     setattr({True: chunk.ddp_config, False: config, None: chunk}[on_ddp], attribute, value)
     with refused(*flag, kind=UnsupportedError):
-        check_asynchronous(config, [chunk], per_batch)
+        check_asynchronous(request, config, [chunk])
     if not per_batch:
-        check_asynchronous(config, [chunk], True)
+        check_asynchronous(Request("pipedream-2bw"), config, [chunk])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def test_what_knows_no_versions_is_refused(attribute, on_ddp, per_batch, flag):
 def test_what_needs_all_stages_at_once_is_refused_when_the_optimizer_is_built(changed, words):
     built = SimpleNamespace(step=None)
     config = SimpleNamespace(**{"clip_grad": 0.0, "fp16": False, "log_num_zeros_in_grad": False, **changed})
-    optimizer = StageOptimizer()
+    optimizer = StageOptimizer(Request("pipedream"))
     with refused(*words, kind=UnsupportedError):
         optimizer.catch(lambda config, chunks: built, config, [])
     with refused("enabled-too-late", kind=UnsupportedError):
@@ -230,25 +235,25 @@ def test_what_needs_the_end_of_a_step_on_all_ranks_is_refused(monkeypatch, attri
     said = {attribute: VALUES.get(attribute, True)}
     loop, config, chunk.ddp_config = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
     monkeypatch.setattr(loop_arguments, "_arguments", lambda: loop)
-    assert check_overlapped(config, [chunk], chained(grad_norm_skip_threshold=float("inf"))) == []
+    assert check_overlapped(OVERLAPS, config, [chunk], chained(grad_norm_skip_threshold=float("inf"))) == []
     for holder in (loop, config, chunk.ddp_config):
         vars(holder).update(said)
         with pytest.raises(UnsupportedError) as error:
-            check_overlapped(config, [chunk], chained())
-        table = OVERLAPPED if attribute in OVERLAPPED.sentences else ROLLED_BACK
+            check_overlapped(OVERLAPS, config, [chunk], chained())
+        table = next(asked for asked in (SCHEDULES, OVERLAPPED, ROLLED_BACK) if attribute in asked.sentences)
         assert f"{attribute} = {said[attribute]!r} is not supported{table.feature}: " in str(error.value)
         if table is ROLLED_BACK:
-            assert check_overlapped(config, [chunk], chained(clip_grad=0.0)) == []
+            assert check_overlapped(OVERLAPS, config, [chunk], chained(clip_grad=0.0)) == []
         vars(holder).clear()
 
 
 def test_scales_that_forwards_move_cannot_be_taken_back(monkeypatch):
     monkeypatch.setattr(loop_arguments, "_arguments", lambda: None)
     tensorwise, delayed = (SimpleNamespace(fp8="e4m3", fp8_recipe=name) for name in ("tensorwise", "delayed"))
-    check_overlapped(tensorwise, [], chained())
-    check_overlapped(delayed, [], chained(clip_grad=0.0))
+    check_overlapped(OVERLAPS, tensorwise, [], chained())
+    check_overlapped(OVERLAPS, delayed, [], chained(clip_grad=0.0))
     with refused("fp8-delayed-scaling", "--fp8-recipe", "--clip-grad", 0, kind=UnsupportedError):
-        check_overlapped(delayed, [], chained())
+        check_overlapped(OVERLAPS, delayed, [], chained())
 
 
 def test_norms_of_several_groups_are_refused_without_a_barrier(monkeypatch):
@@ -257,7 +262,7 @@ def test_norms_of_several_groups_are_refused_without_a_barrier(monkeypatch):
         with refused(
             "unsupported-setting", "--use-distributed-optimizer", "--pipemem-overlap-steps", kind=UnsupportedError
         ):
-            check_overlapped(SimpleNamespace(), [], optimizer)
+            check_overlapped(OVERLAPS, SimpleNamespace(), [], optimizer)
 
 
 def test_optimizers_that_keep_more_than_is_known_are_refused(monkeypatch):
@@ -268,7 +273,7 @@ def test_optimizers_that_keep_more_than_is_known_are_refused(monkeypatch):
     for clip, optimizer in ((1.0, chained()), (0.0, chained(clip_grad=0.0))):
         optimizer.chained_optimizers[1].__class__ = Another
         with refused("no-rollback", kind=UnsupportedError) if clip else nullcontext():
-            check_overlapped(SimpleNamespace(), [], optimizer)
+            check_overlapped(OVERLAPS, SimpleNamespace(), [], optimizer)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +292,7 @@ def test_what_joins_the_ranks_anyway_is_told(monkeypatch, said, words):
     asked = {"log_interval": 100, "timing_log_level": 0, "barrier_with_L1_time": True}
     for others in (asked, {"timing_log_level": 2, "barrier_with_L1_time": False}, asked | said):
         monkeypatch.setattr(loop_arguments, "_arguments", lambda others=others: SimpleNamespace(**others))
-        told = check_overlapped(SimpleNamespace(), [], chained())
+        told = check_overlapped(OVERLAPS, SimpleNamespace(), [], chained())
     assert len(told) == 1 and words in told[0]
 
 

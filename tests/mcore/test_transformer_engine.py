@@ -8,11 +8,13 @@ import pytest
 import torch
 from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 from packaging.version import Version
+from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import refusals
 from megatron_pipemem.mcore.model import transformer_engine
 from megatron_pipemem.mcore.model.transformer_engine import DelayedWeightGradient, delayed_modules
+from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.weight_gradients import (
     ImmediateWeightGradients,
     WeightGradientQueue,
@@ -157,7 +159,7 @@ def test_weights_without_a_forward_of_their_own_are_hooked_by_ddp():
     torch.nn.Module.__init__(absorbed)
     absorbed.linear_kv_up_proj, absorbed.linear_proj = waiting(), waiting()
     model, config = torch.nn.Sequential(absorbed), SimpleNamespace()
-    *_, (_, build_ddp) = transformer_engine.replacements(True, False, False)
+    *_, (_, build_ddp) = transformer_engine.replacements(Request("v-half"))
     build_ddp(lambda *_: None, None, SimpleNamespace(use_cpu_initialization=False), config, model)
     assert delayed_modules(model) == (absorbed.linear_proj,) and config.delay_wgrad_compute
 
@@ -169,7 +171,8 @@ def config_of(**settings) -> SimpleNamespace:
 def refusal(config: SimpleNamespace, splits: bool = True, recomputes: bool = False) -> str | None:
     """Return the code of what the building of a model refuses. It begins only if nothing is refused."""
     built = []
-    ((_, build_model), *_) = transformer_engine.replacements(splits, False, recomputes)
+    request = Request("v-half" if splits else "1f1b", recompute="full" if recomputes else "none")
+    ((_, build_model), *_) = transformer_engine.replacements(request)
     try:
         build_model(lambda self, config: built.append(config), None, config)
     except UnsupportedError as error:
@@ -179,12 +182,13 @@ def refusal(config: SimpleNamespace, splits: bool = True, recomputes: bool = Fal
     return None
 
 
-@pytest.mark.parametrize("graphs", ["none", "transformer_engine"])
-def test_weight_gradients_run_late_unless_a_graph_holds_the_backward(graphs):
-    ((_, build_model), *_) = transformer_engine.replacements(False, True, False)
-    config = config_of(cuda_graph_impl=graphs, delay_wgrad_compute=False)
+def test_weight_gradients_run_late_in_pairs_and_no_graph_holds_a_backward_of_a_pair():
+    ((_, build_model), *_) = transformer_engine.replacements(Request("1f1b", pairs=True))
+    config = config_of(cuda_graph_impl="none", delay_wgrad_compute=False)
     build_model(lambda self, config: None, None, config)
-    assert config.delay_wgrad_compute == (graphs == "none")
+    assert config.delay_wgrad_compute
+    with refused("unsupported-setting", "cuda_graph_impl"):
+        build_model(lambda self, config: None, None, config_of(cuda_graph_impl="transformer_engine"))
 
 
 @pytest.fixture(autouse=True)

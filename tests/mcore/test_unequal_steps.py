@@ -165,16 +165,6 @@ def test_an_iterator_that_cannot_be_dealt_or_ends_early_is_refused():
         run.begin(run.step(None))
 
 
-def test_routers_are_not_replayed_in_another_order():
-    run = Run("1f1b")
-    step = run.step(iter(WEIGHTS))
-    step.context.config.moe_enable_routing_replay = True
-    with refused(
-        "unsupported-setting", "moe_enable_routing_replay", "--pipemem-microbatch-costs", kind=UnsupportedError
-    ):
-        run.begin(step)
-
-
 def test_weights_travel_whole():
     rows = (1.0, 2.0), (0.5, 1.0)
     for weights in (

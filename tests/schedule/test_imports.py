@@ -79,7 +79,7 @@ def test_only_few_rooms_name_megatron():
 
 BASE = {"errors", "files"}
 CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "conflicts", "choose"}
-CORE = {*CHOOSING, "values", "flags", "logs", "model", "refusals", "queues", "results"}
+CORE = {*CHOOSING, "values", "flags", "logs", "model", "refusals", "gates", "queues", "results"}
 
 
 MAY_IMPORT = {
@@ -96,7 +96,8 @@ MAY_IMPORT = {
     "flags": {"errors", "request"},
     "logs": {"errors"},
     "exits": {"errors"},
-    "refusals": {"errors", "schedule", "request"},
+    "refusals": {"errors", "schedule"},
+    "gates": {"errors", "schedule", "request", "conflicts", "refusals"},
     "queues": set(),
     "results": {"schedule"},
     "model": {*CHOOSING, "values", "model"},

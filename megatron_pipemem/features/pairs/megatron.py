@@ -21,10 +21,8 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.pairs.runtime import Pairs
 from megatron_pipemem.mcore.model.stages import ChunkStage
 from megatron_pipemem.mcore.model.transformer_engine import defer
-from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import COMBINED_STEP, LANGUAGE_MODULE, Replacements
-from megatron_pipemem.refusals import PAIRS
 from megatron_pipemem.runtime.executor import BackwardArguments, PairRunner, StepFeature
 from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, current_queue
 
@@ -33,7 +31,6 @@ _PLAN_ARGUMENT = "return_schedule_plan"
 
 def check_model(config: Any) -> None:
     """Raise an UnsupportedError if the layers of a model cannot run in pieces, or have no exchange to hide."""
-    check_config(config, PAIRS)
     needed = (
         (
             (config.expert_model_parallel_size or 1) > 1,

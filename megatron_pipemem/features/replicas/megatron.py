@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.utils import get_model_config
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.runtime import Channels, ReplicaReducer, connect_replicas
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.batches import Dealer, deal
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.refusals import REPLICAS
@@ -43,7 +41,6 @@ def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group
     if the model cannot have two replicas, for example because its weights are quantised.
     """
     original, replica = chunks
-    check_config(get_model_config(original), REPLICAS)
     if any(map(is_quantised, original.parameters())):
         raise UnsupportedError(
             "unsupported-setting",

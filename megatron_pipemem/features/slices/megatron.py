@@ -27,15 +27,15 @@ from megatron.core.utils import unwrap_model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.runtime import KeyValueCache
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
 from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.model.counts import attention_share
-from megatron_pipemem.refusals import LAYERWISE_SLICED, refuse, refuse_sliced
+from megatron_pipemem.refusals import of_config
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.weight_gradients import is_plain
-from megatron_pipemem.schedule.options import LAYERWISE
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of the model that have the shape ``[b, s]`` and are cut into slices."""
@@ -358,8 +358,8 @@ class SequenceSlices(Extension):
     steps.
     """
 
-    def __init__(self, cut: str, is_layerwise: bool = False) -> None:
-        self._cut, self._is_layerwise = cut, is_layerwise
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
         self._bounds: list[tuple[int, int]] = []
 
@@ -373,12 +373,7 @@ class SequenceSlices(Extension):
         if step.program.schedule.slices == 1:
             return
 
-        def value_of(attribute: str) -> object:
-            return getattr(step.context.config, attribute, None)
-
-        refuse_sliced(value_of)
-        if self._is_layerwise:
-            refuse(value_of, LAYERWISE_SLICED)
+        check_gates(Wish(self._request, of_config(step.context.config), step.program.schedule))
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
                 "slices-forward-step",
@@ -388,7 +383,7 @@ class SequenceSlices(Extension):
         (b, s), config = step.tokens[0], step.context.config
         ranks = step.groups.tp.size() if config.sequence_parallel else 1
         share = attention_share(model_of(config, s))
-        tokens = slice_tokens(s, step.program.schedule.slices, self._cut, share, multiple=ranks)
+        tokens = slice_tokens(s, step.program.schedule.slices, self._request.slice_cut, share, multiple=ranks)
         self._bounds = boundaries(tokens)
         shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]
         if len(set(shapes)) == 1:
@@ -430,4 +425,4 @@ class SequenceSlices(Extension):
 
 def extensions(request: Request, *_: object) -> list[Extension]:
     """Return the extension of a run with sequence slices."""
-    return [SequenceSlices(request.slice_cut, request.random == LAYERWISE)]
+    return [SequenceSlices(request)]

@@ -33,11 +33,9 @@ from megatron_pipemem.mcore.agreement import (
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.programs import Compiled, Programs
-from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.batches import Dealer
 from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step
 from megatron_pipemem.model.counts import attention_share
-from megatron_pipemem.refusals import REORDERED
 from megatron_pipemem.request import MicrobatchCosts, Request
 from megatron_pipemem.schedule.action import COMPLETING, Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -170,7 +168,6 @@ class UnequalMicrobatches(Extension):
         UnsupportedError if the batches of this rank cannot be reordered.
         """
         placement, m = step.pipeline.placement, step.shape.num_microbatches
-        check_config(step.context.config, REORDERED)
         for iterator in step.iterators:
             if iterator is not None and not hasattr(iterator, "__next__"):
                 raise UnsupportedError(

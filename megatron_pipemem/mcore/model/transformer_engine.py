@@ -28,6 +28,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_pipemem.mcore.refusals import OLDEST_SPLITTING, check_model
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE, Replacements
+from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised
 from megatron_pipemem.runtime.weight_gradients import (
     Arriving,
@@ -53,17 +54,16 @@ STAYS_DELAYED = (
 """Logged when the plugin is disabled for such a model."""
 
 
-def replacements(splits: bool, late: bool, recomputes: bool) -> Replacements:
+def replacements(request: Request) -> Replacements:
     """Return the replacements that check models when they are built, and set ``delay_wgrad_compute`` where needed.
 
-    ``splits`` is whether a schedule of the run splits backwards. ``late`` is whether weight gradients run late within
-    whole backwards if the model can do that. ``recomputes`` is whether a schedule recomputes activations.
+    With pairs, weight gradients run late within whole backwards if the model can do that.
     """
+    splits, late = request.may_split, request.pairs
 
     def build_model(original: Callable, model, config, *args, **kwargs) -> None:
-        check_model(config, splits, recomputes)
-        # A graph of a layer holds the whole backward.
-        delays = splits or (late and is_te_min_version(OLDEST_SPLITTING) and config.cuda_graph_impl == "none")
+        check_model(config, request)
+        delays = splits or (late and is_te_min_version(OLDEST_SPLITTING))
         if delays and getattr(config, "transformer_impl", None) == "transformer_engine":
             config.delay_wgrad_compute = True
         original(model, config, *args, **kwargs)

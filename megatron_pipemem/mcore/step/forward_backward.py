@@ -29,7 +29,7 @@ from megatron_pipemem.mcore.model.stages import (
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_schedule
+from megatron_pipemem.mcore.refusals import check_chunks, check_settings
 from megatron_pipemem.mcore.step.extension import (
     Extension,
     FullMicrobatch,
@@ -40,7 +40,6 @@ from megatron_pipemem.mcore.step.extension import (
     observe,
 )
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING, Feature, Replacements
-from megatron_pipemem.refusals import REORDERED
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import (
     MessageFormat,
@@ -51,7 +50,6 @@ from megatron_pipemem.runtime.transport import (
     polls_departures,
 )
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import megatrons_own
 
 
 @dataclass(eq=False)
@@ -167,10 +165,8 @@ class ForwardBackward(Feature):
 
     def _check(self, chunks: list[torch.nn.Module], iterators: list, config, group: dist.ProcessGroup) -> Placement:
         """Return the placement of the stages; raise an UnsupportedError for faults of this rank's model or settings."""
-        check_schedule(config, self.programs.request)
         placement = self.chunk_placement.placement(group.size(), len(chunks))
-        if placement.num_chunks > 1 and self.programs.name != megatrons_own(placement.num_chunks):
-            check_config(config, REORDERED)
+        check_settings(config, self.programs.request, placement)
         check_chunks(chunks, placement.num_chunks, self.programs.name, placement.replicas)
         known_chunks = len(chunks) // placement.replicas
         if len(iterators) != known_chunks:

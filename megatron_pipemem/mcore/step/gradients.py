@@ -106,7 +106,7 @@ class SplitBackward(Extension):
 
     def replacements(self) -> Replacements:
         splits, late = self._request.may_split, self._request.pairs
-        replaced = transformer_engine.replacements(splits, late, self._request.may_recompute)
+        replaced = transformer_engine.replacements(self._request)
         # Also for offload, because Megatron's linear layers save tensors past the hooks that offload them (``saved_as_is``).
         if splits or late or self._request.may_offload:
             replaced.append((LINEAR, split_linear))

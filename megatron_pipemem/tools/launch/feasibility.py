@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_pipemem import refusals
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.conflicts import check_barriers, check_replicas
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.gates import Wish, check_gates, gates
 from megatron_pipemem.model import cut_flags
+from megatron_pipemem.refusals import flag_values
 from megatron_pipemem.request import FILE_SUFFIX, Request
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
@@ -20,7 +21,7 @@ from megatron_pipemem.tools.config.runs import MOCK, Run, resolve_script
 from megatron_pipemem.tools.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.tools.planner.balance import laid_out
 from megatron_pipemem.tools.planner.memory import held, request_of, schedule_of
-from megatron_pipemem.tools.planner.planning import refuse_asynchronous
+from megatron_pipemem.tools.planner.planning import check_asynchronous
 from megatron_pipemem.tools.planner.slices import run_slices
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -47,14 +48,9 @@ def refused_settings(run: Run) -> PipememError | None:
     Sizes, layers and memory are not checked, so the answer holds for all runs with these flags and this schedule.
     """
     try:
-        request = request_of(run)
-        if run.schedule.overlap_steps:
-            refusals.refuse_overlapped(refusals.flag_values(all_flags(run)), request.is_asynchronous)
-        splits = request.family is None or request.family.splits_backward
-        _check_settings(run, request, splits, request.recompute != "none")
+        return next(gates(_wish(run, request_of(run))), None)
     except PipememError as error:
         return error
-    return None
 
 
 def feasible(run: Run, any_size: bool = False) -> str | None:
@@ -141,8 +137,6 @@ def _fits_on_cluster(run: Run) -> None:
 def _has_command(run: Run) -> None:
     resolve_script(run)
     script_flags(run)
-    if run.on_cpu:
-        refusals.refuse(refusals.flag_values(run.flags), refusals.CPU)
 
 
 def _schedules(run: Run) -> None:
@@ -152,23 +146,32 @@ def _schedules(run: Run) -> None:
             "no-pipeline", f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}"
         )
     request = request_of(run)
-    if choice.overlap_steps:
-        refusals.refuse_overlapped(refusals.flag_values(all_flags(run)), request.is_asynchronous)
     schedule = None if choice.name == AUTO else schedule_of(run, request)
+    check_gates(_wish(run, request, schedule))
     if choice.name != STOCK:
-        _check_ours(run, request, schedule)
+        _check_ours(run, schedule)
     elif schedule is not None:
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
     if schedule is not None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
         check_replicas(schedule.placement)
         if schedule.slices > 1:
-            _check_slices(run, schedule.slices)
+            run_slices(run, schedule.slices)
     _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
 
 
-def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
-    """Raise an error if settings of a run exclude schedules of this package, or this schedule.
+def _wish(run: Run, request: Request, schedule: Schedule | None = None) -> Wish:
+    """Return the question that the gates of a start get: a run's request, with its flags and its schedule, if it is known."""
+    flags = all_flags(run)
+    fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
+    settings = flag_values(flags | {"apply-rope-fusion": fuses, "transformer-impl": run.implementation})
+    if run.schedule.name == STOCK:
+        return Wish(replace(request, schedule=STOCK), settings, on_cpu=run.on_cpu)
+    return Wish(request, settings, schedule, on_cpu=run.on_cpu)
+
+
+def _check_ours(run: Run, schedule: Schedule | None) -> None:
+    """Raise an error if a run's sizes exclude schedules of this package, or this schedule.
 
     ``schedule`` is ``None`` if it is searched for when the run starts.
     """
@@ -180,26 +183,9 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
             f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set parallelism.chunks to the "
             "file's number",
         )
-    chosen = request if schedule is None else replace(request, file=schedule)
-    recomputes = request.recompute != "none" or (schedule is not None and bool(schedule.recomputed))
-    _check_settings(run, chosen, schedule is None or schedule.splits_backward, recomputes)
     if file is None and schedule is not None and family(name).asynchronous:
-        refuse_asynchronous(run, name)
+        check_asynchronous(run, name)
     cut_flags.checked_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)
-
-
-def _check_settings(run: Run, request: Request, splits: bool, recomputes: bool) -> None:
-    """Raise an error if flags of a run exclude its schedule, which may split backwards and recompute."""
-    if run.implementation == "transformer_engine":
-        refusals.refuse_transformer_engine(refusals.flag_values(run.flags), splits, recomputes)
-    refusals.refuse_schedule(refusals.flag_values(all_flags(run)), request)
-
-
-def _check_slices(run: Run, slices: int) -> None:
-    flags = all_flags(run)
-    fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
-    refusals.refuse_sliced(refusals.flag_values(flags | {"apply-rope-fusion": fuses}))
-    run_slices(run, slices)
 
 
 def _fits_in_memory(run: Run, request: Request) -> None:

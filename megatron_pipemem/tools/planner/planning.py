@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron_pipemem import refusals
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.refusals import TIED, flag_values
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -88,7 +88,9 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
         own = replace(run, megatron=flags, schedule=replace(run.schedule, name=each.name))
         try:
-            refuse_asynchronous(own, each.name)
+            request = Request(each.name, overlap_steps=run.schedule.overlap_steps)
+            check_gates(Wish(request, flag_values(flags | {run.precision: True})))
+            check_asynchronous(own, each.name)
         except UnsupportedError as error:
             rejected[f"{each.name}: {error}"] += 1
             continue
@@ -568,12 +570,8 @@ def _configured(base: Base) -> Run:
     return run_layout.with_cut(replace(group.run, parallelism=cut, schedule=choice), group.step.layers)
 
 
-def refuse_asynchronous(run: Run, name: str) -> None:
-    """Raise an UnsupportedError if a run cannot train with the asynchronous schedule ``name``."""
-    cut, per_batch = run.parallelism, updates_per_batch(name)
-    check_batch(name, cut.pp, cut.microbatches)
-    refusals.refuse(refusals.flag_values(run.flags | {run.precision: True}), *refusals.asynchronous(per_batch))
-    if run.model.tied and not per_batch:
-        raise UnsupportedError("tied-embedding", refusals.TIED)
-    if run.schedule.overlap_steps:
-        check_delays(name)
+def check_asynchronous(run: Run, name: str) -> None:
+    """Raise an UnsupportedError if the asynchronous schedule ``name`` cannot train a run's model or batch."""
+    check_batch(name, run.parallelism.pp, run.parallelism.microbatches)
+    if run.model.tied and not updates_per_batch(name):
+        raise UnsupportedError("tied-embedding", TIED)

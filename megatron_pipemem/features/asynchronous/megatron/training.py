@@ -23,16 +23,18 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
+from megatron_pipemem.conflicts import updates_per_microbatch
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.files import whole_file
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder, steps_left
 from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
-from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes, untimed
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE, Replacements
-from megatron_pipemem.refusals import TIED, asynchronous, refuse
+from megatron_pipemem.refusals import TIED, of_config, of_several
+from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
 from megatron_pipemem.schedule import stream as windows
@@ -175,7 +177,8 @@ class StepCall(NamedTuple):
 class StageOptimizer:
     """Takes over the optimizer that the training loop builds, and steps it after every microbatch."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._caught: Any = None
 
     def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
@@ -183,7 +186,7 @@ class StageOptimizer:
         does nothing and reports success. An optimizer that was caught before gets its own ``step()`` back.
         """
         optimizer = original(config, model_chunks, *args, **kwargs)
-        check_config(config, *asynchronous(per_batch=False))
+        check_gates(Wish(self._request, of_config(config)))
         self.release()
         self._caught = optimizer
         # The loop steps once per batch. By then the stage has done so for every microbatch.
@@ -241,7 +244,7 @@ class AsynchronousTraining(Extension):
         self._identity = f"{programs.name} {sorted(programs.request.options.items())}"
         self._plans: dict[tuple[Shape, windows.Moment, bool], WindowPlan] = {}
         self._stream: _Stream | None = None
-        self._optimizer = StageOptimizer()
+        self._optimizer = StageOptimizer(programs.request)
         self._saved: SavedVersions | None = None
         self._call: StepCall | None = None
         tell(logger, WARNING, programs.name, level=logging.WARNING)
@@ -260,7 +263,7 @@ class AsynchronousTraining(Extension):
                 the number of steps is wrong.
         """
         chunks, shape, device = step.chunks, step.shape, step.pipeline.device
-        check_asynchronous(step.context.config, chunks, self._loop_updates)
+        check_asynchronous(self._programs.request, step.context.config, chunks)
         if not self._loop_updates:
             self._optimizer.require()
             step.context.num_microbatches = 1  # an update averages over one microbatch
@@ -462,18 +465,10 @@ class AsynchronousTraining(Extension):
         self._plans.clear()
 
 
-def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:
-    """Raise an UnsupportedError if the configuration or model cannot train with an asynchronous schedule.
-
-    ``loop_updates`` says whether the training loop steps the optimizer once per batch. Otherwise the optimizer is
-    stepped after every microbatch.
-    """
-    holders = [config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
-    refuse(
-        lambda attribute: next(filter(None, (getattr(holder, attribute, None) for holder in holders)), None),
-        *asynchronous(loop_updates),
-    )
-    for chunk in [] if loop_updates else chunks:
+def check_asynchronous(request: Request, config, chunks: list[torch.nn.Module]) -> None:
+    """Raise an UnsupportedError if the configuration or model cannot train with the requested asynchronous schedule."""
+    check_gates(Wish(request, of_several(config, *(getattr(chunk, "ddp_config", None) for chunk in chunks))))
+    for chunk in chunks if updates_per_microbatch(request) else ():
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         if getattr(model, "share_embeddings_and_output_weights", False):
             raise UnsupportedError("tied-embedding", TIED)

@@ -25,6 +25,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, LateSum, OverlappedOptimizer, rounded
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.loop_arguments import (
     argument,
@@ -50,7 +51,8 @@ from megatron_pipemem.mcore.symbols import (
     ZERO_GRAD_BUFFER,
     Replacements,
 )
-from megatron_pipemem.refusals import joined_anyway, refuse_overlapped
+from megatron_pipemem.refusals import joined_anyway
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
 
 
@@ -213,7 +215,7 @@ class OverlappedSteps(Extension):
         the job, so a model on a part of them keeps its barrier.
         """
         optimizer, groups = self._optimizer, step.programs.groups
-        checked = step.context.config, step.chunks, optimizer.require(), optimizer.delays
+        checked = step.programs.request, step.context.config, step.chunks, optimizer.require()
         joined = done_by_all(lambda: check_overlapped(*checked), groups)
         gain = self._gain(step)
         obstacles = gather(next(iter(joined), None) or self._obstacle(step, gain), groups)
@@ -288,13 +290,10 @@ class LeadingForwards(Trial):
         step.context.num_tokens.zero_()
 
 
-def check_overlapped(
-    config, chunks: list[torch.nn.Module], optimizer: ChainedOptimizer, delays: bool = False
-) -> list[str]:
+def check_overlapped(request: Request, config, chunks: list[torch.nn.Module], optimizer: ChainedOptimizer) -> list[str]:
     """Return the settings because of which all ranks wait for each other after every step anyway, as sentences.
 
-    Raise an UnsupportedError for a configuration or an optimizer that needs a barrier between steps. ``delays`` says
-    that steps are taken only when their norm is known (``DelayedOptimizer``), so that they are never undone.
+    Raise an UnsupportedError for a configuration or an optimizer that needs a barrier between steps.
     """
     holders = [config, optimizer.config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
 
@@ -302,14 +301,14 @@ def check_overlapped(
         values = (argument(attribute), *(getattr(holder, attribute, None) for holder in holders))
         return next(filter(None, values), None)
 
-    refuse_overlapped(value_of, delays)
+    check_gates(Wish(request, value_of))
     if type(optimizer) is not ChainedOptimizer or not optimizer.grads_states_parallel_group_is_shared():
         raise UnsupportedError(
             "unsupported-setting",
             "gradient norms of experts and of other parameters are summed over different groups of ranks, but steps without "
             "a barrier need one group; pass --use-distributed-optimizer, or drop --pipemem-overlap-steps",
         )
-    if optimizer.config.clip_grad > 0 and not delays:
+    if optimizer.config.clip_grad > 0 and not request.is_asynchronous:  # else steps are never undone
         parts_of(optimizer)
     return joined_anyway(value_of)
 
