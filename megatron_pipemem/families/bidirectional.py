@@ -12,6 +12,7 @@ the communication of the other.
 from __future__ import annotations
 
 from collections import deque
+from itertools import product
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Pass, in_microbatch_order
@@ -117,15 +118,13 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
     """Build the schedule GEMS: one microbatch at a time, forward and backward, in alternating directions."""
     p = num_devices
-    orders = (
-        tuple(
-            Action(kind, device if microbatch % 2 == 0 else 2 * p - 1 - device, microbatch)
-            for microbatch in range(num_microbatches)
-            for kind in (Kind.F, Kind.B)
-        )
-        for device in range(p)
-    )
-    return Schedule("gems", Placement.bidirectional(p), num_microbatches, tuple(orders))
+
+    def order(device: int) -> Order:
+        stages = device, 2 * p - 1 - device  # of the replica for even microbatches, and of the one for odd ones
+        kinds = product(range(num_microbatches), (Kind.F, Kind.B))
+        return tuple(Action(kind, stages[microbatch % 2], microbatch) for microbatch, kind in kinds)
+
+    return Schedule("gems", Placement.bidirectional(p), num_microbatches, tuple(map(order, range(p))))
 
 
 def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:

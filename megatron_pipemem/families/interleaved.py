@@ -111,11 +111,10 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
     """
     check_whole("looped-bfs: chunks", chunks, least=1)
     m, placement = num_microbatches, Placement.interleaved(num_devices, chunks)
-    passes = (
-        [Pass(Kind.F, stage) for stage in stages for _ in range(m)]
-        + [Pass(Kind.B, stage) for stage in reversed(stages) for _ in range(m)]
-        for stages in placement.stages
-    )
+    passes = []
+    for stages in placement.stages:
+        visits = [stage for stage in stages for _ in range(m)]
+        passes.append([Pass(Kind.F, stage) for stage in visits] + [Pass(Kind.B, stage) for stage in reversed(visits)])
     return in_microbatch_order("looped-bfs", placement, m, passes)
 
 

@@ -194,16 +194,16 @@ def register_kind(spec: KindSpec) -> Kind:
     kind.spec, kind.value = spec, spec.name
     _KINDS[spec.name] = kind
     setattr(Kind, spec.name, kind)
-    for wanted, kinds in _QUERIES:
-        if wanted(spec):
+    for condition, kinds in _QUERIES:
+        if condition(spec):
             kinds[kind] = None
     return kind
 
 
-def kinds_where(wanted: Callable[[KindSpec], bool]) -> AbstractSet[Kind]:
+def kinds_where(condition: Callable[[KindSpec], bool]) -> AbstractSet[Kind]:
     """Return the kinds whose rows satisfy a condition, in table order. Kinds that are registered later join the set."""
-    kinds = {kind: None for kind in Kind if wanted(kind.spec)}
-    _QUERIES.append((wanted, kinds))
+    kinds = {kind: None for kind in Kind if condition(kind.spec)}
+    _QUERIES.append((condition, kinds))
     return kinds.keys()
 
 

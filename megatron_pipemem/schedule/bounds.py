@@ -127,10 +127,9 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
     prices, devices = costs.seconds(placement, slices), placement.devices
     memory = _stage_memory(placement, costs, splits, slices)
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
-    links = [
-        [costs.link_seconds(*(ends if there else reversed(ends))) / slices for ends in pairwise(devices)]
-        for there in (True, False)
-    ]
+    there = [costs.link_seconds(device, following) / slices for device, following in pairwise(devices)]
+    back = [costs.link_seconds(following, device) / slices for device, following in pairwise(devices)]
+    links = [there, back]
     weights = costs.microbatch
     if weights is None:
         parts = [_backward([of_kind[j::slices] for of_kind in seconds], None, splits) for j in range(slices)]
@@ -234,8 +233,8 @@ def _joined(slices: list[Chain]) -> list[Chain]:
     turn = slices[-1].forward_start[top] + slices[-1].forward[top]
     after_turn = slices[-1].input[top] + slices[-1].after_input[top]
     for chain, there, back in zip(slices, turning, returning, strict=True):
-        chain.input_start = [turn + whole - own for whole, own in zip(back, chain.input, strict=True)]
-        chain.after_forward = [whole - own + after_turn for whole, own in zip(there, chain.forward, strict=True)]
+        chain.input_start = [turn + span - own for span, own in zip(back, chain.input, strict=True)]
+        chain.after_forward = [span - own + after_turn for span, own in zip(there, chain.forward, strict=True)]
         chain.alive = [a + b for a, b in zip(there, back, strict=True)]
         chain.end = chain.input_start[0] + chain.input[0] + chain.weight[0]
     return slices
@@ -359,10 +358,10 @@ class _Step:
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]
-        forwards, whole = self._in_turn(stages, lambda chain, s: chain.forward[s])
+        forwards, are_single = self._in_turn(stages, lambda chain, s: chain.forward[s])
         head = max(
             min(c.forward_start[first] for c in self._first),
-            min(c.input_start[last] for c in self._last) - _most(forwards, cap, whole),
+            min(c.input_start[last] for c in self._last) - _most(forwards, cap, are_single),
         )
         after_last_forward = min(c.after_forward[last] for c in self._last)
         tail = max(0.0, after_last_forward - self._left(stages, cap, last + 1))
@@ -383,7 +382,7 @@ class _Step:
         """
         # A slice runs backward after the slices that follow it.
         waiting = [s for s in stages if s < done]
-        shares, whole = self._in_turn(waiting, lambda chain, s: chain.input[s] + chain.weight[s])
+        shares, are_single = self._in_turn(waiting, lambda chain, s: chain.input[s] + chain.weight[s])
         for chain in self._chains:
             for s in stages:
                 memory = chain.memory[s]
@@ -391,7 +390,7 @@ class _Step:
                     shares.append((chain.weight[s], memory.input, chain.count))
                 if memory.weight < 0:
                     shares.append((0.0, memory.weight, chain.count))
-        return _most(shares, cap, whole)
+        return _most(shares, cap, are_single)
 
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
         """Return the shares that ``together`` makes of every microbatch on every one of these stages.
@@ -402,10 +401,10 @@ class _Step:
         return shares, len(shares) == len(self._chains) * len(stages)
 
 
-def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
+def _most(shares: Sequence[Share], cap: float, are_single: bool = True) -> float:
     """Return the most seconds of work that the cap can hold at once, or an upper bound of them.
 
-    ``whole`` is the second value of ``_Step._in_turn``: every share is of one slice. With ``whole``, parts of passes
+    ``are_single`` is the second value of ``_Step._in_turn``: every share is of one slice. With ``are_single``, parts of passes
     do not count if all passes take the same memory, or if there are two shares with few passes. In all other cases
     parts of passes count too, and the result is an upper bound.
     """
@@ -413,13 +412,13 @@ def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)
     cap -= sum(memory * count for _, memory, count in for_nothing)
-    if whole and len({memory for _, memory, _ in shares}) == 1:
+    if are_single and len({memory for _, memory, _ in shares}) == 1:
         left = int(loosened(cap / shares[0][1]))
         for seconds, _, count in sorted(shares, reverse=True):
             total += seconds * min(count, left)
             left -= min(count, left)
         return total
-    if whole and len(shares) == 2 and shares[0][2] <= _MOST_TRIED:
+    if are_single and len(shares) == 2 and shares[0][2] <= _MOST_TRIED:
         (seconds, memory, count), other = shares
         return total + max(
             n * seconds + _most([other], cap - n * memory) for n in range(min(count, int(loosened(cap / memory))) + 1)

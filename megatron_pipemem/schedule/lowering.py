@@ -185,10 +185,11 @@ def add_replica_reductions(
         return actions
     size = placement.model_stages
     trained = {action.stage % size for order in actions for action in order if action.kind is Kind.REDUCE_GRAD}
-    sums = [
-        sorted((s for s in stages if s % size in trained), key=lambda s: (-(s % size), s))
-        for stages in placement.stages
-    ]
+    deepest_first = sorted(range(placement.num_stages), key=lambda stage: (-(stage % size), stage))
+    sums: list[list[int]] = [[] for _ in placement.stages]
+    for stage in deepest_first:
+        if stage % size in trained:
+            sums[placement.devices[stage]].append(stage)
     ends = [sum(action.kind in ORDERED for action in order) for order in actions]
     places = [dict.fromkeys(stages, end if horizons is None else 0) for stages, end in zip(sums, ends, strict=True)]
     if horizons is not None:

@@ -308,11 +308,11 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
         raise CostsError("wrong-count", f"{len(tails)} tails for {schedule.num_devices} devices; give one per device")
     costs = costs or Costs()
 
-    def whole(_: int, begins: Sequence[float]) -> list[float]:
+    def ends_of_step(_: int, begins: Sequence[float]) -> list[float]:
         return _ends(simulate(schedule, costs, begins=begins), begins)
 
-    run = whole if schedule.updates is None else _Windows(schedule, costs).run
-    synchronous = max((whole if schedule.updates is None else _Windows(schedule, costs).run)(_MOST_STEPS, tails))
+    run = ends_of_step if schedule.updates is None else _Windows(schedule, costs).run
+    synchronous = max((ends_of_step if schedule.updates is None else _Windows(schedule, costs).run)(_MOST_STEPS, tails))
     begins: tuple[float, ...] = (0.0,) * len(tails)
     begins_of_steps: list[tuple[float, ...]] = []
     period = None

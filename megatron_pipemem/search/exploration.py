@@ -319,7 +319,7 @@ class Exploration:
         from megatron_pipemem.search.periodic import PeriodicStarts  # only here, because numpy takes long to load
 
         short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
-        rest = self._problem.num_microbatches - short.num_microbatches
+        remaining = self._problem.num_microbatches - short.num_microbatches
         passes = len(short.device) * short.num_microbatches
         trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
         sampler = PeriodicStarts(short, self.seed)
@@ -344,11 +344,14 @@ class Exploration:
                 table = justify(short, table)
             source.learn(block, table.makespan)
             # Every further microbatch costs an interval, or less if justification fills gaps of the steady state.
-            if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
-                if rest and not clock.allows(SearchStep.JUSTIFY, self.num_passes, self.num_passes):
+            if (
+                table.makespan + remaining * max(short.work) < self._finalists[-1][0]
+                or len(self._finalists) < _FINALISTS
+            ):
+                if remaining and not clock.allows(SearchStep.JUSTIFY, self.num_passes, self.num_passes):
                     break
                 before = self.makespan
-                if rest:
+                if remaining:
                     orders = replace(block, problem=self._problem).orders()
                     table = justify(self._problem, timetable(self._problem, orders))
                 self._add("periodic, justified", table)
@@ -374,8 +377,8 @@ class Exploration:
                 return
             index = rng.randrange(len(pool))
             if rng.random() < 0.5:
-                whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
-                frozen = {pass_ for pass_ in range(self.num_passes) if pass_ // units in whole}
+                frozen_classes = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
+                frozen = {pass_ for pass_ in range(self.num_passes) if pass_ // units in frozen_classes}
             else:
                 share = rng.choice((0.02, 0.1, 0.3, 0.5))
                 frozen = {pass_ for pass_ in range(self.num_passes) if rng.random() < share}

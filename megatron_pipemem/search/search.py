@@ -201,11 +201,11 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
         exploration.take_first(clock)
         if exploration.found_any:
             break
-    whole = tuple(synchronous_families()) if clock.seconds else ()
+    unsliced = tuple(synchronous_families()) if clock.seconds else ()
     sliced = tuple(synchronous_families(sliced=True)) if clock.seconds else ()
     for number, exploration in enumerate(explorations):
         clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
-        exploration.take_families(whole if exploration.slices == 1 else sliced, clock)
+        exploration.take_families(unsliced if exploration.slices == 1 else sliced, clock)
     return [exploration for exploration in explorations if exploration.found_any]
 
 

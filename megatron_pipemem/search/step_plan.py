@@ -69,10 +69,10 @@ class Dispatcher:
         unit = costs.memory_unit(placement)
         self._changes = {kind: [change * unit for change in changes.get(kind, nothing)] for kind in PLAIN}
         prices, microbatches = ActionPrices(base, costs), range(base.num_microbatches)
-        self._seconds = {
-            kind: [[prices.of(kind, stage, k) for k in microbatches] for stage in range(placement.num_stages)]
-            for kind in PLAIN
-        }
+        self._seconds: dict[Kind, list[list[float]]] = {}
+        for kind in PLAIN:
+            stages = range(placement.num_stages)
+            self._seconds[kind] = [[prices.of(kind, stage, k) for k in microbatches] for stage in stages]
         self._tokens, self._caps = weights.tokens, [loosened(cap) for cap in caps]
         devices = placement.devices
         links = list(zip(devices, devices[1:], strict=False))
@@ -81,7 +81,9 @@ class Dispatcher:
         takes, grows = self._changes[Kind.F], self._changes[Kind.I]
         more = [max(0.0, growth) if is_split else 0.0 for growth, is_split in zip(grows, self._split, strict=True)]
         self._spare = [forward + growth for forward, growth in zip(takes, more, strict=True)]
-        self._of_device = [sum(takes[s] for s in stages) + max(more[s] for s in stages) for stages in placement.stages]
+        self._of_device: list[float] = []
+        for chunks in placement.stages:
+            self._of_device.append(sum(takes[s] for s in chunks) + max(more[s] for s in chunks))
 
     def run(self, order: Sequence[int], ahead: Ahead = None) -> Dispatched | None:
         """Return the greedy schedule of this order of microbatches; ``None`` if the caps block a device.
@@ -105,7 +107,8 @@ class Dispatcher:
         done_f, done_b, done_w = ([0] * len(device_of) for _ in range(3))
         memory, busy = [0.0] * len(stages_of), [0.0] * len(stages_of)
         ran: list[list[tuple[Kind, int, int]]] = [[] for _ in stages_of]
-        left = sum(1 if not trains else 3 if is_split else 2 for is_split in split) * m
+        passes_of_stage = [3 if is_split else 2 for is_split in split] if trains else [1] * len(split)
+        left = sum(passes_of_stage) * m
         events = [(0.0, device) for device in range(len(stages_of))]
         while events:
             now, device = heappop(events)
