@@ -216,8 +216,8 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
     """Return the passes of a device: first some forwards, then I, W and F in turn.
 
-    ``v`` is the number of chunks, and ``sizes`` has the number of microbatches of every group. For groups of equal
-    size, each at least half of the devices, the order is that of ``_in_slots``.
+    ``sizes`` has the number of microbatches of every group. For groups of equal size, each at least half of the devices,
+    the order is that of ``_in_slots``.
     """
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
@@ -234,7 +234,7 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
     """Return the passes of a device in the order of their slots.
 
-    ``v`` is the number of chunks, and ``group`` the number of microbatches of a group. The last group may have fewer.
+    The last group may have fewer microbatches.
     """
     forward, backward = grouped_slots(p, v, group)
     timetable = []

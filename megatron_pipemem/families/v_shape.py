@@ -70,10 +70,7 @@ def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatc
 
 
 def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
-    """Return ZBV's passes of a device, with ``ahead`` more forwards of both stages before the first backward.
-
-    ``units`` is the number of slices of all microbatches.
-    """
+    """Return ZBV's passes of a device, with ``ahead`` more forwards of both stages before the first backward."""
     r, first, second = device, device, 2 * p - 1 - device
     f0, i0, w0 = (Pass(kind, first) for kind in (Kind.F, Kind.I, Kind.W))
     f1, i1, w1 = (Pass(kind, second) for kind in (Kind.F, Kind.I, Kind.W))

@@ -160,8 +160,8 @@ def _greedy(costs: Costs, policy: _Policy, num_microbatches: int, most: int) -> 
 def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
     """Yield ``(device, kind)`` of the greedy order, in order of time.
 
-    ``m`` is the number of microbatches, and ``most`` the most of them that a device may hold from F to W. There is no
-    deadlock, because limits on younger microbatches never delay the oldest one.
+    ``most`` microbatches at most are held by a device from F to W. There is no deadlock, because limits on younger
+    microbatches never delay the oldest one.
     """
     last, seconds = len(policy.ahead) - 1, costs.seconds(Placement.linear(len(policy.ahead)))
     arrivals: dict[Kind, list[list[float]]] = {kind: [[] for _ in policy.ahead] for kind in (Kind.F, Kind.I)}

@@ -424,7 +424,7 @@ class Dependencies:
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
         """Return the index of the price, and the needs, that all actions with this kind, stage and slice share.
 
-        ``lane`` is the lane of ``action``. New links are added to ``links``.
+        New links are added to ``links``.
         """
         microbatch = action.microbatch or 0
         if action.stage == EVERYWHERE:

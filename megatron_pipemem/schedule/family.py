@@ -77,7 +77,7 @@ class _Fact:
 def _fact[T](derive: Callable[[Family], T], checked: bool = True) -> T:
     """Return a ``_Fact``. To type checkers it has the type of the field's value, as with ``dataclasses.field``.
 
-    ``derive`` derives the value from a family. ``Family.check`` compares a declared value with it only if ``checked``.
+    ``Family.check`` compares a declared value with the derived one only if ``checked``.
     """
     fact: Any = _Fact(derive, checked)
     return fact

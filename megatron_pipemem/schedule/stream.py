@@ -212,8 +212,7 @@ def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) 
 def _window_numbers(actions: Order, batch: int) -> list[int]:
     """Return the number of the window of every action of a device, counted from 0.
 
-    ``batch`` is the number of microbatches per window. A window ends after the last backward of its batch, and after
-    the message with the gradient of that backward.
+    A window ends after the last backward of its batch, and after the message with the gradient of that backward.
     """
     last = {action.microbatch // batch: at for at, action in enumerate(actions) if action.kind in COMPLETING}
     numbers: list[int] = []
@@ -441,7 +440,7 @@ class _Windows:
 def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
     """Return the time at which every device ends its last action, or its last sum over replicas.
 
-    A device without actions ends when it begins. ``begins`` has the time at which every device begins.
+    A device without actions ends when it begins.
     """
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
     for reduction in timeline.replica_reductions:

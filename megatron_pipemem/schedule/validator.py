@@ -190,9 +190,8 @@ def _expected(schedule: Schedule, present: Sequence[Units]) -> list[Units]:
         for kind in further_kinds:
             if kind in RECOMPUTE and kind is not recompute_kind or kind in ROUND_TRIP and recompute_kind is Kind.R:
                 continue  # two recomputations of one stage, or copies of activations that it does not keep
-            useful = units
-            if kind.spec.prepares:
-                useful = set[int]().union(*(by_kind.get(Kind(user), ()) for user in kind.spec.prepares))
+            users = _users_of(kind)
+            useful = set[int]().union(*(by_kind.get(user, ()) for user in users)) if users else units
             if kind not in PREPARING:
                 by_kind[kind] = useful & present[device].get((kind, stage), set())
             elif kind in schedule.prepared.get(stage, ()):
@@ -202,6 +201,13 @@ def _expected(schedule: Schedule, present: Sequence[Units]) -> list[Units]:
         for kind, device, units in vocabulary_passes(schedule, backwards):
             expected[device][kind, device] = units
     return expected
+
+
+def _users_of(kind: Kind) -> list[Kind]:
+    """Return the kinds that use the result of a kind, or that of the last kind which must follow it."""
+    if kind.spec.followed_by:
+        return _users_of(Kind(kind.spec.followed_by))
+    return [Kind(user) for user in kind.spec.prepares]
 
 
 def _replica_of(schedule: Schedule) -> Mapping[int, int]:
@@ -286,7 +292,7 @@ def _stray(schedule: Schedule, action: Action, device: int) -> tuple[str, str]:
             "useless-action",
             f"stage {stage} is recomputed and keeps nothing to copy; remove this copy, or the stage's R",
         )
-    return "useless-action", f"no {' or '.join(kind.spec.prepares)} uses its result; remove it, or add one"
+    return "useless-action", f"no {' or '.join(_users_of(kind))} uses its result; remove it, or add one"
 
 
 def _check_missing(schedule: Schedule, present: Sequence[Units], expected: Sequence[Units]) -> None:

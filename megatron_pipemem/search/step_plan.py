@@ -446,8 +446,8 @@ class _Search:
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
         """Improve the best greedy schedule and the base in turn, by varying the order of their microbatches.
 
-        ``starts`` are the orders to begin with. The best result is kept, and nothing is returned. For every improved
-        order of microbatches new greedy schedules are made.
+        The best result is kept, and nothing is returned. For every improved order of microbatches new greedy schedules
+        are made.
         """
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
         greedy = self._dispatched(dispatcher, product(limits, starts))

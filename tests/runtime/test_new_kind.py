@@ -42,11 +42,17 @@ SPEC = KindSpec(
 @pytest.fixture(autouse=True)
 def checksum():
     """The kind, which other tests do not see."""
-    yield register_kind(SPEC)
-    kind = kinds._KINDS.pop(SPEC.name)
-    delattr(Kind, SPEC.name)
-    for _, found in kinds._QUERIES:
-        found.pop(kind, None)
+    kind = register_kind(SPEC)
+    yield kind
+    forget(kind)
+
+
+def forget(kind: Kind) -> None:
+    """Take a kind out of the table."""
+    kinds._KINDS.pop(kind.value)
+    delattr(Kind, kind.value)
+    for _, members in kinds._QUERIES:
+        members.pop(kind, None)
 
 
 def with_checksums(schedule: Schedule, before: tuple[Kind, ...] = (Kind.I, Kind.B)) -> Schedule:
@@ -124,6 +130,23 @@ def test_one_that_nothing_uses_is_refused():
     with pytest.raises(ScheduleError) as error:
         validate(replace(forwards, orders=((*forwards.orders[0], Action(Kind.CHECKSUM, 0, 0)), forwards.orders[1])))
     assert error.value.action == "0CHECKSUM0"
+
+
+def test_one_that_must_be_followed_is_refused_alone():
+    following = register_kind(KindSpec("SAMPLE", needs=(Need("F"),), followed_by="AVERAGE"))
+    followed = register_kind(KindSpec("AVERAGE", needs=(Need("SAMPLE"),)))
+    try:
+        schedule = build_schedule("1f1b", num_devices=1, num_microbatches=1)
+        forward, backward = schedule.orders[0]
+        sample, average = (forward._replace(kind=kind) for kind in (following, followed))
+        validate(replace(schedule, orders=((forward, sample, average, backward),)))
+        with refused("missing-action", "0SAMPLE0", "0AVERAGE0", kind=ScheduleError):
+            validate(replace(schedule, orders=((forward, sample, backward),)))
+        with refused("missing-action", "0AVERAGE0", "0SAMPLE0", kind=ScheduleError):
+            validate(replace(schedule, orders=((forward, average, backward),)))
+    finally:
+        forget(following)
+        forget(followed)
 
 
 def test_the_simulator_takes_its_price_from_the_row_or_the_costs(tmp_path):

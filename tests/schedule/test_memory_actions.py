@@ -162,6 +162,7 @@ def test_a_misplaced_action_on_memory_is_caught(data: st.DataObject) -> None:
         ),
         ("0F0,0R0,0RS0,0B0", ("duplicate-action", 0)),
         ("0F0,0R0", ("useless-action",)),
+        ("0F0,0OFFLOAD0,0WAIT_OFFLOAD0,0RELOAD0,0WAIT_RELOAD0", ("useless-action", "0OFFLOAD0")),
         (
             "0F0,0OFFLOAD0,0RELOAD0,0WAIT_OFFLOAD0,0WAIT_RELOAD0,0B0",
             ("wrong-order", "0RELOAD0", "0WAIT_OFFLOAD0"),
