@@ -6,7 +6,7 @@ model is Llama-70B, sequence 4096, on 8 tensor-parallel ranks with sequence para
 
     python benchmarks/weight_inputs.py               # bytes, by the planner's formulas
     python benchmarks/weight_inputs.py --early       # bytes and seconds of mixtures of experts, by modules whose W runs with I
-    python benchmarks/weight_inputs.py --head        # bytes of all models under `zb-h1`, with heads that wait or not
+    python benchmarks/weight_inputs.py --head        # bytes of all models under `zb-h1`, as published and with W earlier
     python benchmarks/weight_inputs.py --emulated    # seconds: the queue of W on a device and a link that sleep
 """
 
@@ -20,21 +20,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.model.activations import gathered_in_weight, layer_bytes
 from megatron_pipemem.model.counts import matrices
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import SHIPPED, load
-from megatron_pipemem.tools.planner.activations import gathered_in_weight, head_bytes, layer_bytes
-from megatron_pipemem.tools.planner.early_head import lowers_excess
 from megatron_pipemem.tools.planner.prices import gather
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.report.terminal import FittingTable
@@ -68,9 +72,9 @@ EARLY_SHARES = (
 COLUMNS = ("schedule", "p", "units", *EXECUTIONS)
 RANKS = (4, 8, 16)
 HEAD = ("model", "TP", "sequence", *(f"p = {p}" for p in RANKS), "time at p = 8")
-MOST = 1.03
-"""The share of 1F1B's bytes that `zb-h1` should not exceed."""
-ABOVE = ("model", "p", "fullest rank", "rank of the head", "of it F of the head", "other ranks")
+PUBLISHED, EARLIER = "as published", "W earlier"
+WAYS = (PUBLISHED, "head in I", EARLIER)
+COMPARED = ("zb-h1", "cases", "largest share", "mean time", "longest time")
 
 
 def shares(schedule: str, devices: int) -> list[float]:
@@ -120,33 +124,26 @@ def early_shares(devices: int = 8) -> list[tuple[str, ...]]:
     return lines
 
 
-@dataclass(frozen=True)
-class Held:
-    """The bytes of `zb-h1`'s devices over those of 1F1B's fullest, and its makespan."""
+class Held(NamedTuple):
+    """The bytes of `zb-h1`'s fullest rank over those of 1F1B's fullest, and its makespan."""
 
-    devices: tuple[float, ...]
-    logits: float  # the part that the head keeps after F, for one microbatch
+    share: float
     seconds: float
 
-    @property
-    def most(self) -> float:
-        return max(self.devices)
 
-
-def head_shares(name: str, devices: int) -> tuple[Held, Held]:
-    """Return the shares of `zb-h1` with a head that waits for W, and as `auto` decides (`tools/planner/early_head.py`)."""
+def ways(name: str, devices: int) -> dict[str, Held]:
+    """Return what `zb-h1` holds, as published and with the changes of `WAYS`."""
     model, execution = public(name)
-    ours, first = build("zb-h1", devices), build("1f1b", devices)
+    published, first = build("zb-h1", devices), build("1f1b", devices)
+    early = replace(execution, early_weights="head,experts_fc2" if model.experts else "head")
+    costs, of_early = (from_formulas(model, cut, CLUSTER).costs() for cut in (execution, early))
+    whole = max(peaks(first, costs))
 
-    def held(early_weights: str) -> Held:
-        cut = replace(execution, early_weights=early_weights)
-        costs = from_formulas(model, cut, CLUSTER).costs()
-        whole = max(peaks(first, costs))
-        shares = tuple(each / whole for each in peaks(ours, costs))
-        return Held(shares, head_bytes(model, cut).saved / whole, simulate(ours, costs).makespan)
+    def held(schedule: Schedule, costs: Costs) -> Held:
+        return Held(max(peaks(schedule, costs)) / whole, simulate(schedule, costs).makespan)
 
-    waiting, early = (held(each) for each in ("auto", "head,experts_fc2" if model.experts else "head"))
-    return waiting, early if lowers_excess(waiting.devices, early.devices, 1.0) else waiting
+    ours = (held(published, costs), held(published, of_early), held(with_earlier_weights(published, costs), costs))
+    return dict(zip(WAYS, ours, strict=True))
 
 
 def public(name: str) -> tuple[Model, Execution]:
@@ -159,32 +156,35 @@ def public(name: str) -> tuple[Model, Execution]:
 
 
 @cache
-def of_all_models() -> dict[str, dict[int, tuple[Held, Held]]]:
+def of_all_models() -> dict[str, dict[int, dict[str, Held]]]:
     names = sorted(path.stem for path in (SHIPPED / Model.config_folder).glob("*.yaml"))
-    return {name: {p: head_shares(name, p) for p in RANKS} for name in names if name != "tiny-gpt"}
+    return {name: {p: ways(name, p) for p in RANKS} for name in names if name != "tiny-gpt"}
 
 
 def head_rows() -> list[tuple[str, ...]]:
-    """Return for every model the peak of `zb-h1` over that of 1F1B, with a head that waits and as `auto` decides."""
+    """Return for every model the peak of `zb-h1` over that of 1F1B, as published and with W earlier, if that differs."""
     lines = []
-    for name, found in of_all_models().items():
+    for name, sizes in of_all_models().items():
         model, execution = public(name)
-        shown = [f"{a.most:.2f}" if a is b else f"{a.most:.2f}, {b.most:.2f}" for a, b in found.values()]
-        waiting, chosen = found[8]
-        times = f"{chosen.seconds / waiting.seconds:.3f}"
+        pairs = [(held[PUBLISHED].share, held[EARLIER].share) for held in sizes.values()]
+        shown = [
+            f"{published:.2f}" if published == moved else f"{published:.2f}, {moved:.2f}" for published, moved in pairs
+        ]
+        times = f"{sizes[8][EARLIER].seconds / sizes[8][PUBLISHED].seconds:.3f}"
         lines.append((name, str(execution.tp), f"{model.sequence}", *shown, times))
     return lines
 
 
-def above_rows() -> list[tuple[str, ...]]:
-    """Return, for models that stay above `MOST`, the shares at the number of ranks with the largest excess."""
+def way_rows() -> list[tuple[str, ...]]:
+    """Return the largest share of 1F1B's bytes and the times of each way, over all models and `RANKS` above 1F1B's bytes."""
+    above = [
+        held for sizes in of_all_models().values() for held in sizes.values() if held[PUBLISHED].share > loosened(1.0)
+    ]
     lines = []
-    for name, found in of_all_models().items():
-        p, (_, chosen) = max(found.items(), key=lambda item: item[1][1].most)
-        if chosen.most > MOST:
-            *others, head = chosen.devices
-            shown = (chosen.most, head, chosen.logits, max(others))
-            lines.append((name, str(p), *(f"{each:.2f}" for each in shown)))
+    for way in WAYS:
+        times = [held[way].seconds / held[PUBLISHED].seconds for held in above]
+        numbers = (max(held[way].share for held in above), fmean(times), max(times))
+        lines.append((way, str(len(above)), f"{numbers[0]:.2f}", *(f"{number:.3f}" for number in numbers[1:])))
     return lines
 
 
@@ -244,7 +244,7 @@ def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulated", action="store_true", help="measure W on a device that sleeps")
-    parser.add_argument("--head", action="store_true", help="compare the head's W with and without an early head")
+    parser.add_argument("--head", action="store_true", help="compare zb-h1 as published with W earlier, for all models")
     parser.add_argument("--early", action="store_true", help="compare modules whose W runs with I")
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--layer-ms", type=float, default=200.0, help="length of the products of a layer")
@@ -259,7 +259,7 @@ def main() -> None:
     elif asked.head:
         written = shown = head_rows()
         show(console, HEAD, shown)
-        show(console, ABOVE, above_rows())
+        show(console, COMPARED, way_rows())
     elif asked.early:
         written = shown = early_shares()
         show(console, EARLY_BYTES, early_bytes())

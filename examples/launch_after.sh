@@ -82,5 +82,4 @@ torchrun ${DISTRIBUTED_ARGS[@]} \
     ${TRAINING_ARGS[@]} \
     ${MODEL_PARALLEL_ARGS[@]} \
     ${LOGGING_ARGS[@]} \
-    --pipemem-schedule gis --pipemem-option=chunks=7 \
-    --pipeline-model-parallel-layout 'Et*2|(t*2|)*2(t*3|)*24t*2L'
+    --pipemem-schedule zb-h1

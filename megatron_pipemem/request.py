@@ -244,8 +244,8 @@ class ScheduleOptions:
     early_weights: str = _field(
         AUTO,
         "modules whose weight gradients are computed in I, so that their inputs are not kept until W; auto (default): the "
-        "second matrix of experts that are narrower than the model, and the head where its rank would otherwise hold more "
-        "than any rank under 1f1b",
+        "second matrix of experts that are narrower than the model, and W of all modules run earlier where a rank would "
+        "otherwise hold more than any rank under 1f1b",
         f"auto|none|{','.join(EARLY_WEIGHTS)}",
         read=_early,
         page="what-runs-where.md#what-waits-for-w",

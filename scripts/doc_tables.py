@@ -35,6 +35,7 @@ from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -44,7 +45,6 @@ from megatron_pipemem.search import search_schedule
 from megatron_pipemem.tools.cli.schedules import RESEARCH
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, typed
-from megatron_pipemem.tools.planner.early_head import lowers_excess
 from megatron_pipemem.tools.planner.profile import from_formulas
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -131,24 +131,24 @@ def table_of_costs() -> str:
 
 
 @cache
-def _memory(implementation: str, early_weights: str) -> Costs:
+def _memory(implementation: str) -> Costs:
     """Return costs with the bytes of Llama-70B, for layers of Megatron (``local``) or of Transformer Engine."""
     model, cluster = replace(load("llama3-70b", Model), sequence=SEQUENCE), load("h100-80g", Cluster)
     cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": implementation}
-    cut["early_weights"] = early_weights
     return Costs(memory=from_formulas(model, typed(cut, Execution), cluster).costs().memory)
 
 
 def _peaks(run: Timeline) -> list[float]:
     """Return the peak in activation units, and then its share of 1F1B's bytes for each implementation of layers.
 
-    The head waits for W or is early as ``--pipemem-early-weights auto`` decides.
+    W of a family's schedule run earlier as with ``--pipemem-early-weights auto``.
     """
-    found = [run.peak]
+    found, is_family = [run.peak], any(run.schedule.name == known.name for known in families())
     for layers in LAYERS.values():
-        waiting, early = (share_of_1f1b(simulate(run.schedule, _memory(layers, each))) for each in ("none", "head"))
-        if waiting is not None and early is not None:
-            found.append(early if lowers_excess([waiting], [early], 1.0) else waiting)
+        costs = _memory(layers)
+        share = share_of_1f1b(simulate(with_earlier_weights(run.schedule, costs) if is_family else run.schedule, costs))
+        if share is not None:
+            found.append(share)
     return found
 
 

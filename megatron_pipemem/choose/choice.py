@@ -17,12 +17,19 @@ from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedErro
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import BARRIERS
+
+EARLIER_WEIGHTS = (
+    "W run earlier than in the schedule as published, because a rank would otherwise hold more bytes than any rank under "
+    "1f1b; --pipemem-early-weights none changes it"
+)
+"""The note on a schedule whose W have moved (``with_earlier_weights``)."""
 
 
 def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
@@ -122,7 +129,8 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     if request.chooses_offload:
         return searching.with_chosen_offload(request, shape, knowledge)
     if request.plans_offload:
-        base = choose(request.without_offload(), shape, knowledge)
+        # Activations on the host leave room for what waits.
+        base = choose(request.without_offload(), shape, replace(knowledge, predicted=None))
         return searching.with_planned_offload(base.schedule, request, knowledge)
     return searching.fastest(request, shape, knowledge)
 
@@ -131,13 +139,16 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     if request.file is not None:
         check_devices_of_file(request.file, shape.num_devices)
         check_microbatches_of_file(request.file, shape.num_microbatches)
-    alone = request.file or _of_family(request, shape, knowledge)
+    alone, notes = request.file or _of_family(request, shape, knowledge), ""
+    if request.file is None and not request.barriers and knowledge.predicted is not None:
+        earlier = with_earlier_weights(alone, Costs(memory=knowledge.predicted))
+        alone, notes = earlier, EARLIER_WEIGHTS if earlier is not alone else ""
     schedule = with_barriers(alone, request.barriers, knowledge.costs)
     if schedule is not request.file:  # files are proved when they are read
         counted = knowledge.counted_costs(schedule.placement, request.in_bytes)
         cap = None if request.memory_cap is None else request.memory_cap.amount
         validate(schedule, counted, cap, microbatch_order=request.file is None)
-    return Choice(schedule, knowledge.costs)
+    return Choice(schedule, knowledge.costs, notes=notes)
 
 
 def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:

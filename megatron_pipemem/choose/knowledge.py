@@ -99,6 +99,9 @@ class Knowledge:
     """The change of memory by every kind of action in bytes, as counted in the run; ``None`` before that."""
     selective: tuple[float, ...] | None = None
     """Per stage and slice, the bytes that F kept in a step that recomputed every stage selectively."""
+    predicted: MemoryDeltas | None = None
+    """The change of memory by F, I and W in bytes, as predicted for the built model. W of a family's schedule then run
+    as early as these bytes need (``with_earlier_weights``). ``None`` leaves every W at its place."""
     placement: Placement | None = None
     """The placement of the model; ``None`` before it is built."""
     ratio: float | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,11 @@ def gather[T](contribution: T, groups: Groups | None = None) -> list[T]:
         dist.all_gather_object(gathered, seen, group=group)
         seen = [value for values in gathered for value in values]
     return seen
+
+
+def is_on_one_host(group: dist.ProcessGroup) -> bool:
+    """Return whether the ranks of the group are on one host. Every rank of it calls this at the same time."""
+    return len(set(gather(socket.gethostname(), [group]))) == 1
 
 
 def agree(digest: str, group: dist.ProcessGroup) -> None:

@@ -117,14 +117,22 @@ class _ExtensionParts(NamedTuple):
 
 
 def _pricing(run: _ExtensionParts) -> list[Extension]:
-    """Return the extensions that replace the initial costs by costs of the built model and of measured steps."""
+    """Return the extensions that replace the initial costs by costs of the built model and of measured steps.
+
+    One of them predicts the bytes of the model, if W of the requested schedule may run earlier for them.
+    """
     pricing: list[Extension] = []
-    programs = run.programs
+    request, programs = run.request, run.programs
+    splits = request.family is not None and request.family.splits_backward
+    if splits and request.early_weights == AUTO and not request.plans_offload:
+        from megatron_pipemem.mcore.step.predicted_bytes import PredictedBytes
+
+        pricing.append(PredictedBytes(request))
     if programs.costs.part_prices is not None:
         from megatron_pipemem.mcore.replanning import LayersOfStages
 
         pricing.append(LayersOfStages(programs))
-    profiles = run.request.costs == PROFILE or programs.needs_seconds
+    profiles = request.costs == PROFILE or programs.needs_seconds
     if profiles or programs.needs_bytes:
         from megatron_pipemem.mcore.replanning import Replanner
 

@@ -49,7 +49,7 @@ def announce(plan: Choice) -> None:
     if not is_first_rank():
         return
     try:
-        line = announcement(plan.timeline)
+        line = announcement(plan.timeline) + f"; {plan.notes}" * bool(plan.notes)
     except Exception as error:  # a line of the log ends no run
         line = f"{plan.schedule.name}, which cannot be simulated: {error}"
     logger.info("%s: %s", plan.why, line)
@@ -251,6 +251,16 @@ class Programs:
         self.knowledge = replace(self.knowledge, costs=self.costs.with_parts(cut=layers))
         if len(set(layers)) > 1:  # results for even stages do not hold
             self._answers.clear()
+
+    def stages_change(self, memory: MemoryDeltas | None) -> None:
+        """Set the predicted change of bytes by F, I and W of every stage, for which later schedules are chosen.
+
+        With ``None`` the bytes are unknown.
+        """
+        if memory != self.knowledge.predicted:
+            self.knowledge = replace(self.knowledge, predicted=memory)
+            if not self.request.searches:  # searches do not read it
+                self._answers.clear()
 
     def vocabulary_is(self, barriers: int, num_devices: int) -> None:
         """Set the number of vocabulary barriers for which later schedules are planned, and price the cut head.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from megatron_pipemem.errors import ConfigError
@@ -370,6 +370,10 @@ class Model(Limited):
 Recompute = Literal["none", "selective", "full"]
 Recomputable = Literal["core_attn", "layernorm", "mlp", "activation", "mla_up_proj", "moe", "moe_act", "shared_experts"]
 """Modules that ``recompute: selective`` can name."""
+BY_ACTION: tuple[Recomputable, ...] = ("core_attn", "layernorm", "activation")
+"""The modules that ``--pipemem-recompute selective`` recomputes, if attention is unfused and norms are modules of their
+own.
+"""
 
 Trainable = Literal["language", "tower", "projection"]
 """Parts of a model with a vision tower that a run may freeze."""
@@ -505,6 +509,20 @@ class Execution(Limited):
         refuse_if(projected, "needs-option", "recompute_modules", latent)
         dense = f"is {self.ep}, but the model has no experts; give 1"
         refuse_if(self.ep > 1 and not model.experts, "needs-option", "ep", dense)
+
+
+def fullest_load(ep: int, capacity: float | None, pads: bool, load: float = 1.0) -> float:
+    """Return the tokens that the experts of the fullest of ``ep`` ranks get, as a multiple of even routing.
+
+    Megatron drops tokens beyond the ``capacity``, unless it is ``None``. The result is ``load`` up to that capacity, and
+    the capacity for a ``load`` of at most 1. If experts are padded to their capacity, it is the capacity. Otherwise it
+    is 1 if a rank has all experts.
+    """
+    if capacity is not None and pads:
+        return capacity
+    if ep == 1:
+        return 1.0
+    return load if capacity is None else min(load if load > 1 else inf, capacity)
 
 
 class Summed:

@@ -78,8 +78,8 @@ def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[Earl
     ``auto`` chooses the second matrix of experts that are narrower than the model. Per token, this matrix keeps
     ``hidden`` + ``expert_width`` elements for W. The ``hidden`` elements are a gradient, which replaces nothing that F
     kept. W takes ``hidden`` x ``expert_width`` products. So this matrix keeps more bytes per second of W than a square
-    matrix of the model does. An LM head keeps fewer. ``auto`` adds the head only for schedules whose fullest device would
-    otherwise hold more than 1F1B's (``planner.early_head``), which does not follow from these sizes.
+    matrix of the model does. An LM head keeps fewer. With ``auto``, W may also run earlier (``earlier_weights``), which
+    does not follow from these sizes.
     """
     if text == AUTO:
         return frozenset(("experts_fc2",) if 0 < expert_width < hidden else ())

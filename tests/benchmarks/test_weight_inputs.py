@@ -25,6 +25,15 @@ def test_the_documents_tables_are_what_the_command_prints():
     rows = [BENCHMARK["COLUMNS"], *BENCHMARK["rows"]()]
     rows += [BENCHMARK["EARLY_BYTES"], *BENCHMARK["early_bytes"]()]
     rows += [BENCHMARK["EARLY_SHARES"], *BENCHMARK["early_shares"]()]
-    rows += [BENCHMARK["HEAD"], *BENCHMARK["head_rows"](), BENCHMARK["ABOVE"], *BENCHMARK["above_rows"]()]
+    rows += [BENCHMARK["HEAD"], *BENCHMARK["head_rows"](), BENCHMARK["COMPARED"], *BENCHMARK["way_rows"]()]
     for cells in rows:
         assert f"| {' | '.join(cells)} |" in shown
+
+
+def test_zb_h1_holds_no_more_bytes_than_1f1b_for_any_model():
+    """And to move W takes no longer than the head's weight gradient in I, which does not suffice."""
+    assert len(BENCHMARK["of_all_models"]()) == 39
+    for sizes in BENCHMARK["of_all_models"]().values():
+        assert all(held["W earlier"].share <= 1 + 1e-9 for held in sizes.values())
+    _, head, earlier = BENCHMARK["way_rows"]()
+    assert float(head[2]) > 1.03 and earlier[2] == "1.00" and earlier[3:] < head[3:]

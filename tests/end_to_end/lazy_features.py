@@ -12,9 +12,7 @@ import plain_loop
 from megatron_pipemem import Family, KindSpec, Need, Schedule, register_kind, register_schedule
 from megatron_pipemem.features import FeatureSpec, register_feature
 
-# By default, the planner decides whether the head waits for W.
-SETTINGS = {"early_weights": "none"}
-CASE = {"schedule": "v-half", "chunks": 2, "ddp": True, "import_after": False, "settings": SETTINGS}
+CASE = {"schedule": "v-half", "chunks": 2, "ddp": True, "import_after": False}
 
 
 class NoFeatures:

@@ -9,18 +9,16 @@ import pytest
 pytest.importorskip("megatron.core")
 
 MOST_MODULES = 100
+_TOOLS = ("advise", "cli", "config", "explore", "launch", "megatron", "planner", "report")
 UNWANTED = tuple(
     f"megatron_pipemem.{part}"
-    for part in ("advise", "cli", "launch", "planner", "search", "mcore.report", "mcore.replanning")
+    for part in ("search", "mcore.report", "mcore.replanning", *(f"tools.{tool}" for tool in _TOOLS))
 )
-"""Parts of the package of which a run of a named family needs no module, beside those of features."""
+"""Parts of the package of which a run of a named family on CPU ranks needs no module, in addition to features."""
 
 
 def test_a_run_loads_few_modules_and_a_registered_feature_runs_its_kind(ranks_without_training):
-    """The run of v-half trains where no folder of a feature can be imported, and the one with the registered kind as well.
-
-    With ``early_weights`` of its own it needs no planner.
-    """
+    """The run of v-half trains where no folder of a feature can be imported, and the one with the registered kind as well."""
     run = partial(ranks_without_training.run, program="lazy_features", size=2)
     plain = run({"kind": "plain"})
     for each in plain:

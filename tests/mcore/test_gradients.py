@@ -20,6 +20,7 @@ from refusals import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear
 from megatron_pipemem.mcore.plugin import _Enabled
 from megatron_pipemem.mcore.step import gradients
@@ -41,8 +42,8 @@ def test_only_ranks_of_one_host_keep_shards_until_w(monkeypatch, other):
     """Whatever variables their launcher sets, and however many GPUs a rank sees."""
     group = SimpleNamespace(size=lambda: 2)
     monkeypatch.setattr(gradients.dist, "get_process_group_ranks", lambda group: [2, 3])
-    monkeypatch.setattr(gradients.socket, "gethostname", lambda: "node-1")
-    monkeypatch.setattr(gradients, "gather", lambda own, group: [own, other])
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: "node-1")
+    monkeypatch.setattr(agreement, "gather", lambda own, group: [own, other])
     split = SplitBackward(Request("zb-h1"), counted=False)
     (keep,) = (act for symbol, act in split.replacements() if symbol == GATHER_GRADIENT)
     sizes = SimpleNamespace(num_moe_experts=None, hidden_size=4)

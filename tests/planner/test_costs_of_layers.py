@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.model.activations import head_bytes, layer_bytes, layer_tensors, moved_bytes
 from megatron_pipemem.model.counts import (
     head_flops,
     head_parameters,
@@ -20,7 +21,6 @@ from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.tools.config.cluster import Cluster, HostChannel
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.activations import head_bytes, layer_bytes, layer_tensors, moved_bytes
 from megatron_pipemem.tools.planner.prices import (
     cheap_recompute,
     cluster_offload_ratio,

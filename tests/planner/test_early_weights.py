@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.model.activations import head_bytes, layer_bytes
 from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.options import early_weights
@@ -16,7 +17,6 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import ScheduleChoice
 from megatron_pipemem.tools.planner import prices
-from megatron_pipemem.tools.planner.activations import head_bytes, layer_bytes
 from megatron_pipemem.tools.planner.profile import from_formulas
 
 CLUSTER = load("h100-80g", Cluster)

@@ -9,12 +9,12 @@ from commands import pipemem
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.model.activations import layer_bytes, layer_tensors
 from megatron_pipemem.model.counts import layer_parameters, matrices
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run
-from megatron_pipemem.tools.planner.activations import layer_bytes, layer_tensors
 from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.step import least_static
 

@@ -19,7 +19,7 @@ from megatron_pipemem.features.offload.transfers import NO_HOST_MEMORY
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import check_experts
 from megatron_pipemem.model.model import Execution, Passes
-from megatron_pipemem.schedule.baseline import bytes_of_1f1b
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
@@ -31,14 +31,14 @@ from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.launch.feasibility import feasible, refused_settings
 from megatron_pipemem.tools.planner import variants as variants_module
-from megatron_pipemem.tools.planner.early_head import with_early_head
+from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.planning import SEARCHED, WAITS, plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, layer
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
 from megatron_pipemem.tools.planner.space import Limits, cuts, orders
-from megatron_pipemem.tools.planner.step import DISTRIBUTED, PlannedStep, price
+from megatron_pipemem.tools.planner.step import DISTRIBUTED, price
 from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant
 from megatron_pipemem.tools.planner.ways import facts, gibibytes
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
@@ -56,7 +56,9 @@ def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
                     continue
                 try:
                     alone = build_schedule(order.name, **size, **family_options(order.chunks))
-                    step = with_decided_head(cut, alone, variant)
+                    step = variant.prepare(cut, placement, None) if variant else price(cut, placement)
+                    if moves_weights(cut) and variant in (None, variants_module.IN_PAIRS):
+                        alone = with_earlier_weights(alone, step.costs)
                     room = step.room(run.cluster.memory_bytes)
                     if variant is not None and variant.frees_memory and fits(simulate(alone, step.costs), room):
                         continue
@@ -67,18 +69,6 @@ def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
                     seconds = timeline.makespan + step.reduction + step.optimizer
                     found.append((seconds, PLAIN if variant is None else variant.name))
     return sorted(found)
-
-
-def with_decided_head(run: Run, order: Schedule, variant: Variant | None) -> PlannedStep:
-    """The step in which the head waits for W, or the other one if that lowers a peak above 1F1B's."""
-    ways = (run, with_early_head(run))
-    prepared = [
-        variant.prepare(each, order.placement, None) if variant else price(each, order.placement) for each in ways
-    ]
-    waiting, early = (max(peaks(order, each.costs)) for each in prepared)
-    whole = bytes_of_1f1b(prepared[0].costs, order.placement, run.parallelism.microbatches)
-    is_cut = variant is not None and variant.cuts_vocabulary
-    return prepared[not is_cut and early < waiting and whole is not None and waiting > whole * (1 + 1e-9)]
 
 
 def fits(timeline: Timeline, room: tuple[float, ...]) -> bool:
@@ -429,7 +419,8 @@ def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_pa
     assert len(found) == 5 and all(each.run.schedule.overlap_steps for each in found)
     for each in found:
         cut = each.run.parallelism
-        expected = stream(family_schedule(each.schedule, cut.pp, cut.microbatches, cut.chunks), each.step.costs)
+        order = family_schedule(each.schedule, cut.pp, cut.microbatches, cut.chunks)
+        expected = stream(with_earlier_weights(order, each.step.costs), each.step.costs)
         assert each.seconds == pytest.approx(expected.period + each.step.outside)
         assert each.gain_without_barrier == facts(each)["gain_without_barrier"] == pytest.approx(expected.gain)
         assert (each.gain_without_barrier > LEAST_GAIN) == (each.schedule != "1f1b")

@@ -14,6 +14,7 @@ from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.model.model import Execution
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -116,6 +117,7 @@ def test_a_plan_chooses_slices():
         options = each.run.schedule_options
         assert options["slices"] == n
         schedule = build_schedule(each.schedule, num_devices=cut.pp, num_microbatches=cut.microbatches, **options)
+        schedule = with_earlier_weights(schedule, each.step.costs)
         validate(schedule, each.step.costs)
         timeline = simulate(schedule, each.step.costs)
         assert each.makespan == pytest.approx(timeline.makespan)

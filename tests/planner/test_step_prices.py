@@ -13,6 +13,7 @@ from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model import layout
+from megatron_pipemem.model.activations import head_bytes, layer_bytes
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -26,7 +27,6 @@ from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import script_flags
 from megatron_pipemem.tools.launch.feasibility import feasible
 from megatron_pipemem.tools.planner import replay as replay_module
-from megatron_pipemem.tools.planner.activations import head_bytes, layer_bytes
 from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.prices import all_reduce, embedding, head, layer
 from megatron_pipemem.tools.planner.profile import from_formulas

@@ -48,6 +48,7 @@ from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
     stop_delaying,
 )
 from megatron_pipemem.mcore.step.extension import observe  # noqa: E402
+from megatron_pipemem.model.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.model.model import Execution, Model  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
@@ -59,7 +60,6 @@ from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
 )
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 from megatron_pipemem.tools.megatron import profiling  # noqa: E402
-from megatron_pipemem.tools.planner.activations import layer_bytes  # noqa: E402
 
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
 # Each W right after its I, and a W that has no I of its own right before it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from torch.utils.hooks import RemovableHandle
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import gather, tell
+from megatron_pipemem.mcore.agreement import is_on_one_host, tell
 from megatron_pipemem.mcore.model import transformer_engine
 from megatron_pipemem.mcore.model.linear import (
     attach_ddp_hooks,
@@ -38,7 +37,6 @@ from megatron_pipemem.mcore.model.linear import (
     split_embedding,
     split_linear,
 )
-from megatron_pipemem.mcore.step.early_head import has_early_head
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import (
     CHECK_GRADIENTS,
@@ -95,7 +93,6 @@ class SplitBackward(Extension):
         self._request = request
         self._counted = counted
         self._prepared: set[torch.nn.Module] = set()
-        self._decided: set[torch.nn.Module] = set()
         self._watching: list[RemovableHandle] = []
         self._marked: list[tuple[torch.Tensor, str]] = []  # with the name of the mark
         self._hooks = AccumulatorHooks(is_ddps_hook)
@@ -129,31 +126,12 @@ class SplitBackward(Extension):
         for module in (module for chunk in new for module in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
         self._note(mark_early(new, early_modules(self._request.early_weights, step.context.config)), EARLY)
-        self._decide_on_head(step)
         self._check = None  # that of a step that failed is of no use
         if self._request.may_split and not step.forward_only:
             unchecked = [chunk for chunk in step.chunks if chunk not in self._checked]
             self._checked.update(unchecked)
             trained = (pair for chunk in unchecked for pair in chunk.named_parameters() if pair[1].requires_grad)
             self._check = GradientCheck(dict(trained), _MODULES_OF_FUNCTIONS) if unchecked else None
-
-    def _decide_on_head(self, step: Step) -> None:
-        """Mark the weight of the LM head if ``auto`` computes its gradient in I, once for a model.
-
-        A step of one microbatch, in which nothing waits, does not decide.
-        """
-        request = self._request
-        if step.forward_only or not request.may_split or request.early_weights != AUTO:
-            return
-        if (
-            step.pipeline.placement.num_devices == 1
-            or step.shape.num_microbatches == 1
-            or step.chunks[0] in self._decided
-        ):
-            return
-        self._decided.add(step.chunks[0])
-        if has_early_head(step, request, self._is_on_one_host):
-            self._note(mark_early(step.chunks, ["head"]), EARLY)
 
     def _note(self, marked: Iterable[torch.Tensor], name: str) -> None:
         self._marked += [(weight, name) for weight in marked]
@@ -198,7 +176,7 @@ class SplitBackward(Extension):
                 continue
             ranks = tuple(dist.get_process_group_ranks(group))
             if ranks not in self._on_one_host:
-                self._on_one_host[ranks] = len(set(gather(socket.gethostname(), [group]))) == 1
+                self._on_one_host[ranks] = is_on_one_host(group)
 
     def _is_on_one_host(self, group: dist.ProcessGroup) -> bool:
         return self._on_one_host.get(tuple(dist.get_process_group_ranks(group)), False)
@@ -213,7 +191,6 @@ class SplitBackward(Extension):
         self._marked.clear()
         self._hooks.clear()
         self._prepared.clear()
-        self._decided.clear()
         self._checked.clear()
         for hook in self._watching:
             hook.remove()

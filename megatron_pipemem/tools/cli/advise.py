@@ -215,7 +215,7 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
 
 
 def _held(way: Way) -> str:
-    return f"ranks idle {way.idle_rate:.1%}, peak {gibibytes(way.peak)} GiB"
+    return f"ranks idle {way.idle_rate:.1%}, peak {gibibytes(way.peak)} GiB{', W earlier' * way.has_earlier_weights}"
 
 
 def _compared(way: Way, reading: Reading, advice: Advice) -> str:

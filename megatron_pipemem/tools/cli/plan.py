@@ -198,7 +198,7 @@ _COLUMNS = (
 def _table(plans: Sequence[Way], today: Way | None) -> FittingTable:
     caption = (
         "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
-        "same cut; binds: the largest loss of time; early head: I computes its weight gradient"
+        "same cut; binds: the largest loss of time; W earlier: so that no rank holds more than 1F1B's fullest"
     )
     table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
     contexts = any(each.run.parallelism.cp > 1 for each in plans)
@@ -209,7 +209,7 @@ def _table(plans: Sequence[Way], today: Way | None) -> FittingTable:
         name += "" if cut.chunks is None else f" v={cut.chunks}"
         if (choice.slices or 1) > 1:
             name += f" n={choice.slices}" + " by FLOPs" * (choice.slice_cut == FLOPS)
-        name += ", early head" * ("head" in choice.early_weights)
+        name += ", W earlier" * each.has_earlier_weights
         table.add_row(
             name if each.variant == PLAIN else f"{name} + {each.variant}",
             *map(str, (cut.tp, cut.pp, cut.dp, cut.cp if contexts else "", cut.micro_batch)),

@@ -16,12 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from megatron_pipemem.errors import ConfigError, PipememError
-from megatron_pipemem.model.model import Execution, Fp8, Model, Recomputable, Recompute, Trainable
+from megatron_pipemem.model.model import (
+    BY_ACTION,
+    Execution,
+    Fp8,
+    Model,
+    Recomputable,
+    Recompute,
+    Trainable,
+    fullest_load,
+)
 from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
 from megatron_pipemem.schedule.options import AUTO, GATHERED, OFF, SHARDED, STOCK, Offload, early_weights
 from megatron_pipemem.schedule.registry import family, register_module
@@ -99,11 +107,7 @@ TP_OVERLAP, EP_OVERLAP = OVERLAPS = ("tp-comm-overlap", "overlap-moe-expert-para
 """Flags that hide messages within layers. Only Megatron's own schedules allow the first one. With the second one forwards
 and backwards run in pairs.
 """
-
-BY_ACTION = ("core_attn", "layernorm", "activation")
-"""The modules that ``--pipemem-recompute selective`` recomputes, if attention is unfused and norms are modules of their
-own.
-"""
+RECOMPUTE_FLAG = "pipemem-recompute"
 
 
 @dataclass(frozen=True)
@@ -272,18 +276,14 @@ class Run:
         return self.schedule.weight_inputs
 
     def _expert_load(self) -> float:
-        """Return the number of tokens that the experts of the fullest rank get, as a multiple of even routing.
-
-        It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity
-        for an ``expert_load`` of at most 1. If experts are padded to their capacity, it is the capacity. Otherwise it
-        is 1 if a rank has all experts.
-        """
-        load, capacity = self.parallelism.expert_load, self.flags.get("moe-expert-capacity-factor")
-        if capacity is not None and self.flags.get("moe-pad-expert-input-to-capacity"):
-            return float(str(capacity))
-        if self.parallelism.ep == 1:
-            return 1.0
-        return load if capacity is None else min(load if load > 1 else inf, float(str(capacity)))
+        """Return the load of the fullest rank's experts (``fullest_load``)."""
+        capacity = self.flags.get("moe-expert-capacity-factor")
+        return fullest_load(
+            self.parallelism.ep,
+            None if capacity is None else float(str(capacity)),
+            bool(self.flags.get("moe-pad-expert-input-to-capacity")),
+            self.parallelism.expert_load,
+        )
 
     @property
     def implementation(self) -> Literal["local", "transformer_engine"]:

@@ -17,11 +17,11 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.flags import Flags, text_of, words
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
-from megatron_pipemem.model.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
+from megatron_pipemem.model.model import BY_ACTION, DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.tools.config.runs import ADAPTERS, BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
+from megatron_pipemem.tools.config.runs import ADAPTERS, MOCK, RECOMPUTE_FLAG, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.tools.cpu.flags import CPU_FLAGS
 from megatron_pipemem.values import refuse_if
 
@@ -270,7 +270,7 @@ def _recompute_flags(choice: ScheduleChoice) -> Flags:
     if choice.recompute == "full":
         return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     if choice.recomputes_by_action:
-        return {"pipemem-recompute": "selective"}
+        return {RECOMPUTE_FLAG: "selective"}
     alone = (
         "has activation, which Megatron cannot recompute alone; name activation together with the others of "
         f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave activation out to launch"

@@ -46,6 +46,7 @@ from megatron_pipemem.mcore.step.extension import Observation, observe
 from megatron_pipemem.mcore.step.gradients import sharded_replacements
 from megatron_pipemem.mcore.symbols import LINEAR, PatchSet
 from megatron_pipemem.model import layout
+from megatron_pipemem.model.activations import layer_bytes, message_bytes
 from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
@@ -57,7 +58,6 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.tools.launch.command import model_flags
-from megatron_pipemem.tools.planner.activations import layer_bytes, message_bytes
 from megatron_pipemem.tools.planner.profile import Part, Profile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

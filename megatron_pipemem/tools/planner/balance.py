@@ -30,12 +30,11 @@ from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.early_head import decided
+from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.memory import request_of, schedule_of, sliced
 from megatron_pipemem.tools.planner.planning import asynchronous_price
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
@@ -127,6 +126,7 @@ class _Scale:
         whole = request.file is not None or self._barriers
         self._count = cut.microbatches if whole else shortest(cut.pp, cut.microbatches)
         self._further = cut.microbatches - self._count
+        self._moves_weights = moves_weights(run) and request.family is not None
         if request.searches:
             request = replace(request, file=_found(run, request, self._count))
         self._request = request
@@ -154,7 +154,7 @@ class _Scale:
 
     def _price(self, step: PlannedStep) -> OrderPrice:
         def timing(count: int) -> Timing:
-            return self._replay(count).timing(step.costs)
+            return self._with_earlier_weights(self._replay(count), step).timing(step.costs)
 
         cut = self.run.parallelism
         if self._request.file is None:
@@ -219,7 +219,9 @@ class _Scale:
             tell(partial("{} layouts simulated".format, seconds.cache_info().misses))
             step = self._step(layers)
             timeline = replay.timeline(step.costs)
-            bounds.add(replay.longest_chain(timeline))
+            bounds.add(replay.longest_chain(timeline))  # of one order, because bounds compare layouts
+            if (moved := self._with_earlier_weights(replay, step)) is not replay:
+                timeline = moved.timeline(step.costs)
             fits = most == inf or max(step.held(timeline.peaks)) <= most
             fits = fits and self._lacking(layers) <= lacking
             return timeline.makespan + self._further * max(step.work) + step.outside if fits else inf
@@ -251,16 +253,10 @@ class _Scale:
         if self._barriers:
             return vocabulary_step(self._barriers, self._cut, self.placement, self._pace, layers)
 
-        def step_of(run: Run) -> PlannedStep:
-            return (price if self._cut is self.run else sliced_step)(run, self.placement, layers, self._pace)
+        return (price if self._cut is self.run else sliced_step)(self._cut, self.placement, layers, self._pace)
 
-        if not self._order.splits_backward:
-            return step_of(self._cut)
-
-        def held(step: PlannedStep) -> OrderPrice:
-            return OrderPrice(0.0, peaks(self._order, step.costs))
-
-        return decided(self._cut, True, step_of, held, self._order.slices)[1]
+    def _with_earlier_weights(self, published: Replay, step: PlannedStep) -> Replay:
+        return published.with_earlier_weights(step.costs) if self._moves_weights else published
 
 
 def _shortest(layouts: Sequence[Way], room: float) -> Way:

@@ -8,8 +8,9 @@ from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
-from megatron_pipemem.request import Request, ScheduleOptions
+from megatron_pipemem.request import FILE_SUFFIX, Request, ScheduleOptions
 from megatron_pipemem.schedule.bounds import least_held
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
 from megatron_pipemem.schedule.placement import Placement
@@ -18,8 +19,8 @@ from megatron_pipemem.schedule.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.tools.config import run_layout
-from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.early_head import has_early_head, with_early_head
+from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Run
+from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.slices import sliced_step, why_not_sliced, with_slices
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
@@ -66,7 +67,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
 def request_of(run: Run) -> Request:
     """Return the schedule request of a run. Stock's schedule becomes our schedule with the same order."""
     choice, cut = run.schedule, run.parallelism
-    recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
+    recompute = "selective" if choice.recomputes_by_action else str(run.flags.get(RECOMPUTE_FLAG, "none"))
     given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
     given |= {"options": run.schedule_options, "microbatch_costs": choice.microbatch_costs, "offload": choice.offload}
     given |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
@@ -101,8 +102,7 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
 def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     schedule, microbatches = request.file, run.parallelism.microbatches
-    if schedule is not None and not request.barriers and has_early_head(run, schedule, layers):
-        run = with_early_head(run)
+    is_family = run.schedule.name != AUTO and not run.schedule.name.endswith(FILE_SUFFIX)
     cut = run if schedule is None or schedule.slices == 1 else sliced(run, schedule.slices)
     if request.barriers:
         step = vocabulary_step(request.barriers, cut, placement, layers=layers)
@@ -116,6 +116,8 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
         step = (price if cut is run else sliced_step)(cut, placement, layers)
     if schedule is not None:
         shape = Shape(placement.num_devices, None, microbatches)
+        if is_family and moves_weights(run) and not request.barriers:
+            request = replace(request, file=with_earlier_weights(schedule, step.costs))
         schedule = choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
         kept, host = peaks(schedule, step.costs), peaks(schedule, step.costs, host=True)
     else:

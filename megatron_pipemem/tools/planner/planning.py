@@ -35,6 +35,7 @@ from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.display import doing, rare_collection, tell
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
@@ -43,7 +44,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.stream import check_batch, family_window, steady, stream, updates_per_batch
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.early_head import decided, with_early_head
+from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.tools.planner.replay import (
     MOST_ACTIONS,
@@ -335,9 +336,6 @@ class _Planner:
         elif step.placement.replicas == 1:
             try:
                 bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices, pairs=pairs))
-                if bound > free and _leaves_head_open(run, variant):
-                    lean = replace(step.costs, memory=self._step(with_early_head(run), placement, variant).costs.memory)
-                    bound = max(free, lower_bound(placement, m, lean, room, slices=slices, pairs=pairs))
                 if run.schedule.overlap_steps:
                     bound = free
             except PipememError:
@@ -347,29 +345,9 @@ class _Planner:
         self._groups.append(group)
         self._put(group.bound, group)
 
-    def _with_decided_head(self, group: Group, order: Order) -> Group:
-        """Return the group with the head's decision for this order, if ``early_weights`` leaves it to ``auto``."""
-        cut, slices, known = group.run.parallelism, _slices(group.run), family(order.name)
-        if not (known.splits_backward and _leaves_head_open(group.run, group.variant)):
-            return group
-
-        def step_of(run: Run) -> PlannedStep:
-            return group.step if run is group.run else self._step(run, group.step.placement, group.variant)
-
-        def of_order(step: PlannedStep) -> OrderPrice:
-            if slices == 1 and "costs" not in known.options:
-                return self._measured(replace(group, step=step), order)
-            costs = None if slices > 1 else step.costs
-            few = family_schedule(order.name, cut.pp, _short(group.run), order.chunks, costs, slices)
-            return Replay(few).timing(step.costs).price
-
-        run, step, _ = decided(group.run, True, step_of, of_order)
-        return replace(group, run=run, step=step)
-
-    def _run_orders(self, whole: Group) -> None:
-        for order in whole.orders:
+    def _run_orders(self, group: Group) -> None:
+        for order in group.orders:
             try:
-                group = self._with_decided_head(whole, order)
                 if group.variant is None:
                     self._wait(self._run_order(group, order))
                 else:
@@ -387,29 +365,31 @@ class _Planner:
         """Return the plan of an order; ``None`` if it does not fit into the memory."""
         cut, slices = group.run.parallelism, _slices(group.run)
         if slices == 1 and "costs" not in family(order.name).options:
-            return self._plan(Base(group, order), None, self._measured(group, order))
+            moves = _moves_weights(group.run, None)
+            return self._plan(Base(group, order), None, self._measured(group, order, moves))
 
         def build(count: int) -> Schedule:
             costs = None if slices > 1 else group.step.costs
-            return family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
+            alone = family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
+            return with_earlier_weights(alone, group.step.costs) if _moves_weights(group.run, None) else alone
 
         found = self._built(Base(group, order), build, cut.microbatches)
         if found is None or slices == 1:
             return found
         return replace(found, passes=None)  # its name and the number of slices are enough
 
-    def _measured(self, group: Group, order: Order) -> OrderPrice:
-        """Return the time and peaks of an order without a variant, from a cache.
+    def _measured(self, group: Group, order: Order, moves_weights: bool) -> OrderPrice:
+        """Return the time and peaks of an order without a variant, from a cache. W may move with ``moves_weights``.
 
         Offload and both algorithms of vocabulary parallelism start from the same order.
         """
         cut, costs = group.run.parallelism, group.step.costs
         if costs.have_exchanges:
             costs = costs.of_computing(group.step.placement)
-        key = (order, cut.pp, cut.microbatches, same_passes(costs))
+        key = (order, cut.pp, cut.microbatches, moves_weights, same_passes(costs))
         if key not in self._times:
             passes = (order.name, cut.pp, cut.microbatches, order.chunks, costs)
-            self._times[key] = measured(*passes, overlaps=group.run.schedule.overlap_steps)
+            self._times[key] = measured(*passes, group.run.schedule.overlap_steps, moves_weights)
         return self._times[key]
 
     def _consider(self, group: Group, variant: Variant, order: Order) -> None:
@@ -417,7 +397,8 @@ class _Planner:
 
         Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
         """
-        seconds, peaks, _ = self._measured(group, order)
+        seconds = self._measured(group, order, False).seconds
+        peaks = self._measured(group, order, moves_weights(group.run) and not variant.cuts_vocabulary).peaks
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name} is not needed, because the schedule fits into memory without it"] += 1
         elif not variant.frees_memory and not self._fits(group, peaks):
@@ -456,6 +437,8 @@ class _Planner:
             fitted = "costs" in family(order.name).options and variant is IN_PAIRS
             costs = group.step.costs if fitted else None
             alone = family_schedule(order.name, group.run.parallelism.pp, count, order.chunks, costs)
+            if _moves_weights(group.run, variant):
+                alone = with_earlier_weights(alone, group.step.costs)
             return variant.apply(alone, group.step, group.step.room(self._memory))
 
         try:
@@ -512,10 +495,9 @@ def _standing(found: int, count: int, waiting: int, bound: float) -> str:
     return f"{found} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
 
 
-def _leaves_head_open(run: Run, variant: Variant | None) -> bool:
-    """Return whether ``auto`` may compute the head's weight gradient in I; not if the head is cut over the ranks."""
-    is_cut = variant is not None and variant.cuts_vocabulary
-    return run.schedule.early_weights == AUTO and run.parallelism.pp > 1 and not is_cut
+def _moves_weights(run: Run, variant: Variant | None) -> bool:
+    """Return whether W of an order may run earlier; not if a variant frees memory or cuts the head over the ranks."""
+    return moves_weights(run) and variant in (None, IN_PAIRS)
 
 
 def _short(run: Run) -> int:

@@ -47,12 +47,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_pipemem.model import counts
+from megatron_pipemem.model import activations, counts
+from megatron_pipemem.model.activations import moved_bytes
 from megatron_pipemem.model.counts import layer_flops
 from megatron_pipemem.model.model import Execution, Model, Passes, Recomputable, Sublayer, Summed, Tower
 from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.tools.planner import activations
-from megatron_pipemem.tools.planner.activations import moved_bytes
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
 _REPEATS: dict[str, tuple[str, ...]] = {Sublayer.FFN: ("mlp",), Sublayer.EXPERTS: ("moe",)}

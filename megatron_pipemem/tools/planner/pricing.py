@@ -10,19 +10,21 @@ from math import inf
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model.counts import early_modules
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.balance import as_cut, balance
-from megatron_pipemem.tools.planner.early_head import decided, with_early_head
+from megatron_pipemem.tools.planner.early_weights import moves_weights, with_early_head
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.replay import OrderPrice, Replay, Timing, family_schedule, measured
+from megatron_pipemem.tools.planner.replay import Replay, Timing, family_schedule, measured
 from megatron_pipemem.tools.planner.replay import priced as extended
 from megatron_pipemem.tools.planner.slices import sliced_step
 from megatron_pipemem.tools.planner.space import Limits, Order, orders
-from megatron_pipemem.tools.planner.step import PlannedStep, price
+from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, paired
 from megatron_pipemem.tools.planner.ways import Way
 
@@ -110,28 +112,26 @@ def priced(
     ``layers`` has the pieces of every stage, by default from the planner's partition. ``pace`` has the ratios of measured
     to predicted seconds. Pairs keep the step within ``memory``, the bytes of a device.
     """
-    slices, cut, chosen = run.schedule.slices or 1, run.parallelism, family(order.name)
+    slices, cut, chosen, moves = run.schedule.slices or 1, run.parallelism, family(order.name), moves_weights(run)
+    step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
+    if run.pairs:
+        step = step.in_pairs()
 
-    def step_of(run: Run) -> PlannedStep:
-        step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
-        return step.in_pairs() if run.pairs else step
+    def alone(count: int) -> Schedule:
+        costs = step.costs if "costs" in chosen.options and run.pairs else None
+        published = family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
+        return with_earlier_weights(published, step.costs) if moves else published
 
-    def of_order(step: PlannedStep) -> OrderPrice:
-        if run.pairs:
-            costs = step.costs if "costs" in chosen.options else None
+    def in_pairs(count: int) -> Timing:
+        timeline = paired(alone(count), step, step.room(memory))
+        return Timing(timeline, timeline.makespan)
 
-            def timing(count: int) -> Timing:
-                alone = family_schedule(order.name, cut.pp, count, order.chunks, costs)
-                timeline = paired(alone, step, step.room(memory))
-                return Timing(timeline, timeline.makespan)
-
-            return extended(timing, cut.pp, cut.microbatches)
-        if slices == 1:
-            return measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
-        schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
-        return Replay(schedule).timing(step.costs).price
-
-    run, step, found = decided(run, chosen.splits_backward, step_of, of_order)
+    if run.pairs:
+        found = extended(in_pairs, cut.pp, cut.microbatches)
+    elif slices == 1:
+        found = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs, moves_weights=moves)
+    else:
+        found = Replay(alone(cut.microbatches)).timing(step.costs).price
     if layers is None:
         run = run_layout.with_cut(run, step.layers)
     variant = IN_PAIRS.name if run.pairs else PLAIN

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
+from megatron_pipemem.model.activations import message_bytes
 from megatron_pipemem.model.model import Execution, Model, Passes
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -23,7 +24,6 @@ from megatron_pipemem.tools.config.cluster import Cluster, Link
 from megatron_pipemem.tools.config.loading import typed
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner import prices
-from megatron_pipemem.tools.planner.activations import message_bytes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.values import check_magnitudes
 

@@ -22,6 +22,7 @@ from megatron_pipemem.schedule.action import PLAIN, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulated
@@ -149,6 +150,11 @@ class Replay:
     def timeline(self, costs: Costs, begins: Sequence[float] = ()) -> Timeline:
         return simulated(self.schedule, costs, self._found, begins)
 
+    def with_earlier_weights(self, costs: Costs) -> Replay:
+        """Return the replay of the schedule whose W run as early as the bytes of ``costs`` need; itself if none moves."""
+        moved = with_earlier_weights(self.schedule, costs)
+        return self if moved is self.schedule else Replay(moved)
+
     def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
         """Return the times of a step; with ``overlaps``, the seconds are the period of steps without a barrier."""
         if not overlaps:
@@ -208,11 +214,21 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 
 
 def measured(
-    name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, overlaps: bool = False
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    chunks: int | None,
+    costs: Costs,
+    overlaps: bool = False,
+    moves_weights: bool = False,
 ) -> OrderPrice:
-    """Return the predicted time and peaks of a family's step; with ``overlaps``, the period without a barrier."""
+    """Return the predicted time and peaks of a family's step; with ``overlaps``, the period without a barrier.
+
+    With ``moves_weights``, W run as early as the bytes of ``costs`` need (``schedule.earlier_weights``).
+    """
 
     def run(count: int) -> Timing:
-        return replay(name, num_devices, count, chunks).timing(costs, overlaps)
+        published = replay(name, num_devices, count, chunks)
+        return (published.with_earlier_weights(costs) if moves_weights else published).timing(costs, overlaps)
 
     return priced(run, num_devices, num_microbatches)

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, get_args
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.model.activations import layer_bytes
 from megatron_pipemem.model.layout import needed_layers
 from megatron_pipemem.model.model import Execution, Recompute
 from megatron_pipemem.refusals import PAIRS, flag_values, refuse
@@ -19,7 +20,6 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families, synchronous_families
 from megatron_pipemem.tools.config.loading import nearest
 from megatron_pipemem.tools.config.runs import EP_OVERLAP, OVERLAPS, Run, ScheduleChoice
-from megatron_pipemem.tools.planner.activations import layer_bytes
 from megatron_pipemem.tools.planner.replay import family_options
 from megatron_pipemem.tools.planner.slices import proposed_slices, why_not_sliced, with_slices
 from megatron_pipemem.tools.planner.step import DISTRIBUTED

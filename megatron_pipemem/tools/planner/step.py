@@ -28,6 +28,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.model.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.model.counts import model_flops
 from megatron_pipemem.model.layout import needed_layers
 from megatron_pipemem.model.model import Execution, Model, Passes
@@ -38,7 +39,6 @@ from megatron_pipemem.schedule.prices import PartPrices, listed
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner import prices
-from megatron_pipemem.tools.planner.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, Price
 
 if TYPE_CHECKING:

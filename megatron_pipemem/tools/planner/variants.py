@@ -20,6 +20,7 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.model.activations import message_bytes
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel
@@ -30,7 +31,6 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 from megatron_pipemem.tools.config.runs import Run, ScheduleChoice
-from megatron_pipemem.tools.planner.activations import message_bytes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, gather, logit_bytes
 from megatron_pipemem.tools.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.tools.planner.step import PlannedStep, ends_seconds, price

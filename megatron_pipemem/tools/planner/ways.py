@@ -16,17 +16,20 @@ from typing import Any
 
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.replay import measured
+from megatron_pipemem.tools.planner.early_weights import moves_weights
+from megatron_pipemem.tools.planner.replay import family_schedule, measured, shortest
 from megatron_pipemem.tools.planner.space import Order, hides_messages
 from megatron_pipemem.tools.planner.step import PlannedStep, mfu, price
-from megatron_pipemem.tools.planner.variants import PLAIN, Variant
+from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,21 @@ class Way:
         cut, costs = self.run.parallelism, self.step.costs
         if self.passes is not None:
             return simulate(self.passes, costs).makespan / self.makespan
-        return measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs).seconds / self.makespan
+        moves = moves_weights(self.run)
+        with_barrier = measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs, moves_weights=moves)
+        return with_barrier.seconds / self.makespan
+
+    @cached_property
+    def has_earlier_weights(self) -> bool:
+        """Whether W run earlier than the family's schedule says (``schedule.earlier_weights``)."""
+        is_family = any(self.order.name == known.name for known in families())
+        if not (is_family and moves_weights(self.run) and self.variant in (PLAIN, IN_PAIRS.name)):
+            return False
+        cut, order, costs = self.run.parallelism, self.order, self.step.costs
+        priced = costs if self.slices == 1 and "costs" in family(order.name).options else None
+        count = shortest(cut.pp, cut.microbatches)
+        published = family_schedule(order.name, cut.pp, count, order.chunks, priced, self.slices)
+        return with_earlier_weights(published, costs) is not published
 
     @property
     def peak(self) -> float:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from megatron_pipemem.model.counts import Matrix, MatrixCut, early_modules, matrices
 from megatron_pipemem.model.model import Execution, Model, Sublayer, Summed
+from megatron_pipemem.schedule.action import Kind
 
 _AHEAD = "next token's embedding"
 _ATTENDED = "attention's output"
@@ -384,6 +386,29 @@ def embedding_bytes(model: Model, execution: Execution) -> Kept:
     """Return the bytes that the embedding keeps: only a dropout mask, because its output counts for the first layer."""
     mask = execution.tokens(model) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
     return Kept(mask, 0.0)
+
+
+def stage_bytes(model: Model, execution: Execution, layers: Sequence[int]) -> dict[Kind, tuple[float, ...]]:
+    """Return by how much F, I and W of one microbatch change the bytes of a rank, one value per stage of a replica.
+
+    ``layers`` has the pieces of every stage: layers and, in a GPT, all multi-token prediction as one. In a hybrid model,
+    multi-token prediction is on the last stage. Vision towers and adapters are not counted.
+    """
+    pieces = [layer_bytes(model, execution, kind) for kind in model.kinds]
+    kinds_ahead = model.all_kinds[model.layers :]
+    ahead = Kept()
+    if kinds_ahead:
+        ahead = (layer_bytes(model, execution, kinds_ahead[0]) + embedding_bytes(model, execution)) * len(kinds_ahead)
+    pieces = [*pieces, ahead][: model.pieces]
+    ends = accumulate(layers)
+    stages = [sum(pieces[end - count : end], Kept()) for end, count in zip(ends, layers, strict=True)]
+    stages[0] += embedding_bytes(model, execution)
+    stages[-1] += head_bytes(model, execution) + (ahead if model.pattern is not None else Kept())
+    return {
+        Kind.F: tuple(kept.saved for kept in stages),
+        Kind.I: tuple(kept.after_input - kept.saved for kept in stages),
+        Kind.W: tuple(-kept.after_input for kept in stages),
+    }
 
 
 def message_bytes(model: Model, execution: Execution) -> float:

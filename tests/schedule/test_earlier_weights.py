@@ -1,0 +1,109 @@
+"""W run earlier only as far as bytes need, and the result is a schedule of the same step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import oracle
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from random_schedules import FAMILIES, build_or_skip
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.baseline import bytes_of_1f1b
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.validator import validate
+
+SPLIT = [name for name, family in FAMILIES.items() if family.splits_backward]
+
+
+def costs_of(saved: list[float], after_input: list[float]) -> Costs:
+    """Bytes per stage after F, and from I to W."""
+    at_input = tuple(waits - kept for kept, waits in zip(saved, after_input, strict=True))
+    return Costs(memory={Kind.F: tuple(saved), Kind.I: at_input, Kind.W: tuple(-waits for waits in after_input)})
+
+
+def whole_backwards(schedule: Schedule) -> Schedule:
+    """The schedule with each W right after its I."""
+    orders = []
+    for order in schedule.orders:
+        passes = [[action] for action in order if action.kind is not Kind.W]
+        for items in passes:
+            if items[0].kind is Kind.I:
+                items.append(items[0]._replace(kind=Kind.W))
+        orders.append(tuple(action for items in passes for action in items))
+    return replace(schedule, orders=tuple(orders))
+
+
+def test_the_head_of_four_ranks_lets_fewer_microbatches_wait():
+    """A layer's share is 8 bytes after F and before W, and the head adds 4 after F: 4 microbatches wait beside its logits."""
+    schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8)
+    costs = costs_of([8, 8, 8, 12], [8, 8, 8, 8])
+    moved = with_earlier_weights(schedule, costs)
+    assert peaks(schedule, costs) == (32, 32, 32, 36) and peaks(moved, costs) == (32, 32, 32, 28)
+    assert moved.orders[:3] == schedule.orders[:3]
+    text = " ".join(f"{action.kind}{action.microbatch}" for action in moved.orders[3])
+    assert text.startswith("F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 F5 I5 W3")
+    assert text.endswith("F7 I7 W5 W6 W7")
+
+
+@given(st.sampled_from(SPLIT), st.integers(2, 4), st.integers(1, 9), st.data())
+def test_no_device_holds_more_than_one_of_1f1b_or_than_whole_backwards_need(name, devices, microbatches, data):
+    schedule = build_or_skip(name, devices, microbatches)
+    placement, sizes = schedule.placement, st.integers(1, 20)
+    count = placement.model_stages
+    saved, after_input = (data.draw(st.lists(sizes, min_size=count, max_size=count)) for _ in range(2))
+    costs = costs_of(saved, after_input)
+    whole = bytes_of_1f1b(costs, placement, microbatches, schedule.slices)
+    assume(whole is not None)
+    moved = with_earlier_weights(schedule, costs)
+    validate(moved)
+    assert oracle.check(moved) == [] and oracle.disordered_weight_gradients(moved) == []
+    assert [*map(Counter, moved.orders)] == [*map(Counter, schedule.orders)]
+    before, after = peaks(schedule, costs), peaks(moved, costs)
+    limit = max(whole, *peaks(whole_backwards(schedule), costs))
+    assert max(after) <= limit * (1 + 1e-9)
+    assert all(new <= old * (1 + 1e-9) for new, old in zip(after, before, strict=True))
+    if max(before) <= limit:
+        assert moved is schedule
+    for old, new in zip(schedule.orders, moved.orders, strict=True):
+        assert [a for a in new if a.kind is not Kind.W] == [a for a in old if a.kind is not Kind.W]
+        assert all(others_before(a, new) <= others_before(a, old) for a in new if a.kind is Kind.W)
+
+
+def others_before(weight: Action, order: tuple[Action, ...]) -> int:
+    return sum(action.kind is not Kind.W for action in order[: order.index(weight)])
+
+
+@pytest.mark.parametrize("saved", [[8, 8, 8, 8], [10, 8, 8, 9]])
+def test_a_schedule_in_1f1bs_bytes_stays(saved):
+    schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8)
+    assert with_earlier_weights(schedule, costs_of(saved, [8, 8, 8, 8])) is schedule
+
+
+def test_a_schedule_without_bytes_or_with_other_actions_stays():
+    costs = costs_of([8, 8, 8, 12], [8, 8, 8, 8])
+    schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8)
+    assert with_earlier_weights(schedule, Costs()) is schedule
+    paired = replace(schedule, pairs=frozenset({schedule.orders[3][2]}))
+    for other in (build_schedule("1f1b", num_devices=4, num_microbatches=8), paired):
+        assert with_earlier_weights(other, costs) is other
+    split = build_schedule("po-h", num_devices=4, num_microbatches=8)
+    assert with_earlier_weights(split, costs_of([8] * 8, [8] * 8)) is split
+
+
+def test_a_longer_step_repeats_the_rhythm():
+    """A planner extends short steps: the last rank's middle is F, I, W in turn for any number of microbatches."""
+    costs = costs_of([8, 8, 8, 12], [8, 8, 8, 8])
+    few, many = (
+        with_earlier_weights(build_schedule("zb-h1", num_devices=4, num_microbatches=m), costs) for m in (12, 40)
+    )
+    assert peaks(few, costs) == peaks(many, costs)
+    assert [a.kind for a in few.orders[3][:20]] == [a.kind for a in many.orders[3][:20]]
+    assert [a.kind for a in few.orders[3][-12:]] == [a.kind for a in many.orders[3][-12:]]
