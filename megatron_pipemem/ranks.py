@@ -3,10 +3,8 @@
 ``python -m megatron_pipemem.ranks`` takes the same flags as torchrun. The last thing that it prints is the first
 cause of a failure.
 
-The first rank that fails writes a key to a store that all ranks can reach, prints its error and exits. Every other rank
-polls that key in a thread. It exits without a message, even if it is blocked in a collective, in a rendezvous or in its
-own computation. The store is at MASTER_ADDR:MASTER_PORT, as for PyTorch's ``env://`` rendezvous. torchrun runs the
-store. If srun or a user started the ranks, rank 0 runs it.
+The first rank that fails writes its error to the board of ``runtime.first_failure``, prints it and exits. Every other
+rank exits without a message, even if it is blocked in a collective, in a rendezvous or in its own computation.
 """
 
 from __future__ import annotations
@@ -14,21 +12,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megatron_pipemem.errors import PipememError, printable, with_code
 from megatron_pipemem.exits import print_error
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.runtime.first_failure import FailureBoard, end_process, follow, guarded, summary
 
 _ENDED_BY_LAUNCHER = -15  # SIGTERM: torchrun sends it to the remaining ranks
 
@@ -79,11 +75,7 @@ def _end(words: str) -> None:
     sys.exit(1)
 
 
-_POLL_SECONDS = 0.5
-_STORE_TIMEOUT = timedelta(seconds=5)
 _ANNOUNCEMENT_SECONDS = 2.0  # a rank that lost its peers waits so long for one of them to announce the cause
-_KEEPER_SECONDS = 60.0  # a failed rank waits so long for rank 0, which may still import, to open the store
-_READING_SECONDS = 2 * _POLL_SECONDS  # the first failing rank stays so long: it may be the one that keeps the store
 _FOLLOWING_SECONDS = 3.0  # the others stay so long that torchrun, which blames the first exit, ends them itself
 _LOST_PEER = (
     "connection closed by peer",
@@ -103,26 +95,28 @@ def rank_guard() -> Iterator[None]:
     single rank, or a rank without torchrun's environment variables, prints its errors the same way and watches no other
     rank.
     """
-    board = _FailureBoard.from_environment()
+    board = FailureBoard.from_environment()
     done = threading.Event()
-    watcher = threading.Thread(target=_follow, args=(board, done), name="rank-guard", daemon=True)
+    watcher = threading.Thread(
+        target=follow, args=(board, done, lambda failure: _follow_down(board)), name="rank-guard", daemon=True
+    )
     if board is not None:
         import torch.distributed  # noqa: F401 - here, because two threads that import torch at the same time crash
 
         watcher.start()
     try:
-        with _errors_without_usage():
+        with _errors_without_usage(), guarded():
             yield
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
             sys.stderr.write("interrupted; --load resumes from the last checkpoint of --save\n")
-        _exit(130)
+        end_process(130)
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
         done.set()  # or this rank would see its own failure and exit silently
         code = stop.code if isinstance(stop.code, int) else 1
-        if board is None or board.claim("the script ended itself", seconds=0.0):
+        if board is None or board.claim("the script ended itself"):
             if not isinstance(stop.code, int):
                 sys.stderr.write(f"{stop.code}\n")
             if (said := _argparse_message(stop)) is not None:
@@ -130,14 +124,14 @@ def rank_guard() -> Iterator[None]:
                 _tell_torchrun(said, words, early=True)
                 sys.stderr.write(f"{words}\n")
             _exit(code, board)
-        _follow_down()
+        _follow_down(board)
     except BaseException as error:  # of any class, because the other ranks are waiting for this one
         done.set()
         patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
-        if board is None or board.claim(_summary(error), seconds=patience):
+        if board is None or board.claim(summary(error), patience):
             _report(error)
             _exit(1, board)
-        _follow_down()
+        _follow_down(board)
     finally:
         # The interpreter's exit aborts the process if a daemon thread is inside C++ code.
         done.set()
@@ -157,134 +151,22 @@ def refused_together() -> Iterator[None]:
         if os.environ["RANK"] != "0":
             _follow_down()
         words = f"error: {with_code(error)}"
-        if not _tell_torchrun(_summary(error), words, early=True):  # torchrun prints it last
+        if not _tell_torchrun(summary(error), words, early=True):  # torchrun prints it last
             print_error(words)
         _exit(1)
 
 
-class _FailureBoard:
-    """The key of the job's first failure, in the store at ``host:port``.
-
-    Each thread has its own connection, which is opened at its first use.
-    """
-
-    def __init__(self, rank: int, host: str, port: int, run: str):
-        self._rank = rank
-        self._address = (host, port)
-        self._key = f"pipemem/first-failure/{run}"
-        self._local = threading.local()
-        self._unsaid: str | None = None
-        self._was_open = False
-        """Whether the store has been open. If it is open no longer, the process that ran it has ended."""
-
-    @classmethod
-    def from_environment(cls) -> _FailureBoard | None:
-        """Return the board of this rank's job, or None for one process or without torchrun's variables."""
-        job = os.environ
-        if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
-            return None
-        run = f"{job.get('TORCHELASTIC_RUN_ID', '')}/{job.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
-
-    def _store(self):
-        """Return this thread's connection to the store, or None if the store does not exist yet.
-
-        A connection is tried first, because the store's client would wait and log every attempt.
-        """
-        store = getattr(self._local, "store", None)
-        if store is None:
-            from torch.distributed import TCPStore
-
-            try:
-                socket.create_connection(self._address, timeout=1.0).close()
-                store = TCPStore(
-                    *self._address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT, use_libuv=True
-                )
-            except (OSError, RuntimeError):
-                return None
-            self._local.store = store
-            self._was_open = True
-        return store
-
-    def announced(self) -> bool:
-        """Return whether any rank has failed. Raise a ConnectionError if the process that runs the store has ended."""
-        store = self._store()
-        try:
-            return store is not None and store.check([self._key])
-        except RuntimeError as error:
-            raise ConnectionError("the rendezvous store has closed") from error
-
-    def claim(self, summary: str, seconds: float) -> bool:
-        """Write ``summary`` as the first failure, unless another rank writes one within ``seconds``.
-
-        Return whether this rank's failure is the first. That is assumed if the store does not exist yet. ``stay`` then
-        writes the summary.
-        """
-        deadline = time.monotonic() + seconds
-        try:
-            while not self.announced():
-                if time.monotonic() >= deadline:
-                    store = self._store()
-                    mine = f"rank {self._rank}: {summary}"
-                    if store is None:
-                        self._unsaid = None if self._was_open else mine
-                        return True
-                    return store.compare_set(self._key, "", mine).decode() == mine
-                time.sleep(0.1)
-        except (ConnectionError, RuntimeError):
-            return seconds == 0.0  # the store is gone, but this rank must still report its own error
-        return False
-
-    def stay(self) -> None:
-        """Wait until other ranks have had time to read this failure.
-
-        If the store was not open when this rank failed, wait for it first and write the failure. If no launcher ends
-        all ranks, the other ranks wait in their rendezvous until they read it.
-        """
-        deadline = time.monotonic() + _KEEPER_SECONDS
-        with contextlib.suppress(RuntimeError):  # the store has closed, and with it the other ranks
-            while self._unsaid is not None and self._rank > 0 and time.monotonic() < deadline:
-                if (store := self._store()) is not None:
-                    store.compare_set(self._key, "", self._unsaid)
-                    self._unsaid = None
-                else:
-                    time.sleep(_POLL_SECONDS)
-        time.sleep(_READING_SECONDS)
-
-
-def _follow(board: _FailureBoard, done: threading.Event) -> None:
-    """Poll the board, and end this process when another rank has failed.
-
-    Return if ``done`` is set first, or if the store closes.
-    """
-    while not done.wait(_POLL_SECONDS):
-        try:
-            if board.announced() and not done.is_set():
-                _follow_down()
-        except ConnectionError:
-            return  # rank 0 has ended, perhaps without a failure; if it failed, the next collective fails
-
-
-def _follow_down() -> NoReturn:
+def _follow_down(board: FailureBoard | None = None) -> NoReturn:
     _mute()
     time.sleep(_FOLLOWING_SECONDS)
-    _exit(1)
+    _exit(1, board)
 
 
-def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
-    """End the process when other ranks have had time to read ``board``.
-
-    ``os._exit`` is used, because Python's normal exit would wait for other ranks. Child processes
-    are killed.
-    """
+def _exit(code: int, board: FailureBoard | None = None) -> NoReturn:
+    """End the process when other ranks have had time to read ``board``."""
     if board is not None:
         board.stay()
-    for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves a process that would stay
-        child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    end_process(code)
 
 
 def _lost_a_peer(error: BaseException) -> bool:
@@ -292,13 +174,9 @@ def _lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
 
 
-def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {with_code(error)}"
-
-
 def _last_words(error: BaseException) -> list[str]:
     """Return the lines of an error message: the rank that failed, its error, and advice."""
-    words = [f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}"]
+    words = [f"rank {os.environ.get('RANK', 0)} failed: {summary(error)}"]
     words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
     if _lost_a_peer(error):
         words.append("what to do: another rank ended without a message, killed or out of memory; see its node's log")
@@ -357,7 +235,7 @@ def _report(error: BaseException) -> None:
     wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
     trace = "".join(traceback.format_exception(error)) if wanted else ""
     words = _last_words(error)
-    _tell_torchrun(_summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
+    _tell_torchrun(summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
     if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         sys.stderr.write(printable(trace))
     print_error("\n".join(words))

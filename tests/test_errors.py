@@ -13,7 +13,7 @@ import pytest
 import megatron_pipemem
 from megatron_pipemem import errors
 from megatron_pipemem.errors import CODES, with_code
-from megatron_pipemem.ranks import _summary
+from megatron_pipemem.runtime.first_failure import summary
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
 CLASSES = {
@@ -61,5 +61,5 @@ def test_an_error_keeps_its_code_when_it_is_sent_to_another_rank(kind: type[erro
 def test_users_see_the_code_behind_the_message() -> None:
     error = errors.ScheduleError("deadlock", "they wait", at=(1, 2, "0F0"))
     assert with_code(error) == "device 1, position 2, action 0F0: they wait [deadlock]"
-    assert _summary(error) == f"ScheduleError: {with_code(error)}"
+    assert summary(error) == f"ScheduleError: {with_code(error)}"
     assert with_code(ValueError("no")) == "no"

@@ -26,6 +26,7 @@ from megatron_pipemem.logs import log_on_first_rank, show_log
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.refusals import flag_values
 from megatron_pipemem.request import Request, flags_of, prices_of
+from megatron_pipemem.runtime.first_failure import watch_job
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.size import estimated, is_fitted
@@ -55,6 +56,7 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
     Raises:
         PipememError: a wrong flag, an unknown schedule, or an unsupported version of Megatron-Core.
     """
+    watch_job()
     request, others = take_flags(sys.argv[1:] if arguments is None else arguments)
     if request is not None:
         show_log()

@@ -30,6 +30,7 @@ from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
 from megatron_pipemem.mcore.symbols import USED, Feature, PatchSet, is_imported, version_text
 from megatron_pipemem.request import PROFILE, Request, prices_of
+from megatron_pipemem.runtime.first_failure import leave_job, watch_job
 from megatron_pipemem.schedule.options import AUTO
 
 if TYPE_CHECKING:  # loaded for runs that ask for a report
@@ -212,6 +213,7 @@ def enable(schedule: str, **settings: Any) -> None:
         ScheduleError: the schedule of the file is invalid.
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """
+    watch_job()
     request = requested(schedule, **settings)
     if request.layout == AUTO:
         raise UnsupportedError(
@@ -236,6 +238,7 @@ def enable_with(request: Request) -> None:
             )
         return
     enabled = _Enabled.of(request)
+    watch_job(starts=True)
     enabled.settings.compare_model_parallel()
     enabled.install()
     _enabled = enabled
@@ -256,6 +259,7 @@ def disable() -> None:
         return
     enabled, _enabled = _enabled, None
     enabled.patches.remove()
+    leave_job()
     if enabled.forward_backward is not None:
         enabled.forward_backward.close()
 

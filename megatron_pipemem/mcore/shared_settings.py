@@ -28,6 +28,7 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import Groups, groups_of_model
 from megatron_pipemem.mcore.symbols import INITIALIZE, Feature, Replacements, megatron_version
 from megatron_pipemem.request import MicrobatchCosts, Request, flags_of, prices_of
+from megatron_pipemem.runtime.first_failure import watch_job
 
 PATIENCE = 120.0
 """Seconds to wait for a rank that has not told its settings, before it counts as a rank without the plugin. All ranks of
@@ -87,6 +88,8 @@ class Facts:
     settings: dict[str, int] = field(default_factory=dict)
     """The lowest rank with the settings of each hash."""
     missing: set[int] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+    """The ranks of the model."""
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Code and message of the refusal of each rank that cannot go on."""
 
@@ -95,6 +98,7 @@ class Facts:
         for digest, rank in other.settings.items():
             self.settings[digest] = min(rank, self.settings.get(digest, rank))
         self.missing |= other.missing
+        self.ranks |= other.ranks
         self.failures |= other.failures
 
 
@@ -214,10 +218,13 @@ class SharedSettings(Feature):
             store: Any = dist.distributed_c10d._get_default_store()
             digest = hashlib.sha256(repr(settings).encode()).hexdigest()
             store.set(f"{_PREFIX}/{digest}", pickle.dumps(settings))
-            facts = Facts({digest: rank}, failures={} if failure is None else {rank: (failure.code, f"{failure}")})
+            facts = Facts({digest: rank}, ranks={member for line in lines for member in line})
+            if failure is not None:
+                facts.failures[rank] = failure.code, f"{failure}"
             named = _named(lines)
             for name in Meeting(store, rank, named, patience).exchange(facts):
                 _meetings[tuple(named[name])] -= 1  # for the missing rank, this meeting is still to come
+            watch_job(starts=True, ranks=facts.ranks)
             if failure is None:
                 _refuse(facts, lambda digest: pickle.loads(store.get(f"{_PREFIX}/{digest}")), patience)
         if failure is not None:

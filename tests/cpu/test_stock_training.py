@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_pipemem import ranks
 from megatron_pipemem.ranks import first_cause
+from megatron_pipemem.runtime import first_failure
 from megatron_pipemem.tools.cpu.ranks import start_ranks
 
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
@@ -59,17 +60,17 @@ def test_a_failing_rank_ends_all_ranks_with_its_error(torchrun: Torchrun, tmp_pa
     assert "failing_forward_step" in root_cause  # the traceback
 
 
-# Ranks without torchrun, waiting in the ways that training waits. Rank 1 fails; only the guard can end the others.
+# Ranks without torchrun, waiting in the ways that training waits. One rank fails; only the guard can end the others.
 WAITING_SCRIPT = """
 import os, sys, time
 import torch.distributed as dist
-rank, place = int(os.environ["RANK"]), sys.argv[1]
+rank, place, failing = int(os.environ["RANK"]), sys.argv[1], int(sys.argv[2])
 if place == "late rendezvous" and rank == 0:
     time.sleep(6)  # rank 1 has failed before there is a store
 elif place in ("collective", "computation"):
     dist.init_process_group("gloo")
     dist.barrier()
-if rank == 1:
+if rank == failing:
     time.sleep(1)
     raise ArithmeticError("this rank cannot go on")
 if "rendezvous" in place:
@@ -82,34 +83,35 @@ elif place == "computation":
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("place", "failing"),
     rest_nightly(
-        ["late rendezvous", "rendezvous", "collective", "computation"],
-        ["late rendezvous", "computation"],
+        [("late rendezvous", 1), ("rendezvous", 0), ("rendezvous", 1), ("collective", 1), ("computation", 1)],
+        [("late rendezvous", 1), ("rendezvous", 0), ("computation", 1)],
         "the late rendezvous, and the rank that is killed while others are in a collective",
     ),
 )
-def test_ranks_end_together_without_torchrun(tmp_path: Path, place: str) -> None:
+def test_ranks_end_together_without_torchrun(tmp_path: Path, place: str, failing: int) -> None:
     script = tmp_path / "waiting.py"
     script.write_text(WAITING_SCRIPT)
-    codes, errors = run_ranks(2, script, place)
+    codes, errors = run_ranks(2, script, place, str(failing))
     assert codes == [1, 1]
-    assert "Traceback" in errors[1]
-    *_, cause, advice = errors[1].splitlines()
-    assert cause == "rank 1 failed: ArithmeticError: this rank cannot go on" and advice.startswith("what to do: ")
+    assert "Traceback" in errors[failing]
+    *_, cause, advice = errors[failing].splitlines()
+    assert cause == f"rank {failing} failed: ArithmeticError: this rank cannot go on"
+    assert advice.startswith("what to do: ")
+    waiting = errors[1 - failing]
     # torch itself may warn of the store's closed connection on a slow machine; errors of ours are told once.
-    assert not any(f"rank {rank} failed" in errors[0] for rank in range(2)) and "Traceback" not in errors[0]
+    assert not any(f"rank {rank} failed" in waiting for rank in range(2)) and "Traceback" not in waiting
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_is_told_as_such(tmp_path: Path, killed: int) -> None:
     """Rank 0 takes the store with it, so nobody can say who tells it, and nobody waits for the store."""
     script = tmp_path / "killed.py"
-    text = WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #")
-    script.write_text(text.replace("if rank == 1:", f"if rank == {killed}:"))
+    script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
     began = time.monotonic()
-    codes, errors = run_ranks(3, script, "collective")
-    assert time.monotonic() - began < ranks._KEEPER_SECONDS
+    codes, errors = run_ranks(3, script, "collective", str(killed))
+    assert time.monotonic() - began < first_failure._KEEPER_SECONDS
     assert codes == [-9 if rank == killed else 1 for rank in range(3)]
     assert sum("ended without a message" in error for error in errors) == (2 if killed == 0 else 1)
 
@@ -195,7 +197,7 @@ def launched(ranks: int, script: Path, *arguments: str) -> list[str]:
 def test_the_first_cause_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(WAITING_SCRIPT)
-    *_, trace, cause, advice = launched(2, script, "collective")
+    *_, trace, cause, advice = launched(2, script, "collective", "1")
     assert trace == "ArithmeticError: this rank cannot go on"
     assert cause == "rank 1 failed: ArithmeticError: this rank cannot go on" and advice.startswith("what to do: read")
     script.write_text("import os; os.kill(os.getpid(), 9)")
@@ -209,12 +211,12 @@ def test_no_watcher_outlives_its_rank(monkeypatch) -> None:
     """The interpreter's exit aborts the process if the thread is inside C++ code."""
     watched = threading.Event()
 
-    def follow(board: object, done: threading.Event) -> None:
+    def follow(board: object, done: threading.Event, react: object) -> None:
         done.wait()
         time.sleep(0.2)
         watched.set()
 
-    monkeypatch.setattr(ranks, "_follow", follow)
+    monkeypatch.setattr(ranks, "follow", follow)
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     with ranks.rank_guard():

@@ -289,15 +289,17 @@ def cut_vocabulary(
     shards_group = shards_group_of(pg_collection)
     device, t = pg_collection.pp.rank(), pg_collection.tp.size()
     index = device * t + pg_collection.tp.rank()
-    if shards_group.rank() != index:
-        raise _uncuttable(
-            f"this rank has number {shards_group.rank()} in its model-parallel group, and vocabulary parallelism needs number "
-            f"{index}: ranks must be ordered by pipeline stage first; use Megatron's default order of ranks, or"
-        )
     models: list[Any] = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
     first_device, last_device = placement.devices[0], placement.devices[-1]
-    everyones = gather(_own_ends(models[0], first, last), [shards_group])
+    own = _own_ends(models[0], first, last)
+    if shards_group.rank() != index:
+        error = _uncuttable(
+            f"a rank has number {shards_group.rank()} in its model-parallel group, and vocabulary parallelism needs number "
+            f"{index}: ranks must be ordered by pipeline stage first; use Megatron's default order of ranks, or"
+        )
+        own = _OwnEnds(refusal=(error.code, str(error)))
+    everyones = gather(own, [shards_group])
     for refusal in (ends.refusal for ends in everyones):
         if refusal is not None:  # on all ranks, as none may wait for one that is refused
             raise UnsupportedError(*refusal)
