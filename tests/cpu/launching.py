@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import runpy
 import shlex
 import socket
 import subprocess
@@ -48,6 +50,19 @@ def run_guarded(environment: Mapping[str, str], script: Path, *arguments: str) -
     """Run a script as ``pipemem run`` does, in this process, which ends with it."""
     os.environ.update(environment)
     run(False, script, [*arguments])
+
+
+def run_plain(script: Path, *arguments: str) -> None:
+    """Run a script as ``python script arguments`` does, in this process, which ends with it."""
+    sys.argv = [str(script), *arguments]
+    code = 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def start_command(environment: Mapping[str, str], *words: str) -> None:
