@@ -248,7 +248,7 @@ class Programs:
         Raises:
             CostsError: the costs belong to a model with another number of layers.
         """
-        self.knowledge = replace(self.knowledge, costs=self.costs.with_parts(cut=layers))
+        self.knowledge = replace(self.knowledge, costs=self.costs.with_cut(layers))
         if len(set(layers)) > 1:  # results for even stages do not hold
             self._answers.clear()
 

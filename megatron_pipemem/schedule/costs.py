@@ -148,14 +148,11 @@ class Costs:
     def _passes(self) -> tuple[Price, ...]:
         return self.forward, self.backward_input, self.backward_weight
 
-    def with_parts(self, **changes: Any) -> Costs:
-        """Return a copy of the costs in which these fields of all ``PartPrices`` are changed.
-
-        For example, ``with_parts(cut=(4, 3))`` prices stages of 4 and 3 layers.
-        """
+    def with_cut(self, layers: tuple[int, ...]) -> Costs:
+        """Return a copy of the costs in which all ``PartPrices`` are for stages with these numbers of layers."""
 
         def changed(price: Any) -> Any:
-            return replace(price, **changes) if isinstance(price, PartPrices) else price
+            return replace(price, cut=layers) if isinstance(price, PartPrices) else price
 
         prices = {name: changed(getattr(self, name)) for name, _ in (*_PRICED, *_EXCHANGES)}
         memory = None if self.memory is None else {kind: changed(each) for kind, each in self.memory.items()}

@@ -337,11 +337,6 @@ class MeasuredStep:
             link: max(0.0, median(each)) / NANOSECONDS for link, each in sorted(found.items()) if link[0] != link[1]
         }
 
-    @cached_property
-    def splits_fused(self) -> bool:
-        """Return whether some backward ran as B, whose measured time is divided into I and W as in ``split``."""
-        return any(kind is Kind.B for kind, _ in self.usual)
-
     def of_stages(self) -> dict[Kind, tuple[float, ...]]:
         """Return the median seconds of F, I and W of every stage and slice.
 

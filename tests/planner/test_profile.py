@@ -54,7 +54,7 @@ def test_stages_add_up_to_the_model():
     assert profile.layer.parameters * 6 + parameters == GPT.layers * layer_parameters(GPT, Execution()) + ends
     assert even_layers(7, 3) == (3, 2, 2)
     with refused("costs-mismatch", 6, kind=CostsError):
-        costs.with_parts(cut=(3, 2))
+        costs.with_cut((3, 2))
 
 
 def test_the_file_is_costs_and_profile(tmp_path: Path):

@@ -213,7 +213,7 @@ def test_the_cut_of_a_file_is_for_as_many_stages() -> None:
     costs = costs_of(layers_per_stage=[0, 3])
     assert costs.seconds(Placement.linear(2))[Kind.F] == (0.5, 28)
     assert costs.seconds(Placement.linear(3))[Kind.F] == costs_of().seconds(Placement.linear(3))[Kind.F]
-    assert costs.with_parts(cut=(3, 0)).seconds(Placement.linear(2))[Kind.F] == (21.5, 7)
+    assert costs.with_cut((3, 0)).seconds(Placement.linear(2))[Kind.F] == (21.5, 7)
 
 
 def test_layers_at_the_ends_may_differ() -> None:
@@ -233,7 +233,7 @@ def test_a_channel_of_a_ratio_has_parts_too() -> None:
     costs = replace(costs_of(), channel=Channel.of_ratio(2, costs_of()))
     seconds = costs.transfer_seconds(Placement.linear(3))[Kind.OFFLOAD]
     assert seconds == pytest.approx((6.5, 60, 84))
-    assert costs.with_parts(cut=(0, 3)).transfer_seconds(Placement.linear(2))[Kind.RELOAD][0] == 0.5
+    assert costs.with_cut((0, 3)).transfer_seconds(Placement.linear(2))[Kind.RELOAD][0] == 0.5
 
 
 def test_without_embedding_and_head_layers_are_left() -> None:

@@ -156,7 +156,6 @@ def test_costs_of_slices_are_what_was_measured():
 
 def test_a_fused_backward_is_split_as_it_was_priced():
     step = as_measured(built("1f1b"), Costs(1.0, 1.5, 0.5))
-    assert step.splits_fused
     assert step.of_stages()[Kind.I] == (1.0,) * 4
     split = MeasuredStep(step.schedule, step.spans, Costs(7.0, 3.0, 1.0))
     assert split.of_stages()[Kind.I] == (1.5,) * 4
