@@ -54,6 +54,8 @@ def interleaved(
 
 def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int], slices: int) -> Schedule:
     # The order in which a device visits its chunks going forward. Going backward it visits the mirrored chunks.
+    # p = 2, 2 chunks, groups of 2 microbatches: chunks 0 0 1 1 0 0 1 1, so stages 0 0 2 2 ... of device 0:
+    #   0F0 0F1 2F0 2F1 | 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 | 2B2 2B3 0B2 0B3     (warm-up | steady state | cool-down)
     visits = [chunk for size in group_sizes for chunk in range(chunks) for _ in range(size)]
     # The forwards before the last slice's forward on the last chunk, less the backwards before the slice's own.
     there = [index for index, chunk in enumerate(visits) if chunk == chunks - 1]

@@ -9,7 +9,11 @@ Asynchronous schedules need no such optimizer, because a step uses older weights
 *stream*, which is cut into *windows*: the actions of every device in one call of the training loop. On every device a
 window ends after the last backward of the call's batch. So a window has all backwards of its batch and no others, and
 the first forwards of later batches. The last device runs no forwards ahead, so its losses are those of the window's
-batch.
+batch. Three devices with batches of two microbatches, for example, have these windows:
+
+    device 0: F0 F1 F2 B0 F3 B1 | F4 B2 F5 B3 | F6 B4 F7 B5 | ...
+    device 1: F0 F1 B0 F2 B1    | F3 B2 F4 B3 | F5 B4 F6 B5 | ...
+    device 2: F0 B0 F1 B1       | F2 B2 F3 B3 | F4 B4 F5 B5 | ...
 
 The stream is lowered and proved as a whole, and then the window is taken out of it. Microbatches that must not run are
 left out on all devices. Near the end of the stream, these are later microbatches that would never run backward. If
