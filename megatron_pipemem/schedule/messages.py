@@ -223,24 +223,23 @@ def check_channels(program: Program, places: Places, messages: Iterable[Message]
     Devices with replicas of the same stages have one channel for their sums.
     """
     placement = program.placement
-    edges: dict[Edge, dict[int, list[Posting]]] = {}
-    for message in messages:
-        for device, action in zip(message.edge, message[1:], strict=True):
-            posted = edges.setdefault(message.edge, {}).setdefault(device, [])
-            posted.append(Posting(places[action][1], action, message.send))
-    for queues in edges.values():
-        check_channel("message-order", queues)
-    # A device with several replicas of a stage starts the sum when it has posted the last of them.
-    sums: dict[tuple[int, ...], dict[int, dict[int, Posting]]] = {}
-    for action, (device, position) in places.items():
+    channels: dict[tuple[str, tuple[int, ...]], dict[int, dict[tuple[object, ...], Posting]]] = {}
+
+    def post(code: str, devices: tuple[int, ...], action: Action, message: tuple[object, ...]) -> None:
+        device, position = places[action]
+        queue = channels.setdefault((code, devices), {}).setdefault(device, {})
+        # A device with several replicas of a stage starts the sum when it has posted the last of them.
+        queue[message] = Posting(position, action, message)
+
+    for edge, send, receive in messages:
+        post("message-order", edge, send, send)
+        post("message-order", edge, receive, send)
+    for action in places:
         if action.kind is Kind.REDUCE_REPLICAS:
             stage = action.stage % placement.model_stages
-            last = sums.setdefault(placement.holders(stage), {}).setdefault(device, {})
-            last[stage] = Posting(position, action, (stage,))
-    for last_of_devices in sums.values():
-        check_channel(
-            "collective-order", {device: list(last.values()) for device, last in sorted(last_of_devices.items())}
-        )
+            post("collective-order", placement.holders(action.stage), action, (stage,))
+    for (code, _), queues in channels.items():
+        check_channel(code, {device: [*queue.values()] for device, queue in queues.items()})
 
 
 def check_channel(code: str, queues: Mapping[int, Sequence[Posting]]) -> None:
