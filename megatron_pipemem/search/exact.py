@@ -45,19 +45,19 @@ def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | Non
             if bound >= shorter_than:
                 continue
             rivals = kept.setdefault(longer.counts, [])
-            if any(_no_later(rival, longer.times) for rival in rivals):
+            if any(_is_no_later(rival, longer.times) for rival in rivals):
                 continue
             number += 1
             if number > most_states:
                 return None
-            rivals[:] = [rival for rival in rivals if not _no_later(longer.times, rival)]
+            rivals[:] = [rival for rival in rivals if not _is_no_later(longer.times, rival)]
             rivals.append(longer.times)
             # Of equal bounds, the beginning with more passes is nearer to its end.
             heappush(queue, (bound, -sum(longer.counts), number, longer))
     return Solved(None, number)
 
 
-def _no_later(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def _is_no_later(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(one, other, strict=True))
 
 

@@ -157,7 +157,7 @@ class Exploration:
     and the lower bound is the work of the busiest device."""
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
-    idles: bool = False
+    leaves_idle: bool = False
     """Whether ``explore`` found no periodic order within the caps without idle time in the steady state."""
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class Exploration:
         )
 
     @property
-    def found_any(self) -> bool:
+    def has_orders(self) -> bool:
         return bool(self._finalists)
 
     @property
@@ -208,14 +208,14 @@ class Exploration:
         If that fails too, make the order of ``take_first``. Without families or time, do nothing.
         """
 
-        def in_time() -> bool:
+        def has_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
             return clock.allows(SearchStep.FAMILY, self.num_passes, self.num_passes, share)
 
-        if not families or not in_time():
+        if not families or not has_time():
             return
         offers = family_starts(families, self.placement, self._problem, self.costs, self.caps)
-        while in_time():
+        while has_time():
             with clock.step(SearchStep.FAMILY, self.num_passes):
                 offer = next(offers, None)
             if offer is None:
@@ -226,7 +226,7 @@ class Exploration:
         if not self._starts:
             for start in itertools.islice(list_schedules(self._problem), 1):
                 self._take(*start)
-        if not self.found_any:
+        if not self.has_orders:
             self.take_first(clock)
 
     def _take(self, name: str, table: Timetable) -> None:
@@ -325,8 +325,8 @@ class Exploration:
         sampler = PeriodicStarts(short, self.seed)
         idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._problem.ticks_per_second
         evaluated = proposed = improved = 0
-        while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
-            if sampler.exhausted or evaluated - improved > trials:
+        while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.leaves_idle else 1) and proposed < 4 * trials:
+            if sampler.is_exhausted or evaluated - improved > trials:
                 break
             if not clock.allows(SearchStep.TRY, passes, self.num_passes):
                 break
@@ -358,7 +358,7 @@ class Exploration:
                 improved = evaluated if self.makespan < before else improved
                 if self.is_optimal:
                     return
-        self.idles = sampler.idles
+        self.leaves_idle = sampler.leaves_idle
 
     def polish(self, clock: Clock, effort: float) -> None:
         """Justify the best orders many times, each time with other passes frozen in their place in the order.

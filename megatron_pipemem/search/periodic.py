@@ -323,19 +323,19 @@ class BlockSampler:
         self.least_excess = float("inf")
 
     @property
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         """Return whether the prices of devices are adjusted, so that random variations have begun."""
         return self._proposed >= _BALANCING_ROUNDS
 
     def propose(self) -> PeriodicBlock | None:
         """Make the next block; return ``None`` if that exceeds a cap or was proposed before."""
         variation, among = np.zeros(self.cycles.num_links), None
-        if self.balanced:
+        if self.is_balanced:
             variation, among = self._variation(), self._rng.permutation(self.cycles.most_orders)[:_ORDERS_PER_VARIATION]
         block = self.cycles.cheapest(self._prices / self._caps, np.exp(variation), among)
         load = np.array(block.peaks) / self._caps
         fits = bool(load.max() <= 1)
-        if not self.balanced:
+        if not self.is_balanced:
             self._prices *= np.exp((load - load.mean()) * 2 / (1 + self._proposed * 0.2))
             self._prices /= self._prices.mean()
         else:
@@ -343,7 +343,7 @@ class BlockSampler:
             self._boldness = min(3.0, self._boldness * 1.05) if fits else max(0.05, self._boldness * 0.95)
         self._proposed += 1
         self.least_excess = min(self.least_excess, float(load.max()))
-        if fits and self.balanced:
+        if fits and self.is_balanced:
             block = self._deepened(block)
         if not fits or block.starts in self._seen:
             return None
@@ -391,7 +391,7 @@ class PeriodicStarts:
         self._fitting: list[BlockSampler] = []
 
     @property
-    def idles(self) -> bool:
+    def leaves_idle(self) -> bool:
         """Return whether an interval longer than the work of the busiest device has been tried."""
         return self.stretch > 1
 
@@ -404,15 +404,15 @@ class PeriodicStarts:
         return None if block is None else (sampler, block)
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return not self._fitting and self.stretch > _LONGEST_STRETCH
 
     def _pick(self) -> BlockSampler:
         newest = self._samplers[-1]
-        if not newest.balanced:
+        if not newest.is_balanced:
             return newest
         hopeless = not self._fitting
-        if hopeless or (self.idles and len(self._fitting) < _INTERVALS):
+        if hopeless or (self.leaves_idle and len(self._fitting) < _INTERVALS):
             # Far from the caps, small steps would only cost time.
             self.stretch *= max(_STRETCH, min(newest.least_excess / 1.1, 1.5)) if hopeless else _STRETCH
             interval = int(max(self._problem.work) * self.stretch)

@@ -32,7 +32,7 @@ def first_start(problem: Problem) -> Timetable | None:
         for part in range(n):
             ready = ends[c * n + part - 1] if part else 0
             for other, lag in problem.waits[c]:
-                at = other * n + (mirrored(part, n) if problem.turns(c, other) else part)
+                at = other * n + (mirrored(part, n) if problem.are_mirrored(c, other) else part)
                 ready = max(ready, ends[at] + lag)
             ends[c * n + part] = ready + problem.ticks[c * n + part]
     starts = [end - ticks for end, ticks in zip(ends, problem.ticks, strict=True)]

@@ -130,7 +130,7 @@ class Problem:
             columns = []
             for other, lag in waits_of_class:
                 first, link = other * units, links.setdefault(lag, len(links))
-                ranks = turned if self.turns(c, other) else range(units)
+                ranks = turned if self.are_mirrored(c, other) else range(units)
                 columns.append([(first + rank, link) for rank in ranks])
             of_pass += zip(*columns, strict=True) if columns else [()] * units
         neighbours = list(range(before, len(of_pass) + before))
@@ -141,7 +141,7 @@ class Problem:
         return PassTable(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
 
     @staticmethod
-    def turns(one: int, other: int) -> bool:
+    def are_mirrored(one: int, other: int) -> bool:
         """Return whether two classes run the slices of a microbatch in opposite orders."""
         return (one % 3 == FORWARD) != (other % 3 == FORWARD)
 

@@ -199,14 +199,14 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
     # The smallest problems first.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
-        if exploration.found_any:
+        if exploration.has_orders:
             break
     unsliced = tuple(synchronous_families()) if clock.seconds else ()
     sliced = tuple(synchronous_families(sliced=True)) if clock.seconds else ()
     for number, exploration in enumerate(explorations):
         clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
         exploration.take_families(unsliced if exploration.slices == 1 else sliced, clock)
-    return [exploration for exploration in explorations if exploration.found_any]
+    return [exploration for exploration in explorations if exploration.has_orders]
 
 
 def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
@@ -243,7 +243,7 @@ def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candid
 
 
 def _standing(activity: str, explorations: Sequence[Exploration]) -> str:
-    reached, bound = [e.makespan for e in explorations if e.found_any], min(e.bound for e in explorations)
+    reached, bound = [e.makespan for e in explorations if e.has_orders], min(e.bound for e in explorations)
     return f"{activity}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else activity
 
 
@@ -381,7 +381,7 @@ def _explore_periodic(explorations: Sequence[Exploration], clock: Clock, effort:
         # A placement whose bound is not below the makespan of another one cannot win.
         if exploration.can_beat(reached):
             exploration.explore(clock, effort * share, reached if share < 1 else math.inf)
-            if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
+            if exploration.leaves_idle and exploration.makespan < reached * _WORTH_POLISHING:
                 exploration.polish(clock, effort * share)
 
     periodic = sorted((e for e in explorations if e.is_periodic), key=lambda e: e.bound)

@@ -64,7 +64,7 @@ class Dispatcher:
         placement = base.placement
         kinds = {(kind, stage) for order in base.orders for kind, stage, _ in order}
         self._split = [(Kind.I, stage) in kinds for stage in range(placement.num_stages)]
-        self._trains = any(kind is not Kind.F for kind, _ in kinds)
+        self._has_backwards = any(kind is not Kind.F for kind, _ in kinds)
         changes, nothing = costs.memory_changes(placement), (0.0,) * placement.num_stages
         unit = costs.memory_unit(placement)
         self._changes = {kind: [change * unit for change in changes.get(kind, nothing)] for kind in PLAIN}
@@ -93,7 +93,7 @@ class Dispatcher:
         most of their time in it.
         """
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
-        last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split
+        last, m, trains, split = len(device_of) - 1, len(order), self._has_backwards, self._split
         tokens = [self._tokens[k] for k in order]
         forward, inputs, later, full = ([[row[k] for k in order] for row in self._seconds[kind]] for kind in PLAIN)
         takes, keeps, frees, gives = (self._changes[kind] for kind in PLAIN)
@@ -420,13 +420,13 @@ class _Search:
 
     def _bound(self) -> float:
         base = self._base
-        if self._is_plain and self._trains:
+        if self._is_plain and self._has_backwards:
             size, splits = base.num_microbatches, base.splits_backward
             return lower_bound(base.placement, size, self._costs, self._caps, splits=splits)
         return self._in_arrival.ideal
 
     @property
-    def _trains(self) -> bool:
+    def _has_backwards(self) -> bool:
         return any(action.kind is not Kind.F for action in self._base.orders[0])
 
     def _work(self) -> list[float]:
