@@ -81,13 +81,14 @@ def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowl
         from megatron_pipemem.choose.searching import searched
 
         # The search does not know pairs, and orders that are slower without them may have more room for them.
-        alone += [each.schedule for each in chosen.search.candidates]
+        alone += [candidate.schedule for candidate in chosen.search.candidates]
         placements = searched(request, shape, knowledge)
-        size, chunks = (shape.num_devices, shape.num_microbatches), max(each.num_chunks for each in placements)
-        known = chain(*(synchronous_schedules(*size, each, chunks) for each in (costs, Costs())))
-        alone += (each for each in known if each.placement in placements and orders.may_pair(each))
-    paired = [orders.with_pairs(each, costs, keeps_cap) for each in filter(keeps_cap, alone)]
-    schedule = min(paired, key=lambda each: each.makespan).schedule if paired else chosen.schedule
+        size = shape.num_devices, shape.num_microbatches
+        chunks = max(placement.num_chunks for placement in placements)
+        families = chain(*(synchronous_schedules(*size, prices, chunks) for prices in (costs, Costs())))
+        alone += (schedule for schedule in families if schedule.placement in placements and orders.may_pair(schedule))
+    paired = [orders.with_pairs(schedule, costs, keeps_cap) for schedule in filter(keeps_cap, alone)]
+    schedule = min(paired, key=lambda timeline: timeline.makespan).schedule if paired else chosen.schedule
     validate(schedule, microbatch_order=request.file is None)
     return replace(chosen, schedule=schedule, costs=costs, bound=None, search=None)
 

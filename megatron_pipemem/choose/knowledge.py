@@ -124,16 +124,16 @@ class Knowledge:
 
         If bytes were counted before, the new ones are those of a step that recomputed every stage selectively.
         """
-        known = self
+        updated = self
         if costs is not None:
             kept = {name: getattr(self.costs, name) for name in ("memory", "channel", "microbatch")}
             costs = replace(costs, **kept)
-            known = replace(known, costs=costs, priced_by=MEASURED)
+            updated = replace(updated, costs=costs, priced_by=MEASURED)
         if changes is None:
-            return known
+            return updated
         if self.changes is None:
-            return replace(known, changes=changes)
-        return replace(known, selective=changes[Kind.F])
+            return replace(updated, changes=changes)
+        return replace(updated, selective=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
         """Return whether the request offloads and the run must measure the seconds of copies because none are given."""
@@ -182,7 +182,7 @@ class Knowledge:
         channel = self._channel(placement)
         return replace(costs, channel=channel if channel.switches else replace(channel, switches=self.switches))
 
-    def held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
+    def device_peaks(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """Return the peak memory of every device, in the unit of the memory of ``costs``.
 
         If bytes were counted and ``costs`` have bytes, the peak is taken over the actions of the lowered programs, one
@@ -210,8 +210,8 @@ class Knowledge:
         caps = request.caps(schedule.num_devices)
         if caps is None:
             return (0.0,) * schedule.num_devices
-        held = self.held(schedule, costs)
-        return tuple(peak - cap if peak > loosened(cap) else 0.0 for peak, cap in zip(held, caps, strict=True))
+        device_peaks = self.device_peaks(schedule, costs)
+        return tuple(peak - cap if peak > loosened(cap) else 0.0 for peak, cap in zip(device_peaks, caps, strict=True))
 
     @property
     def message(self) -> float:
@@ -255,15 +255,15 @@ class Knowledge:
         slices = _slices(counted, placement)
         for stage, device in enumerate(placement.devices):
             after = placement.next_stage(stage)
-            stays = after is not None and placement.devices[after] == device
-            handed_on += [message if stays else 0 for message in self._messages(slices)]
+            stays_on_device = after is not None and placement.devices[after] == device
+            handed_on += [message if stays_on_device else 0 for message in self._messages(slices)]
         saved = counted[Kind.F]
         unsent = counted.get(Kind.SEND_F, (0,) * len(saved))
-        again = tuple(taken + gone - kept for taken, gone, kept in zip(saved, unsent, handed_on, strict=True))
-        kept = tuple(whole - part for whole, part in zip(changes[Kind.F], again, strict=True))
-        memory = {Kind.F: kept, Kind.R: again, Kind.I: changes[Kind.I], Kind.W: changes[Kind.W]}
+        freed_by_r = tuple(taken + gone - kept for taken, gone, kept in zip(saved, unsent, handed_on, strict=True))
+        kept = tuple(taken - part for taken, part in zip(changes[Kind.F], freed_by_r, strict=True))
+        memory = {Kind.F: kept, Kind.R: freed_by_r, Kind.I: changes[Kind.I], Kind.W: changes[Kind.W]}
         if self.selective is not None:
-            memory[Kind.RS] = tuple(whole - part for whole, part in zip(saved, self.selective, strict=True))
+            memory[Kind.RS] = tuple(taken - part for taken, part in zip(saved, self.selective, strict=True))
         return memory | {kind: changes[kind] for kind in (Kind.WAIT_OFFLOAD, Kind.RELOAD) if kind in changes}
 
 
@@ -296,13 +296,17 @@ def pass_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict
     not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the bytes that B
     freed, because B of a slice also frees memory that other slices took.
     """
-    found = with_messages(memory)
-    fused = memory.get(Kind.B, (0.0,) * len(found[Kind.W]))
-    found[Kind.W] = tuple(
-        (-(taken + at_input) if slices == 1 else whole) if whole and not given else given
-        for taken, at_input, given, whole in zip(found[Kind.F], found[Kind.I], found[Kind.W], fused, strict=True)
-    )
-    return found
+    changes = with_messages(memory)
+    fused = memory.get(Kind.B, (0.0,) * len(changes[Kind.W]))
+    per_slice = zip(changes[Kind.F], changes[Kind.I], changes[Kind.W], fused, strict=True)
+    weights = []
+    for by_forward, by_input, by_weight, by_fused in per_slice:
+        if by_fused and not by_weight:
+            weights.append(-(by_forward + by_input) if slices == 1 else by_fused)
+        else:
+            weights.append(by_weight)
+    changes[Kind.W] = tuple(weights)
+    return changes
 
 
 def action_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
@@ -311,4 +315,4 @@ def action_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> di
     ``memory`` is that of ``pass_memory``.
     """
     further = RECOMPUTE | MEMORY | VOCABULARY
-    return pass_memory(memory, slices) | {kind: tuple(each) for kind, each in memory.items() if kind in further}
+    return pass_memory(memory, slices) | {kind: tuple(changes) for kind, changes in memory.items() if kind in further}

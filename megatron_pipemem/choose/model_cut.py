@@ -77,22 +77,22 @@ def placements_of(
     the schedule and its options determine the number of chunks. Raise an UnsupportedError if the schedule cannot run a
     model with this cut.
     """
-    asked = dict(options)
-    is_open = schedule == AUTO or ("chunks" in family(schedule).options and "waves" not in asked)
-    if cut is not None and is_open and asked.get("chunks") is None:
+    requested = dict(options)
+    is_open = schedule == AUTO or ("chunks" in family(schedule).options and "waves" not in requested)
+    if cut is not None and is_open and requested.get("chunks") is None:
         # The flags that cut the model decide only if the options do not.
-        usual = _placements(schedule, asked, num_devices)[0]
+        usual = _placements(schedule, requested, num_devices)[0]
         if cut.chunks != int(cut.chunks):
             check_cut(cut, schedule, usual)
         try:
-            return _placements(schedule, asked | {"chunks": int(cut.chunks)}, num_devices)
+            return _placements(schedule, requested | {"chunks": int(cut.chunks)}, num_devices)
         except UnsupportedError as error:
             raise UnsupportedError(
                 "needs-chunks",
                 f"schedule {schedule} does not run {_counted(int(cut.chunks))} per pipeline rank, which follows from "
                 f"{cut.words} ({error}); {cut.remedy(known_chunks(usual))}",
             ) from error
-    placements = _placements(schedule, asked, num_devices)
+    placements = _placements(schedule, requested, num_devices)
     if cut is not None:
         check_cut(cut, schedule, placements[0])
     return placements

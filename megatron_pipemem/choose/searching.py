@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter, itemgetter
 
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError
@@ -66,31 +67,32 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     best: dict[tuple[Placement, int], Candidate] = {}
     results: list[SearchResult] = []
 
-    def consider(found: Candidate) -> Sequence[float]:
+    def consider(candidate: Candidate) -> Sequence[float]:
         """Store a candidate that keeps the cap, if it is the fastest of its placement and slices.
 
         Return its excess over the cap per device.
         """
-        schedule = with_barriers(found.schedule, request.barriers, costs)
+        schedule = with_barriers(candidate.schedule, request.barriers, costs)
         if not request.searches_period and (request.barriers or tries > 1):
-            found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
+            candidate = _candidate(schedule, costs, caps if not request.barriers else None, candidate.found_by)
         over = knowledge.excess(request, schedule, costs)
         if not any(over):
             which = schedule.placement, schedule.slices
-            best[which] = min(best.get(which, found), found, key=lambda each: each.makespan)
+            best[which] = min(best.get(which, candidate), candidate, key=attrgetter("makespan"))
         return over
 
     def find(caps: Sequence[float] | None) -> tuple[SearchResult, Sequence[float]]:
         seconds = options.get("seconds", SEARCH_SECONDS) / tries
         results.append(result := search(memory_cap=caps, seconds=seconds))
-        return result, [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
+        excesses = map(consider, result.candidates)
+        return result, [max(of_device) for of_device in zip(*excesses, strict=True)]
 
     if request.barriers:
-        known: Sequence[Schedule] | None = knowledge.with_passes
-        if known is None:
+        families: Sequence[Schedule] | None = knowledge.with_passes
+        if families is None:
             chunks = max(placement.num_chunks for placement in placements)
-            known = families_with_passes(devices, microbatches, costs, request.barriers, chunks)
-        for schedule in known:
+            families = families_with_passes(devices, microbatches, costs, request.barriers, chunks)
+        for schedule in families:
             if schedule.placement in placements:
                 consider(_candidate(schedule, costs, None, schedule.name))
     why = "the found schedules exceed it"
@@ -107,10 +109,10 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
             best[one_by_one.placement, 1] = _candidate(one_by_one, costs, None, "one by one")
         logger.warning("memory cap of %s: %s (%s)", request.memory_cap, ONE_BY_ONE, why)
     candidates = fastest_first(best.values())
-    bound = min(each.lower_bound for each in candidates)
+    bound = min(candidate.lower_bound for candidate in candidates)
     if results and not request.barriers:
         bound = min(bound, results[0].lower_bound)
-    seconds = sum(each.seconds for each in results)
+    seconds = sum(result.seconds for result in results)
     result = SearchResult(candidates, bound, seconds, costs)
     bound = result.best.lower_bound
     return Choice(result.schedule, costs, bound=bound, search_seconds=seconds, notes=notes, search=result)
@@ -156,12 +158,12 @@ def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) ->
     validate(best.schedule, costs, host_budget=knowledge.host_budget)
     # Offloaded activations take no memory, so the bounds are those without a cap.
     fastest = {}
-    for plan, how in sorted(plans.kept, key=lambda each: each[0].makespan):
+    for plan, how in sorted(plans.kept, key=lambda kept: kept[0].makespan):
         placement = plan.schedule.placement
         if placement not in fastest:
             bound = lower_bound(placement, m, costs)
             fastest[placement] = Candidate(plan.schedule, plan.makespan, plan.peaks, bound, how)
-    bound = min(each.lower_bound for each in fastest.values())
+    bound = min(candidate.lower_bound for candidate in fastest.values())
     result = SearchResult(tuple(fastest.values()), bound, seconds, costs)
     notes = f"{found_by}: {in_words(best)}"
     return Choice(best.schedule, costs, search_seconds=seconds, notes=notes, search=result, offload=best)
@@ -189,10 +191,10 @@ def _under_higher_caps(
             with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_HIGHER)}"):
                 caps = request.caps(shape.num_devices)
                 assert caps is not None, "without a cap nothing is planned within one"
-                found = search(memory_cap=[cap * factor for cap in caps], seconds=left)
+                result = search(memory_cap=[cap * factor for cap in caps], seconds=left)
         except PipememError:
             continue
-        for candidate in found.candidates:
+        for candidate in result.candidates:
             yield f"search under {factor:g} times the cap", candidate.schedule
 
 
@@ -247,10 +249,11 @@ def _known_orders(
 ) -> Iterator[tuple[str, Schedule]]:
     """Yield name and schedule of these families and of uniform repeating, if the schedule has one of the placements."""
     p, m = placements[0].num_devices, num_microbatches
-    found = [(schedule.name, schedule) for schedule in families]
-    found += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in {each.num_chunks for each in placements}]
-    found.append((f"{UNIFORM} over a V", uniform_repeating(p, m, 2, "v")))
-    return ((name, schedule) for name, schedule in found if schedule.placement in placements)
+    orders = [(schedule.name, schedule) for schedule in families]
+    chunk_counts = {placement.num_chunks for placement in placements}
+    orders += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in chunk_counts]
+    orders.append((f"{UNIFORM} over a V", uniform_repeating(p, m, 2, "v")))
+    return ((name, schedule) for name, schedule in orders if schedule.placement in placements)
 
 
 def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple[str, Schedule]]:
@@ -283,7 +286,7 @@ def tightened[T](
     that are lower by the excess plus ``margin``. ``find`` is called at most ``attempts`` times, and no more
     if a cap would fall to 0, or if it raises an UnsupportedError for the lower caps.
     """
-    found, over = find(caps)
+    result, over = find(caps)
     for _ in range(attempts - 1):
         if not any(over):
             break
@@ -292,10 +295,10 @@ def tightened[T](
         if min(caps) <= 0:
             break
         try:
-            found, over = find(caps)
+            result, over = find(caps)
         except UnsupportedError:  # no result is within the lower caps
             break
-    return found, over
+    return result, over
 
 
 class Plans:
@@ -304,7 +307,7 @@ class Plans:
     def __init__(self, request: Request, knowledge: Knowledge, costs: Costs) -> None:
         self._request, self._knowledge, self._costs = request, knowledge, costs
         self._attempts = _times_to_look(request, knowledge)
-        self._known: set[tuple] = set()
+        self._seen_orders: set[tuple] = set()
         self.kept: list[tuple[OffloadPlan, str]] = []
         """Plans that keep the cap, each with the name of its order."""
         self._missed: list[tuple[float, OffloadPlan]] = []
@@ -333,24 +336,24 @@ class Plans:
         ``orders`` has names and schedules. ``deadline`` is a time of ``time.perf_counter``, or infinity. If no plan
         keeps the cap by then, go on until one does.
         """
-        new: list[tuple[float, str, Schedule]] = []
+        candidates: list[tuple[float, str, Schedule]] = []  # makespan, name and order
         for name, order in orders:
-            known = (order.placement.devices, order.orders)
-            if known not in self._known:
-                self._known.add(known)
-                new.append((simulate(order, self._costs).makespan, name, order))
+            order_key = (order.placement.devices, order.orders)
+            if order_key not in self._seen_orders:
+                self._seen_orders.add(order_key)
+                candidates.append((simulate(order, self._costs).makespan, name, order))
         # Uniform repeating has the lowest peaks. Its times show which other orders are worth a try.
-        new.sort(key=lambda each: (not each[1].startswith(UNIFORM), each[0]))
+        candidates.sort(key=lambda candidate: (not candidate[1].startswith(UNIFORM), candidate[0]))
         for slow_down in (False, True):
             over = []
-            for number, (makespan, name, order) in enumerate(new):
-                tell(lambda: f"planning copies, {len(new) - number} orders left; {self._state(deadline)}")  # noqa: B023
+            for number, (makespan, name, order) in enumerate(candidates):
+                tell(lambda: f"planning copies, {len(candidates) - number} orders left; {self._state(deadline)}")  # noqa: B023
                 if self.kept and time.perf_counter() > deadline:
                     return
                 # Planning never makes an order faster.
                 if makespan < self._fastest and not self.add(name, order, slow_down):
                     over.append((makespan, name, order))
-            new = over
+            candidates = over
 
     def fastest(self) -> tuple[OffloadPlan, str]:
         """Return the fastest plan that keeps the cap, and the name of its order.
@@ -364,12 +367,12 @@ class Plans:
             )
         if not self.kept:
             raise self._refusal()
-        return min(self.kept, key=lambda each: (each[0].makespan, len(each[0].offloaded)))
+        return min(self.kept, key=lambda kept: (kept[0].makespan, len(kept[0].offloaded)))
 
     def _refusal(self) -> MemoryCapError:
-        _, plan = min(self._missed, key=lambda each: each[0])
+        _, plan = min(self._missed, key=itemgetter(0))
         request = self._request
-        least = MemoryCap(max(self._knowledge.held(plan.schedule, self._costs)), request.in_bytes)
+        least = MemoryCap(max(self._knowledge.device_peaks(plan.schedule, self._costs)), request.in_bytes)
         why = f"; these activations stay: {plan.binds}" if plan.binds else ""
         return MemoryCapError(
             "cap-unreachable",
@@ -460,9 +463,9 @@ def _last_resort(
         if not any(more):
             yield serial
         least.append((max(more), more.index(max(more)), serial))
-    lacking, device, serial = min(least, key=lambda each: each[0])
+    lacking, device, serial = min(least, key=itemgetter(0))
     if lacking:
-        needed = MemoryCap(knowledge.held(serial, costs)[device], request.in_bytes)
+        needed = MemoryCap(knowledge.device_peaks(serial, costs)[device], request.in_bytes)
         raise UnsupportedError(
             "cap-unreachable",
             f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} even if "
@@ -475,14 +478,14 @@ def _away(schedule: Schedule) -> Schedule:
     """Return a serial schedule with all activations copied to the host right after F, and back before RS, or else I or B."""
 
     def away(order: Order) -> Order:
-        found: list[Action] = []
+        actions: list[Action] = []
         recomputed = any(action.kind is Kind.RS for action in order)
         for action in order:
             if action.kind is Kind.RS or (not recomputed and action.kind in (Kind.I, Kind.B)):
-                found += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
-            found.append(action)
+                actions += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
+            actions.append(action)
             if action.kind is Kind.F:
-                found += [action._replace(kind=kind) for kind in (Kind.OFFLOAD, Kind.WAIT_OFFLOAD)]
-        return tuple(found)
+                actions += [action._replace(kind=kind) for kind in (Kind.OFFLOAD, Kind.WAIT_OFFLOAD)]
+        return tuple(actions)
 
     return replace(schedule, orders=tuple(map(away, schedule.orders)))

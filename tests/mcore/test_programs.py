@@ -301,6 +301,7 @@ def test_a_cap_holds_for_both_orders():
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=6)
     costs = known.counted_costs(schedule.placement, in_bytes=True)
     held = {
-        queues: replace(known, queues=queues).held(schedule, costs) for queues in ((False,), (True,), (False, True))
+        queues: replace(known, queues=queues).device_peaks(schedule, costs)
+        for queues in ((False,), (True,), (False, True))
     }
     assert list(held[False, True]) == [max(each) for each in zip(held[False,], held[True,], strict=True)]

@@ -194,9 +194,9 @@ def test_messages_of_long_microbatches_count_with_their_bytes() -> None:
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
     counted = {Kind.F: (100, 100), Kind.I: (0, -10), Kind.W: (-100, -100), Kind.RECV_F: (0, 10)}
     known = Knowledge(HEAVY, changes=counted)
-    held = known.held(schedule, known.counted_costs(schedule.placement, True))
+    held = known.device_peaks(schedule, known.counted_costs(schedule.placement, True))
     alike = replace(known, costs=replace(HEAVY, microbatch=None))
-    assert list(alike.held(schedule, alike.counted_costs(schedule.placement, True))) == [
+    assert list(alike.device_peaks(schedule, alike.counted_costs(schedule.placement, True))) == [
         200,
         120,
     ]  # the next message is awaited

@@ -321,7 +321,7 @@ def test_what_a_run_has_counted_of_every_slice() -> None:
     assert costs.memory_changes(schedule.placement, slices=2)[Kind.F] == (90, 10, 98, 14)
     assert known.message == 8
     # On the last device, slices 0 and 2 with their inputs, and the input of 3.
-    assert list(known.held(schedule, costs)) == [190, 200]
+    assert list(known.device_peaks(schedule, costs)) == [190, 200]
 
 
 @examples(25)
