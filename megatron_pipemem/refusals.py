@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.options import Limit
 
 ValueOf = Callable[[str], Any]
 """Returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not exist."""
@@ -494,12 +495,7 @@ def flag_values(flags: Mapping[str, object]) -> ValueOf:
 
 
 def _number(attribute: str, value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError as error:
-        raise UnsupportedError(
-            "bad-number", f"--{_flag(attribute)} {shortened(value)} is not a number; give one"
-        ) from error
+    number = Limit(most=math.inf).read(f"--{_flag(attribute)}", value)
     return int(number) if number.is_integer() else number
 
 

@@ -7,7 +7,6 @@ a run's YAML file and the documents' list of flags are generated from the metada
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -22,10 +21,12 @@ from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_bytes, parse_caps
 from megatron_pipemem.schedule.options import (
     AUTO,
+    COUNT,
     EARLY_WEIGHTS,
     MESSAGE_SHAPES,
     OFF,
     OFFLOAD,
+    POSITIVE,
     RANDOM,
     RECOMPUTE,
     SLICE_CUTS,
@@ -132,9 +133,7 @@ def _sent(flag: str, value: Any) -> str | int:
 
 
 def _pieces(flag: str, value: Any) -> int | None:
-    if value is not None and (not str(value).isdecimal() or int(value) < 1):
-        raise UnsupportedError("bad-number", f"{flag} {value}: give a whole number of at least 1")
-    return value if value is None else int(value)
+    return None if value is None else int(COUNT.read(flag, value))
 
 
 def _early(flag: str, value: Any) -> str:
@@ -160,15 +159,7 @@ def _groups(flag: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _ratio(flag: str, value: Any) -> float | None:
-    try:
-        number = None if value is None else float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if number is not None and not 0 < number < math.inf:
-        raise UnsupportedError(
-            "bad-number", f"{flag} {shortened(value)} is not a positive number; give one such as 0.5"
-        )
-    return number
+    return None if value is None else POSITIVE.read(flag, value)
 
 
 def _least_bytes(flag: str, value: Any) -> int:

@@ -10,34 +10,16 @@ from collections.abc import Mapping
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import LARGEST, shortened
+from megatron_pipemem.schedule.options import WHOLE, Limit
 
 MOST_DEVICES = 10**6
 MOST_LAYERS = 1_000
 """The most layers of a model. Cuts into stages are compared in tables with a row and a column for each layer."""
-
-
-class Limit(NamedTuple):
-    """The allowed range of a number. Within it, computations end and sums stay finite."""
-
-    least: int
-    most: float
-    """If this is an ``int``, only whole numbers are allowed."""
-    above: bool = False
-    """Whether ``least`` itself is too small."""
-
-    def check(self, value: float, key: str) -> None:
-        """Raise a ConfigError that names ``key`` if the value is out of range."""
-        enough = value > self.least if self.above else value >= self.least
-        if enough and value <= self.most:
-            return
-        count, form = ("a whole number of ", ",") if isinstance(self.most, int) else ("", "g")
-        limit = f"at most {self.most:{form}}" if enough else f"{'more than' if self.above else 'at least'} {self.least}"
-        raise ConfigError("bad-number", f"is {shortened(value)}; give {count}{limit}", key=key)
 
 
 Count = Annotated[int, Limit(1, 10**9)]
@@ -57,7 +39,7 @@ class Limited:
         kind: type = type(self)
         for key, limit in _limits(kind):
             if (value := getattr(self, key)) is not None:
-                limit.check(value, key)
+                refuse_if(problem := limit.problem(value), "bad-number", key, str(problem))
 
 
 @cache
@@ -79,21 +61,8 @@ def refuse_if(wrong: object, code: str, key: str, message: str) -> None:
 
 
 def whole_number(value: Any, name: str) -> int | None:
-    """Return the value of a flag as a whole number; ``None`` without a value.
-
-    The flag's ``name`` has no dashes in front. Raise a ConfigError if the value is no whole number.
-    """
-    try:
-        number = None if value is None else int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    refuse_if(
-        number is None is not value or value is True or (isinstance(value, float) and number != value),
-        "bad-number",
-        f"--{name}",
-        f"{'has no value' if value is True else f'is {shortened(value)}'}; give a whole number",
-    )
-    return number
+    """Return the value of a flag as a whole number; ``None`` without a value. ``name`` has no dashes in front."""
+    return None if value is None else int(WHOLE.read(f"--{name}", value))
 
 
 def check_magnitudes(value: object, key: str = "") -> None:

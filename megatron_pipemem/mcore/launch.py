@@ -149,9 +149,9 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
         log_on_first_rank("--skip-train runs no training step, so %s will not be written", files, level=logging.WARNING)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
-    p, layers = (whole_number(flags.get(name), name) for name in (_PIPELINE_SIZE, "num-layers"))
+    p, layers = (_whole(flags, name) for name in (_PIPELINE_SIZE, "num-layers"))
     p = p or 1
-    Limit(1, MOST_LAYERS).check(p, f"--{_PIPELINE_SIZE}")
+    Limit(1, MOST_LAYERS).read(f"--{_PIPELINE_SIZE}", p)
     if p == 1:
         raise UnsupportedError(
             "no-pipeline",
@@ -179,7 +179,10 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
         log_on_first_rank("%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
         arguments = [*cut_flags.without_cut(arguments), f"--{layout.FLAG}={needed.text}"]
         flags = values_by_flag(arguments)
-    _check_cap(request, Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)))
+    _check_cap(
+        request,
+        Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)),
+    )
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
     return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
@@ -215,5 +218,4 @@ def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
 
 
 def _whole(flags: dict[str, str | bool], name: str) -> int | None:
-    value = flags.get(name)
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
+    return whole_number(flags.get(name), name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.display import LARGEST, shortened
 from megatron_pipemem.schedule.placement import Placement
 
 STOCK: Final = "stock"
@@ -102,6 +102,63 @@ def _value(text: str) -> object:
     return text
 
 
+class Limit(NamedTuple):
+    """The allowed range of a number that a user gives. Within it, computations end and sums stay finite."""
+
+    least: float = -LARGEST
+    most: float = LARGEST
+    """If this is an ``int``, only whole numbers are allowed."""
+    above: bool = False
+    """Whether ``least`` itself is too small."""
+
+    def problem(self, value: object) -> str | None:
+        """Return what is wrong with a number or its text, as the end of a message; ``None`` if it is allowed."""
+        is_whole = isinstance(self.most, int)
+        number = _number(value, is_whole)
+        enough = number > self.least if self.above else number >= self.least
+        if enough and number <= self.most and not (is_whole and number % 1):
+            return None
+        kind, form = ("a whole number", ",") if is_whole else ("a number", "g")
+        limits = ""
+        if number > self.most:
+            limits = f" of at most {self.most:{form}}"
+        elif self.least > -LARGEST:
+            limits = f" {'above' if self.above else 'of at least'} {self.least:{form}}"
+        shown = int(value) if isinstance(value, float) and value.is_integer() else value
+        return f"{'has no value' if value is True else f'is {shortened(shown)}'}; give {kind}{limits}"
+
+    def read(self, subject: str, value: object) -> float:
+        """Return the number that a user gave, as a number or as its text; whole numbers as an ``int``.
+
+        ``subject`` begins the message of the UnsupportedError if the number is not allowed.
+        """
+        problem = self.problem(value)
+        if problem is not None:
+            raise UnsupportedError("bad-number", f"{subject} {problem}")
+        number = _number(value, isinstance(self.most, int))
+        return int(number) if isinstance(self.most, int) else float(number)
+
+
+def _number(value: object, is_whole: bool) -> float:
+    """Return a value as a number; NaN for other values, and for the text of a fraction if it must be whole."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return math.nan
+    if is_whole and isinstance(value, int):
+        return value
+    try:
+        return int(value) if is_whole and isinstance(value, str) else float(value)
+    except ValueError:
+        return math.nan
+    except OverflowError:
+        return math.inf
+
+
+WHOLE = Limit(most=10**30)
+COUNT = Limit(1, 10**30)
+NOT_NEGATIVE = Limit(0)
+POSITIVE = Limit(0, above=True)
+
+
 def check_whole(subject: str, value: object, least: int = 1) -> None:
     """Raise an UnsupportedError if a value is not a whole number >= ``least``. ``subject`` begins the message."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -112,13 +169,12 @@ def check_whole(subject: str, value: object, least: int = 1) -> None:
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
     """Raise an UnsupportedError unless a search's seconds and effort are numbers >= 0, and its seed a whole number."""
-    for name, value in (("seconds", seconds), ("effort", effort)):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise UnsupportedError(
-                "bad-number", f"{name} of a search must be a finite number of at least 0, not {shortened(value)}"
-            )
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UnsupportedError("bad-number", f"seed of a search must be a whole number, not {shortened(seed)}")
+    for name, value, limit in (
+        ("seconds", seconds, NOT_NEGATIVE),
+        ("effort", effort, NOT_NEGATIVE),
+        ("seed", seed, WHOLE),
+    ):
+        limit.read(f"{name} of a search", value)
 
 
 def slice_counts(value: object) -> tuple[int, ...]:

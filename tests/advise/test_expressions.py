@@ -11,7 +11,7 @@ from lanes import examples
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from refusals import refused
 
-from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.expressions import listed, unrolled
@@ -121,7 +121,7 @@ def test_all_lists_of_megatron_are_checked() -> None:
 )
 def test_a_run_refuses_them_before_megatron_reads_them(flags: tuple[str, ...]) -> None:
     words = ["--num-layers", "8", "--pipeline-model-parallel-size", "2", *flags, "--pipemem-schedule", "v-half"]
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(PipememError) as refusal:
         add_virtual_stages(*take_flags(words))
     assert refusal.value.code in ("too-large", "bad-number")
     assert len(str(refusal.value)) < 300

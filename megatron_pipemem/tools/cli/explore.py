@@ -11,7 +11,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.tools.cli.common import print_json, print_lines, showing
-from megatron_pipemem.tools.cli.options import Json, ScheduleModules, check_port
+from megatron_pipemem.tools.cli.options import PORT, Json, ScheduleModules
 from megatron_pipemem.tools.cli.schedules import RESEARCH
 from megatron_pipemem.tools.explore.serving import ExplorerServer, Groups, export
 
@@ -58,7 +58,7 @@ def explore(
         pipemem explore --export out/explorer --pyodide node_modules/pyodide
     """
     if port is not None:
-        check_port("--port", port)
+        PORT.read("--port", port)
     if folder is not None:
         if modules:
             raise UnsupportedError(

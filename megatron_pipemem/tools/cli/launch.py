@@ -33,7 +33,7 @@ from megatron_pipemem.tools.cli.common import (
     report_note,
     showing,
 )
-from megatron_pipemem.tools.cli.options import Json, Yes, at_least_one, check_output, check_port
+from megatron_pipemem.tools.cli.options import PORT, Json, Yes, at_least_one, check_output
 from megatron_pipemem.tools.cli.report import show
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, settings_of, typed, write_yaml
@@ -136,7 +136,7 @@ def launch(
         _submit(job, print_only, as_json)
         return
     check_data(run)
-    check_port("--master-port", master_port)
+    PORT.read("--master-port", master_port)
     if node_rank is not None and not 0 <= node_rank < count:
         raise UnsupportedError("bad-number", f"--node-rank {node_rank}: the run has nodes 0 to {count - 1}")
     where = Nodes(count, node_rank, master_addr, master_port)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -14,7 +13,7 @@ import typer
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, check_writable
-from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, TOKENS
+from megatron_pipemem.schedule.options import AUTO, COUNT, SLICE_CUTS, TOKENS, Limit
 from megatron_pipemem.schedule.registry import families, register_module
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.size import check_affordable
@@ -27,9 +26,7 @@ DIALECT_HELP = "Letters of the file. By default they are detected and reported."
 
 def at_least_one(parameter: typer.CallbackParam, count: int | None) -> int | None:
     """Return the value of an option, ``None`` if it is not given. Raise an ``UnsupportedError`` if it is less than 1."""
-    if count is not None and count < 1:
-        raise UnsupportedError("bad-number", f"{parameter.opts[0]} must be at least 1, not {count}")
-    return count
+    return None if count is None else int(COUNT.read(parameter.opts[0], count))
 
 
 DEVICES = typer.Option("--devices", "-p", callback=at_least_one, help="Pipeline ranks.")
@@ -54,6 +51,8 @@ ScheduleModules = Annotated[
         help="Add the schedules of a Python file or module; repeatable.",
     ),
 ]
+PORT = Limit(1, (1 << 16) - 1)
+"""The ports that a flag may name."""
 Yes = Annotated[bool, typer.Option("--yes", help="Continue even if it takes long or needs much memory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -244,12 +243,6 @@ def check_output(path: Path | None, suffixes: Sequence[str], kind: str) -> None:
         check_writable(path)
 
 
-def check_seconds(flag: str, seconds: float) -> None:
-    """Raise an ``UnsupportedError`` if the seconds are negative or infinite."""
-    if not 0 <= seconds < math.inf:
-        raise UnsupportedError("bad-number", f"{flag} {seconds:g}: give a number of seconds, 0 or more")
-
-
 def check_layers(layers: int | None, stages: int) -> None:
     """Raise an ``UnsupportedError`` if the model has fewer layers than stages."""
     if layers is not None and layers < stages:
@@ -258,9 +251,3 @@ def check_layers(layers: int | None, stages: int) -> None:
             f"--layers {layers}: the schedule cuts the model into {stages} stages of at least one layer each; give "
             "more layers, or fewer --devices or --chunks",
         )
-
-
-def check_port(flag: str, port: int) -> None:
-    """Raise an ``UnsupportedError`` if the port is not from 1 to 65535."""
-    if not 0 < port < 1 << 16:
-        raise UnsupportedError("bad-number", f"{flag} {port}: give a port, from 1 to {(1 << 16) - 1}")

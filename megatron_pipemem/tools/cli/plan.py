@@ -20,7 +20,7 @@ from megatron_pipemem.model.cut_flags import GROUP_SIZE, VIRTUAL_STAGES
 from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
-from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
+from megatron_pipemem.schedule.options import FLOPS, NOT_NEGATIVE, OFF, STOCK
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 from megatron_pipemem.tools.advise.advice import refusal_of
 from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
@@ -31,7 +31,6 @@ from megatron_pipemem.tools.cli.options import (
     Microbatches,
     Yes,
     check_output,
-    check_seconds,
     check_size,
     takes_group,
 )
@@ -107,7 +106,7 @@ def plan_command(
     """
     run = laid_out(load(run_file, Run, overrides or ()))
     check_output(output, (".yaml", ".yml"), "a run")
-    check_seconds("--search-seconds", search_seconds)
+    NOT_NEGATIVE.read("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
     pace = None if profile is None else pace_of(profile, run)
     with showing("planning"):

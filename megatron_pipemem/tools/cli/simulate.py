@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.options import OFF
+from megatron_pipemem.schedule.options import NOT_NEGATIVE, OFF
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.schedule.stream import draw_steps, stream
@@ -52,7 +52,6 @@ from megatron_pipemem.tools.cli.options import (
     Yes,
     check_layers,
     check_output,
-    check_seconds,
     check_size,
     check_steps,
     complete_schedules,
@@ -448,7 +447,7 @@ def pareto(
     """
     check_size(devices, microbatches, MAX_CHUNKS, yes)
     check_output(output, IMAGES, "bubble against peak")
-    check_seconds("--seconds", seconds)
+    NOT_NEGATIVE.read("--seconds", seconds)
     check_layers(asked.layers, devices)
     prices = _in_shares(parse_costs(asked.costs, asked.p2p), asked, devices, microbatches)
     in_bytes = prices.memory is not None

@@ -6,7 +6,6 @@ The same function answers in the server and, on an exported page, in the browser
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,9 +17,9 @@ from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, UnsupportedError, with_code
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.display import rare_collection, shortened
+from megatron_pipemem.schedule.display import rare_collection
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.options import AUTO, Limit
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -53,6 +52,8 @@ CONTROLS = (
 NAMES = {"a": "1f1b", "b": "v-half"}
 """The keys of the two schedules, with their defaults."""
 _WHOLE = ("p", "m", "v")
+_MOST = 10**6
+"""The largest number that a control takes."""
 _LONGEST = 8.0
 """Estimated seconds of the largest schedule that the page draws."""
 _SEARCH_SECONDS = 2
@@ -135,15 +136,9 @@ def _number(text: str, control: Control) -> float | None:
     """
     if not text.strip():
         return control.default
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    whole, is_cap = control.key in _WHOLE, control.default is None
-    if not (control.least if whole else 0) <= number < 1e6 or (whole and number % 1) or (is_cap and not number):
-        kind = "a whole number of at least 1" if whole else "a number above 0" if is_cap else "a number of at least 0"
-        raise UnsupportedError("bad-number", f"{control.label}: {shortened(text)} is not {kind}")
-    return number
+    is_whole, is_cap = control.key in _WHOLE, control.default is None
+    limit = Limit(control.least, _MOST) if is_whole else Limit(0, float(_MOST), above=is_cap)
+    return limit.read(control.label, text)
 
 
 def _timeline(name: str, question: _Asked) -> Timeline:
