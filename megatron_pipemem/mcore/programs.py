@@ -40,7 +40,7 @@ Key = tuple[Shape, dist.ProcessGroup | None]
 """The shape of a step and the pipeline that runs it: two pipelines of a rank need not take the same steps."""
 
 _HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
-_KEPT = 16
+_STEP_PROGRAMS_KEPT = 16
 """The number of programs of single steps that are kept."""
 
 
@@ -215,7 +215,7 @@ class Programs:
         key = schedule, single_queue
         program = self._of_steps.pop(key, None) or self._proved(schedule, costs, single_queue)
         self._of_steps[key] = program
-        if len(self._of_steps) > _KEPT:
+        if len(self._of_steps) > _STEP_PROGRAMS_KEPT:
             del self._of_steps[next(iter(self._of_steps))]
         return program
 
@@ -227,7 +227,7 @@ class Programs:
         self.measured(update.costs, update.changes)
         self._update = update
         self.renewals += 1
-        training = {key: each for key, each in self._programs.items() if not key[0].forward_only}
+        training = {key: compiled for key, compiled in self._programs.items() if not key[0].forward_only}
         self._outdated |= training
         for key in training:
             del self._programs[key]
@@ -303,21 +303,21 @@ class Programs:
         placement = self.placement(shape.num_devices, shape.chunks)
         if shape.forward_only:
             return choose(self.request, shape, replace(self.knowledge, placement=placement))
-        known, counts = self._known(placement), self.needs_bytes
+        knowledge, counts = self._knowledge_of(placement), self.needs_bytes
         answer = self._answers.get((placement, shape.num_microbatches, self.request.barriers))
-        found = self._resolved(self.request, shape, known) if answer is None or counts else answer
+        choice = self._resolved(self.request, shape, knowledge) if answer is None or counts else answer
         if counts:
-            return found
-        found = replace(found, why=why)
+            return choice
+        choice = replace(choice, why=why)
         # The earlier schedule may break the cap, if it was chosen before the bytes were known.
         if before is None or (
-            known.changes is not None and any(known.excess(self.request, before.schedule, found.costs))
+            knowledge.changes is not None and any(knowledge.excess(self.request, before.schedule, choice.costs))
         ):
-            return found
-        if found.schedule != before.schedule:
+            return choice
+        if choice.schedule != before.schedule:
             why = f"{why}; no schedule is that much faster"
-        kept = replace(found, schedule=before.schedule, why=why, notes=before.notes)
-        return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
+        earlier = replace(choice, schedule=before.schedule, why=why, notes=before.notes)
+        return earlier if choice.timeline.makespan > earlier.timeline.makespan * (1 - minimum_gain) else choice
 
     def priced(self, plan: Choice) -> Costs:
         """Return the costs of a plan; if the run has a memory cap, with the memory in the unit of the cap."""
@@ -332,41 +332,42 @@ class Programs:
         A number for which there is no schedule is logged and left out.
         """
         microbatches = microbatches_of_the_run() or 4 * placement.num_devices
-        shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
+        shape, knowledge = Shape(placement.num_devices, chunks, microbatches), self._knowledge_of(placement)
 
         def resolved(request: Request) -> Choice:
-            if known.lacks_bytes(request):  # the offload under the cap is not known yet
-                return self._resolved(replace(request, memory_cap=None), shape, known)
-            found = self._resolved(request, shape, known)
-            self._answers[placement, microbatches, request.barriers] = found
-            return found
+            if knowledge.lacks_bytes(request):  # the offload under the cap is not known yet
+                return self._resolved(replace(request, memory_cap=None), shape, knowledge)
+            choice = self._resolved(request, shape, knowledge)
+            self._answers[placement, microbatches, request.barriers] = choice
+            return choice
 
         def refused(barriers: int, error: PipememError) -> None:
             tell(logger, "vocabulary: not with %d barriers: %s", barriers, error)
 
         ways = vocabulary_ways(self.request, resolved, refused)
-        return {barriers: found.schedule for barriers, found in ways.items()}
+        return {barriers: choice.schedule for barriers, choice in ways.items()}
 
     def _family_placement(self, num_devices: int, chunks: int | None) -> Placement:
-        options, known = self.request.options, family(self.name)
-        cut = {"chunks": chunks} if "chunks" in known.options and chunks is not None else {}
+        options, chosen_family = self.request.options, family(self.name)
+        cut = {"chunks": chunks} if "chunks" in chosen_family.options and chunks is not None else {}
         try:
-            return known.placement_on(num_devices, {**cut, **options})
+            return chosen_family.placement_on(num_devices, {**cut, **options})
         except UnsupportedError:
             if chunks is not None:  # they may be wrong, and the user knows them by Megatron's names
                 placements_of(self.name, options, num_devices, as_built(chunks))
             raise
 
     def _searched_placement(self, num_devices: int, chunks: int | None) -> Placement:
-        chosen = [placement for (devices, _), placement in self._placements.items() if devices == num_devices]
-        if chunks is None and chosen:
-            return chosen[-1]
-        asked = self.request.options.get("chunks")
-        if None not in (chunks, asked) and chunks != asked:
+        earlier = [placement for (devices, _), placement in self._placements.items() if devices == num_devices]
+        if chunks is None and earlier:
+            return earlier[-1]
+        requested = self.request.options.get("chunks")
+        if None not in (chunks, requested) and chunks != requested:
             raise UnsupportedError(
                 "needs-chunks",
-                f"the option chunks={asked} of schedule {AUTO} asks for {asked} model chunks per pipeline rank, and the model "
-                f"has {chunks}; leave the option out, or cut the model accordingly (--num-virtual-stages-per-pipeline-rank)",
+                f"the option chunks={requested} of schedule {AUTO} asks for {requested} model chunks per pipeline rank, "
+                f"and the model has {chunks}; leave the option out, or cut the model accordingly "
+                "(--num-virtual-stages-per-pipeline-rank)",
             )
         key = (num_devices, chunks or self.request.chunks)
         if key not in self._placements:
@@ -378,48 +379,53 @@ class Programs:
         from megatron_pipemem.choose.searching import searched
 
         shape = Shape(num_devices, chunks, microbatches_of_the_run() or 4 * num_devices)
-        known = replace(self._known(None), measures=False)
-        candidates = searched(self.request, shape, known)
+        knowledge = replace(self._knowledge_of(None), measures=False)
+        candidates = searched(self.request, shape, knowledge)
         if len(candidates) == 1:
             return candidates[0]
-        if self.request.in_bytes and known.changes is None and known.costs.memory is None:
+        if self.request.in_bytes and knowledge.changes is None and knowledge.costs.memory is None:
             return candidates[0]  # a V: the same bytes on every device, so the most is made of a cap not yet known
         request = self.request if self.request.chooses_offload else self.request.without_offload()
-        found = self._resolved(request, shape, known)
-        placement = found.schedule.placement
+        choice = self._resolved(request, shape, knowledge)
+        placement = choice.schedule.placement
         if request is self.request:
-            self._answers[placement, shape.num_microbatches, request.barriers] = found
+            self._answers[placement, shape.num_microbatches, request.barriers] = choice
         tell(logger, "placement %s for %d pipeline ranks with %d chunks each", placement.name, num_devices, chunks)
         return placement
 
-    def _known(self, placement: Placement | None) -> Knowledge:
+    def _knowledge_of(self, placement: Placement | None) -> Knowledge:
         """Return the facts by which a schedule is chosen; with offload, these include facts about the host.
 
         Every rank of the model must call this at the same time.
         """
-        known = replace(self.knowledge, placement=placement)
+        knowledge = replace(self.knowledge, placement=placement)
         host = self.host
         if host is None or self.request.offload == OFF:
-            return known
-        known = replace(known, switches=host.switches())
-        counted = known.changes is not None or known.costs.memory is not None
+            return knowledge
+        knowledge = replace(knowledge, switches=host.switches())
+        counted = knowledge.changes is not None or knowledge.costs.memory is not None
         if counted and (self.request.memory_cap is None or self.request.in_bytes):
-            known = replace(known, host_budget=_HOST_FILL * host.budget())
-        if placement is not None and known.priced_by == MEASURED and known.changes is not None and self.needs_seconds:
-            known = replace(known, links=host.links(placement.num_devices))
-        return known
+            knowledge = replace(knowledge, host_budget=_HOST_FILL * host.budget())
+        if (
+            placement is not None
+            and knowledge.priced_by == MEASURED
+            and knowledge.changes is not None
+            and self.needs_seconds
+        ):
+            knowledge = replace(knowledge, links=host.links(placement.num_devices))
+        return knowledge
 
-    def _resolved(self, request: Request, shape: Shape, known: Knowledge) -> Choice:
+    def _resolved(self, request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         """Choose a schedule: on the model's first rank if it is searched or offload is planned, else on each rank.
 
         A search ends after a time limit, so its result may differ between ranks.
         """
         if not (request.searches or request.plans_offload):
-            return choose(request, shape, known)
-        found = decided_by_first(lambda: choose(request, shape, known).alone, self.groups)
+            return choose(request, shape, knowledge)
+        choice = decided_by_first(lambda: choose(request, shape, knowledge).alone, self.groups)
         if request.searches and not self.needs_bytes:
-            found = replace(found, schedule=replace(found.schedule, name=AUTO))
-        return found
+            choice = replace(choice, schedule=replace(choice.schedule, name=AUTO))
+        return choice
 
     def _build(self, shape: Shape) -> Compiled:
         first = self._update is None and all(shape.forward_only for shape, _ in self._programs)
@@ -432,18 +438,18 @@ class Programs:
         Raises:
             UnsupportedError: with the counted bytes, no schedule keeps the memory cap.
         """
-        update, found, failure = self._update, before, None
+        update, program, failure = self._update, before, None
         assert update is not None, "programs are outdated by an update"
         try:
             plan = self.plan(shape, update.reason, before.plan, update.minimum_gain)
-            found = self._compiled(plan, shape)
+            program = self._compiled(plan, shape)
         except Exception as error:  # the other ranks must hear of it, whatever it is
             failure = error
         code = failure.code if isinstance(failure, PipememError) else None
         failures = gather(None if failure is None else (f"{failure}", code), self.groups)
-        message, code = next((told for told in failures if told is not None), (None, None))
+        message, code = next((failed for failed in failures if failed is not None), (None, None))
         if message is None:
-            return found
+            return program
         if code is not None and update.changes is not None:
             raise failure or UnsupportedError(code, message)
         if is_first_rank():

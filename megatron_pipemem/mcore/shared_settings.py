@@ -59,12 +59,12 @@ _COMPARED: Mapping[str, Callable[[Request], object]] = {
 def shared_settings(request: Request) -> dict[str, str]:
     """Return the settings and versions that must be equal on all ranks, as text by flag, field or package."""
     flags = flags_of(Request)
-    found = {name: tell() for name, tell in _VERSIONS.items()}
-    for each in fields(Request):
-        value = _COMPARED[each.name](request) if each.name in _COMPARED else getattr(request, each.name)
-        name = flags[each.name].name if each.name in flags else each.name
-        found[name] = repr(sorted(value.items())) if isinstance(value, Mapping) else f"{value}"
-    return found
+    settings = {name: tell() for name, tell in _VERSIONS.items()}
+    for setting in fields(Request):
+        value = _COMPARED[setting.name](request) if setting.name in _COMPARED else getattr(request, setting.name)
+        name = flags[setting.name].name if setting.name in flags else setting.name
+        settings[name] = repr(sorted(value.items())) if isinstance(value, Mapping) else f"{value}"
+    return settings
 
 
 def _weigher(value: MicrobatchCosts | None) -> str:
@@ -243,11 +243,20 @@ def _refuse(facts: Facts, settings_of: Callable[[str], Mapping[str, str]], patie
             "the same --pipemem flags, or call enable() on every rank",
         )
     if len(facts.settings) > 1:
-        (first, one), (second, other) = sorted((rank, digest) for digest, rank in facts.settings.items())[:2]
-        here, there = settings_of(one), settings_of(other)
-        differing = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-        told = ", ".join(f"{name} {there.get(name)} where rank {first} has {here.get(name)}" for name in differing)
+        (first, first_digest), (second, second_digest) = sorted(
+            (rank, digest) for digest, rank in facts.settings.items()
+        )[:2]
+        first_settings, second_settings = settings_of(first_digest), settings_of(second_digest)
+        differing = [
+            name
+            for name in sorted({*first_settings, *second_settings})
+            if first_settings.get(name) != second_settings.get(name)
+        ]
+        differences = ", ".join(
+            f"{name} {second_settings.get(name)} where rank {first} has {first_settings.get(name)}"
+            for name in differing
+        )
         raise UnsupportedError(
             "ranks-differ",
-            f"rank {second} has {told}; start every rank with the same --pipemem flags and package versions",
+            f"rank {second} has {differences}; start every rank with the same --pipemem flags and package versions",
         )
