@@ -11,6 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_schedules import FAMILIES, build_or_skip
 
+from megatron_pipemem.choose.choice import EARLIER_WEIGHTS, choose
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
@@ -107,3 +110,41 @@ def test_a_longer_step_repeats_the_rhythm():
     assert peaks(few, costs) == peaks(many, costs)
     assert [a.kind for a in few.orders[3][:20]] == [a.kind for a in many.orders[3][:20]]
     assert [a.kind for a in few.orders[3][-12:]] == [a.kind for a in many.orders[3][-12:]]
+
+
+def test_the_slices_of_a_head_wait_for_each_other_less():
+    schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8, slices=2)
+    costs = costs_of([8, 8, 8, 24], [8, 8, 8, 8])
+    whole = bytes_of_1f1b(costs, schedule.placement, 8, 2)
+    moved = with_earlier_weights(schedule, costs)
+    assert whole is not None and max(peaks(schedule, costs)) > whole >= max(peaks(moved, costs))
+    validate(moved)
+    assert oracle.check(moved) == [] and oracle.disordered_weight_gradients(moved) == []
+
+
+PREDICTED = costs_of([8, 8, 8, 12], [8, 8, 8, 8]).memory
+KNOWN = Knowledge(measures=True, predicted=PREDICTED)
+SHAPE = Shape(4, 1, 8)
+
+
+def test_a_run_moves_w_of_a_named_schedule_by_its_predicted_bytes():
+    schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8)
+    chosen = choose(Request("zb-h1"), SHAPE, KNOWN)
+    assert (
+        chosen.schedule == with_earlier_weights(schedule, Costs(memory=PREDICTED)) and chosen.notes == EARLIER_WEIGHTS
+    )
+    kept = choose(Request("zb-h1"), SHAPE, replace(KNOWN, predicted=None))
+    assert kept.schedule == schedule and not kept.notes
+    stages = costs_of([4] * 8, [4] * 8).memory
+    v_half = choose(Request("v-half"), Shape(4, 2, 8), replace(KNOWN, predicted=stages))
+    assert not v_half.notes and v_half.schedule == build_schedule("v-half", num_devices=4, num_microbatches=8)
+
+
+def test_files_cut_heads_and_runs_that_free_memory_otherwise_keep_every_w():
+    schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8)
+    assert choose(Request("mine.csv", file=schedule), SHAPE, KNOWN).schedule is schedule
+    cut = choose(Request("zb-h1", vocab_parallel="2").decided(1), SHAPE, KNOWN)
+    assert cut.schedule == choose(Request("zb-h1", vocab_parallel="2").decided(1), SHAPE, Knowledge()).schedule
+    again = Request("zb-h1", recompute="full")
+    known = replace(KNOWN, costs=Costs(memory=PREDICTED))
+    assert choose(again, SHAPE, known).schedule == choose(again, SHAPE, replace(known, predicted=None)).schedule
