@@ -96,22 +96,22 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     if plan.pipemem_plan is not None:
         arguments = load_tool("--pipemem-plan").add_planned_flags(plan.pipemem_plan, arguments)
     parser = flag_parser()
-    found, others = parser.parse_known_args(arguments)
-    for argument in filter(_resembles_ours, takewhile(lambda each: each != "--", others)):
+    namespace, others = parser.parse_known_args(arguments)
+    for argument in filter(_resembles_ours, takewhile(lambda argument: argument != "--", others)):
         _check_known(argument.partition("=")[0], [*parser._option_string_actions, CHECK])
     if len(others) == len(arguments):
         return None, others
     flags = flags_of(Request)
-    given = {name: value for name, value in vars(found).items() if name in flags}
-    if "schedule" not in given:
+    settings = {name: value for name, value in vars(namespace).items() if name in flags}
+    if "schedule" not in settings:
         raise UnsupportedError("unknown-flag", "--pipemem-schedule is missing; name a schedule")
-    for name, value in given.items():
+    for name, value in settings.items():
         if flags[name].repeated:
-            given[name] = parse_options(flags[name].name, value)
-    if given["schedule"] != STOCK and _OVERLAP in others:
+            settings[name] = parse_options(flags[name].name, value)
+    if settings["schedule"] != STOCK and _OVERLAP in others:
         # Megatron takes the flag for placements of its own schedule only, so the model gets it when it is built.
-        given["pairs"], others = True, [each for each in others if each not in (_OVERLAP, _DELAY)]
-    return requested(**given), others
+        settings["pairs"], others = True, [argument for argument in others if argument not in (_OVERLAP, _DELAY)]
+    return requested(**settings), others
 
 
 def _resembles_ours(argument: str) -> bool:
@@ -119,10 +119,10 @@ def _resembles_ours(argument: str) -> bool:
     return (Counter(argument[2:12]) & Counter(_PREFIX)).total() > len(_PREFIX) // 2
 
 
-def _check_known(flag: str, known: list[str]) -> None:
+def _check_known(flag: str, flags: list[str]) -> None:
     """Raise an UnsupportedError if ``flag``, which no parser took, begins like or resembles a ``--pipemem-*`` flag."""
     ours = flag.startswith("--pipemem")
-    if flag.startswith("-") and (near := get_close_matches(flag, known, n=1, cutoff=0.6 if ours else _NEAR)):
+    if flag.startswith("-") and (near := get_close_matches(flag, flags, n=1, cutoff=0.6 if ours else _NEAR)):
         raise UnsupportedError("unknown-flag", f"unknown flag {flag}; did you mean {near[0]}?")
     if ours:
         raise UnsupportedError("unknown-flag", f"unknown flag {flag}; pipemem run --help lists those of this package")

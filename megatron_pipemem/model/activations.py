@@ -51,9 +51,9 @@ def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -
     """
     shrinks = execution.product_element / execution.element
     return tuple(
-        each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
+        tensor if tensor.needed == "I" else replace(tensor, nbytes=tensor.nbytes * shrinks)
         for block in kind or model.kinds[0]
-        for each in _block_tensors(model, execution, Sublayer(block))
+        for tensor in _block_tensors(model, execution, Sublayer(block))
     )
 
 
@@ -208,8 +208,8 @@ def _sparse_tensors(model: Model, execution: Execution, indexed: bool) -> Iterab
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     # No kernel rotates for this attention.
-    kept = _latent_tensors(model, replace(execution, attention="flash", fused_rotations=False))
-    yield from (each for each in kept if each.name not in ("queries and keys", "values", _ATTENDED))
+    latents = _latent_tensors(model, replace(execution, attention="flash", fused_rotations=False))
+    yield from (tensor for tensor in latents if tensor.name not in ("queries and keys", "values", _ATTENDED))
     heads, latent = n * model.heads / tp * e, model.kv_lora_rank or 0
     yield Saved("queries", heads * model.latent_query_channels, "I", ("mla_up_proj",))
     yield Saved("queries for the latent", heads * (latent + model.qk_pos_emb_head_dim), "I", ("mla_up_proj",))
@@ -344,10 +344,10 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
     if not execution.layers_have_weights:
-        return Kept(sum(each.nbytes for each in _kept(tensors, execution)))
-    after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
+        return Kept(sum(tensor.nbytes for tensor in _kept(tensors, execution)))
+    after_input = sum(tensor.nbytes for tensor in tensors if tensor.needed == "W" and not tensor.early)
     after_input += _gradient_bytes(model, execution, kind) + _gathered_bytes(model, execution, kind)
-    return Kept(sum(each.nbytes for each in _kept(tensors, execution)), after_input)
+    return Kept(sum(tensor.nbytes for tensor in _kept(tensors, execution)), after_input)
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
@@ -356,15 +356,17 @@ def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     These are all bytes that the layer keeps, except the few of norm statistics, softmax sums and experts' shares.
     ``kind`` names the layer's blocks, by default those of the model's first layer.
     """
-    return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
+    return sum(
+        tensor.nbytes for tensor in _kept(layer_tensors(model, execution, kind), execution) if not tensor.statistic
+    )
 
 
 def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     if execution.recompute == "full":
-        return [each for number, each in enumerate(tensors) if number == 0 or each.name == _AHEAD]
-    kept = [each for each in tensors if not execution.recomputes(*each.recompute)]
+        return [tensor for number, tensor in enumerate(tensors) if number == 0 or tensor.name == _AHEAD]
+    kept = [tensor for tensor in tensors if not execution.recomputes(*tensor.recompute)]
     if not execution.layers_have_weights:  # flash attention's backward reads its output too
-        kept = [each for each in kept if each.needed == "I" or each.name == _ATTENDED]
+        kept = [tensor for tensor in kept if tensor.needed == "I" or tensor.name == _ATTENDED]
     return kept
 
 
@@ -423,10 +425,12 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
     gradient of a linear layer whose inputs are cut. The whole is kept, unless W gathers it again.
     """
     widths = sum(
-        each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
+        matrix.width(execution.tp)
+        * matrix.visits
+        / (execution.sequence_ranks if _output_is_shard(matrix, execution) else 1)
         for block in kind
-        for each in matrices(model, execution, block)
-        if each.waits and not each.early
+        for matrix in matrices(model, execution, block)
+        if matrix.waits and not matrix.early
     )
     return execution.product_element * execution.tokens(model) * widths
 
@@ -439,10 +443,10 @@ def _gathered_bytes(model: Model, execution: Execution, kind: str) -> float:
     Megatron's own layers always gather again in W.
     """
     inputs = sum(
-        each.inputs
+        matrix.inputs
         for block in kind
-        for each in matrices(model, execution, block)
-        if _is_gathered(each, "columns") and not _input_is_shard(each, execution)
+        for matrix in matrices(model, execution, block)
+        if _is_gathered(matrix, "columns") and not _input_is_shard(matrix, execution)
     )
     return inputs * execution.tokens(model) * execution.product_element * (1 - 1 / execution.sequence_ranks)
 
@@ -456,8 +460,8 @@ def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matr
     if not execution.sequence_parallel:
         return []
     layers = list(layers)
-    widths = [each.inputs for each in layers if _input_is_shard(each, execution)]
-    widths += [each.outputs for each in layers if _output_is_shard(each, execution)]
+    widths = [matrix.inputs for matrix in layers if _input_is_shard(matrix, execution)]
+    widths += [matrix.outputs for matrix in layers if _output_is_shard(matrix, execution)]
     return [width * execution.tokens(model) * execution.product_element for width in widths]
 
 

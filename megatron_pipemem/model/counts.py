@@ -51,10 +51,10 @@ class Matrix:
     def parameters(self, tp: int) -> int:
         """Return the number of weights and biases of all copies on one of ``tp`` ranks (or of ``ranks``, if set)."""
         tp = self.ranks or tp
-        whole, bias = self.inputs * self.outputs, self.outputs * self.bias
+        weights, bias = self.inputs * self.outputs, self.outputs * self.bias
         if self.cut == "columns":
-            return (whole + bias) // tp * self.copies
-        return (whole // (tp if self.cut == "rows" else 1) + bias) * self.copies
+            return (weights + bias) // tp * self.copies
+        return (weights // (tp if self.cut == "rows" else 1) + bias) * self.copies
 
     def width(self, tp: int) -> float:
         """Return the number of output channels on one of ``tp`` ranks (or of ``ranks``, if set)."""
@@ -230,19 +230,19 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
 
     ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
     """
-    linear = core = again = 0.0
+    linear = core = recomputed = 0.0
     for block in kind or model.kinds[0]:
-        for each in matrices(model, execution, block):
-            here = 2 * execution.tokens(model) * each.products(execution.tp)
-            linear += here
-            again += here * execution.recomputes(*each.recompute)
+        for matrix in matrices(model, execution, block):
+            flops = 2 * execution.tokens(model) * matrix.products(execution.tp)
+            linear += flops
+            recomputed += flops * execution.recomputes(*matrix.recompute)
         scores = core_flops(model, execution, block)
         core += scores
         if block not in (Sublayer.MAMBA, Sublayer.DELTA_NET):
-            again += scores * execution.recomputes("core_attn")
+            recomputed += scores * execution.recomputes("core_attn")
     if execution.recompute == "full":
-        again = linear + core
-    return Passes(linear + core, linear + 2 * core + again, linear)
+        recomputed = linear + core
+    return Passes(linear + core, linear + 2 * core + recomputed, linear)
 
 
 @lru_cache(maxsize=1024)
@@ -250,8 +250,8 @@ def early_share(model: Model, execution: Execution, kind: str) -> float:
     """Return the fraction of a layer's weight-gradient FLOPs that pass I computes, and not W."""
     products: dict[bool, float] = {True: 0.0, False: 0.0}
     for block in kind:
-        for each in matrices(model, execution, block):
-            products[each.early] += each.products(execution.tp)
+        for matrix in matrices(model, execution, block):
+            products[matrix.early] += matrix.products(execution.tp)
     return products[True] / (sum(products.values()) or 1.0)
 
 
@@ -262,7 +262,7 @@ def attention_share(model: Model) -> float:
     Scores that the causal mask removes are counted.
     """
     passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
-    return 1 - sum(each.weight for each in passes) / sum(each.forward for each in passes)
+    return 1 - sum(of_layer.weight for of_layer in passes) / sum(of_layer.forward for of_layer in passes)
 
 
 def head_flops(model: Model, execution: Execution) -> Passes:
@@ -292,7 +292,7 @@ def model_flops(model: Model) -> float:
     """
     layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
     if (tower := model.tower) is not None:
-        projected = sum(each.products(1) for each in projection_matrices(model)) * (1 + tower.deepstack)
+        projected = sum(matrix.products(1) for matrix in projection_matrices(model)) * (1 + tower.deepstack)
         layers += tower.layers * tower.images * layer_flops(tower.model(), Execution()).total
         layers += 6 * tower.images * tower.patches / tower.merge * projected
     return layers + 6 * model.sequence * model.hidden * model.vocabulary * model.heads_of_output
@@ -306,7 +306,7 @@ def layer_parameters(model: Model, execution: Execution, kind: str | None = None
     """
     return sum(
         _other_parameters(model, execution, Sublayer(block))
-        + sum(each.parameters(execution.tp) for each in matrices(model, execution, block))
+        + sum(matrix.parameters(execution.tp) for matrix in matrices(model, execution, block))
         for block in kind or model.kinds[0]
     )
 
@@ -318,12 +318,12 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
     """
     copies = model.experts // execution.ep
     of_experts = (
-        each
+        matrix
         for block in kind
         if block == Sublayer.EXPERTS
-        for each in _ffn(model, model.expert_width, (), copies, routed=True)
+        for matrix in _ffn(model, model.expert_width, (), copies, routed=True)
     )
-    return sum(each.parameters(execution.expert_tp) for each in of_experts)
+    return sum(matrix.parameters(execution.expert_tp) for matrix in of_experts)
 
 
 def embedding_parameters(model: Model, execution: Execution) -> int:

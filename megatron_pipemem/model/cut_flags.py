@@ -103,7 +103,7 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     from megatron_pipemem.model.partition import Loads, partition  # numpy takes a while to load
 
     name, pattern = given_pattern(flags)
-    first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
+    first_or_last = known_chunks(placement) == 1 and any(given(flags, flag) for flag in layout.FIRST_OR_LAST)
     if name is None or layout.is_cut(pattern) or first_or_last:
         return None
     sizes, sequence = sizes_of(flags), _whole(flags.get("seq-length")) or 0
@@ -133,13 +133,13 @@ def sizes_of(flags: Mapping[str, object]) -> Sizes:
     """
 
     def of(attribute: str) -> float:
-        given = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
-        if given in (None, False):
+        value = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
+        if value in (None, False):
             return _DEFAULTS.get(attribute, 0)
-        if given is True:
+        if value is True:
             return 1
         try:
-            return float(str(given))
+            return float(str(value))
         except ValueError:  # Megatron refuses it
             return 0
 
@@ -155,12 +155,12 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
         return
     segments = layout.segments(pattern)
     for device, stages in enumerate(placement.stages):
-        held = [segments[stage % len(segments)] for stage in stages]
-        if Sublayer.EXPERTS not in "".join(held):
+        own_segments = [segments[stage % len(segments)] for stage in stages]
+        if Sublayer.EXPERTS not in "".join(own_segments):
             raise UnsupportedError(
                 "bad-layout",
-                f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron hangs when it "
-                "logs the losses of all ranks' experts; end the stages by | so that every rank has an E, or pass "
+                f"pipeline rank {device} would hold no experts ({', '.join(own_segments) or 'nothing'}), and Megatron hangs "
+                "when it logs the losses of all ranks' experts; end the stages by | so that every rank has an E, or pass "
                 "--moe-router-load-balancing-type none",
             )
 
@@ -272,18 +272,19 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
                 f"--{name} {count} does not divide by {chunks} chunks per pipeline rank; pass a multiple of {chunks}, or the "
                 f"layers of each stage by --{layout.FLAG}",
             )
-    has_ends = any(each is not None for each in of_ends)
+    has_ends = any(count is not None for count in of_ends)
     if any(given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
         return None
     total = layers + accounted(flags)
     if not has_ends and (total % stages == 0 or layers < stages):
         return None
-    first, last = (None if each is None else each // chunks for each in of_ends)
-    rest, others = total - (first or 0) - (last or 0), stages - 2 + of_ends.count(None)
-    counts = [*([] if first is None else [first]), *layout.spread(rest, others), *([] if last is None else [last])]
+    first, last = (None if count is None else count // chunks for count in of_ends)
+    remaining, others = total - (first or 0) - (last or 0), stages - 2 + of_ends.count(None)
+    at_start, at_end = ([] if count is None else [count] for count in (first, last))
+    counts = [*at_start, *layout.spread(remaining, others), *at_end]
     counts[0] -= given(flags, layout.ACCOUNTED[0])
     counts[-1] -= given(flags, layout.ACCOUNTED[1])
-    if rest < others or min(counts) < 0:
+    if remaining < others or min(counts) < 0:
         raise UnsupportedError(
             "too-few-layers",
             f"{layers} layers are too few for {stages} stages if flags set the layers of the first or last pipeline "
@@ -304,7 +305,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
     """
     for names, refused, sentence in _REFUSED:
         name = next((name for name in names if given(flags, name)), None)
-        placement = next((each for each in placements if refused(each)), None)
+        placement = next((candidate for candidate in placements if refused(candidate)), None)
         if name is not None and placement is not None:
             raise UnsupportedError(
                 "unsupported-setting",
@@ -314,30 +315,30 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
 
 def remarks(flags: Flags, schedule: str) -> list[str]:
     """Return a sentence on each flag without effect, and on those that tie checkpoints to runs of this placement."""
-    found = [
+    sentences = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT
         if given(flags, name)
     ]
     if given(flags, GROUP_SIZE) and not any(
-        "group_size" in each.options for each in families() if each.name == schedule
+        "group_size" in chosen.options for chosen in families() if chosen.name == schedule
     ):
-        found.append(f"--{GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
+        sentences.append(f"--{GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
     if (
         given(flags, "save")
         and given(flags, "use-distributed-optimizer")
         and not any(given(flags, name) for name in (_RESHARDABLE, "no-save-optim", "use-megatron-fsdp"))
     ):
-        found.append(
+        sentences.append(
             "the distributed optimizer's state is saved in a form that only a run with the same placement, layout and sizes "
             f"can load; pass --{_RESHARDABLE} to resume under other schedules"
         )
     if flags.get("ckpt-format") == "torch":
-        found.append(
+        sentences.append(
             "--ckpt-format torch writes a file with the chunks of each rank, which only a run with the same placement can load"
             "; pass --ckpt-format torch_dist to load it under other schedules"
         )
-    return found
+    return sentences
 
 
 def _has_chunks(placement: Placement) -> bool:

@@ -63,10 +63,10 @@ def unrolled(text: str, flag: str) -> str:
     check_size(f"{_MOST_CHARACTERS:,} characters", len(text) > _MOST_CHARACTERS, text, flag)
     for pattern in _REPEATED:
         while matches := list(pattern.finditer(text)):
-            added = (len(each[1]) * _times(each[2]) - len(each[0]) for each in matches)
+            added = (len(match[1]) * _times(match[2]) - len(match[0]) for match in matches)
             is_long = len(text) + sum(added) > _MOST_CHARACTERS
             check_size(f"{_MOST_CHARACTERS:,} layers and stages", is_long, text, flag)
-            text = pattern.sub(lambda each: each[1] * _times(each[2]), text)
+            text = pattern.sub(lambda match: match[1] * _times(match[2]), text)
     return text
 
 
