@@ -205,7 +205,8 @@ def measured_twice_as_slow(run: Run, path: Path) -> Path:
     today = as_it_stands(run)
     placement = today.step.placement
     seconds = today.step.costs.seconds(placement)
-    slow = Costs(*(tuple(2 * each for each in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)))
+    links = {link: 3 * seconds for link, seconds in today.step.costs.p2p.items()}
+    slow = Costs(*(tuple(2 * each for each in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)), p2p=links)
     schedule = build_schedule("1f1b", num_devices=run.parallelism.pp, num_microbatches=8)
     names = ("forward", "backward_input", "backward_weight")
     prices = {name: list(getattr(slow, name)) for name in names}
@@ -217,9 +218,6 @@ def measured_twice_as_slow(run: Run, path: Path) -> Path:
         "layers": None,
         "memory": None,
         "iteration_seconds": None,
-        "mtp_layers": 0,
-        "ordered": False,
-        "refused": {},
     }
     path.write_text(json.dumps({"plans": [{"costs": prices, "priced_by": "profile"}], "last_step": last, "ranks": []}))
     return path
@@ -230,6 +228,9 @@ def test_a_report_of_the_run_gives_measured_prices(tmp_path):
     before, after = as_it_stands(LLAMA), as_it_stands(LLAMA, pace_of(path, LLAMA))
     assert sum(after.step.work) == pytest.approx(2 * sum(before.step.work), rel=0.01)
     assert after.step.communication == before.step.communication
+    assert after.step.costs.p2p == pytest.approx(
+        {link: 3 * each for link, each in before.step.costs.p2p.items()}, rel=1e-3
+    )
     with refused("other-model", path):
         pace_of(path, stock("llama3-70b-64xh100", pp=8, dp=1))
     path.write_text(json.dumps({"plans": [], "last_step": None}))

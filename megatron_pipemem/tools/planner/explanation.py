@@ -178,7 +178,9 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     # Messages within layers are in the measured passes, and their predictions have no ratio.
     messages = sum(step.communication) / sum(step.work)
     pace = Passes(*(_ratio(sum(measured[kind]), sum(predicted[kind]), messages) for kind in (Kind.F, Kind.I, Kind.W)))
-    return MeasuredSlowdown(pace, pace)
+    links = case.step.links
+    expected = sum(step.costs.link_seconds(*link) for link in links)
+    return MeasuredSlowdown(pace, pace, sum(links.values()) / expected if expected else 1.0)
 
 
 def _ratio(measured: float, predicted: float, messages: float) -> float:

@@ -102,13 +102,14 @@ class Price(Summed):
 
 @dataclass(frozen=True)
 class MeasuredSlowdown:
-    """The ratios of measured to predicted seconds of F, I and W, for a layer and for the head.
+    """The ratios of measured to predicted seconds of F, I and W, for a layer and for the head, and of messages.
 
     A profile with one parallelism is used for every parallelism.
     """
 
     layer: Passes = _AS_MODELLED
     head: Passes = _AS_MODELLED
+    messages: float = 1.0  # between pipeline ranks
 
 
 def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:

@@ -378,7 +378,8 @@ def _links(cut: _Cut, placement: Placement) -> dict[tuple[int, int], float]:
 
     def seconds(source: int, destination: int) -> float:
         nodes = {device * apart // cluster.devices_per_node for device in (source, destination)}
-        return (cluster.intra_node if len(nodes) == 1 else cluster.inter_node).seconds(nbytes)
+        link = cluster.intra_node if len(nodes) == 1 else cluster.inter_node
+        return link.seconds(nbytes) * cut.pace.messages
 
     links: dict[tuple[int, int], float] = {}
     for a, b in pairwise(placement.devices):
