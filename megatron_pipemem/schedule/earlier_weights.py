@@ -56,33 +56,33 @@ def _changes_of(schedule: Schedule, costs: Costs) -> Iterator[tuple[tuple[Action
     changes = costs.memory_changes(schedule.placement, slices=schedule.slices)
     weights = unit_weights(schedule, costs)
     for order in schedule.orders:
-        held = [0.0, *held_after(order, changes, weights, schedule.slices)]
-        yield order, (after - before for before, after in pairwise(held))
+        memory = [0.0, *held_after(order, changes, weights, schedule.slices)]
+        yield order, (after - before for before, after in pairwise(memory))
 
 
 def _peak(changes: _Changes) -> float:
-    held = peak = 0.0
+    memory = peak = 0.0
     for change in changes.values():
-        held += change
-        peak = max(peak, held)
+        memory += change
+        peak = max(peak, memory)
     return peak
 
 
 def _with_limit(changes: _Changes, limit: float) -> Iterator[tuple[Action, float]]:
     """Yield the actions of a device with their bytes; W run before an action that would exceed the limit without them."""
     waiting: deque[Action] = deque()  # W whose I has run, in the order of these I
-    held, early = 0.0, set()
+    memory, early = 0.0, set()
     for action, change in changes.items():
         if action in early:
             continue
         if action.kind is Kind.W:
             waiting.remove(action)
-        while waiting and action.kind is not Kind.W and held + change > limit:
+        while waiting and action.kind is not Kind.W and memory + change > limit:
             weight = waiting.popleft()
             early.add(weight)
-            held += changes[weight]
+            memory += changes[weight]
             yield weight, changes[weight]
         if action.kind is Kind.I:
             waiting.append(action._replace(kind=Kind.W))
-        held += change
+        memory += change
         yield action, change
