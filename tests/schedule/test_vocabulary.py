@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import runpy
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import program_oracle
@@ -244,6 +244,24 @@ def test_what_slices_ask_of_passes():
     extra = replace(schedule, orders=(schedule.orders[0], (*order, Action(Kind.LOSS, 1, 0))))
     with refused("useless-action", kind=ScheduleError):
         validate(extra)
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_all_devices_post_collectives_in_one_order(barriers):
+    """Every exchange of two successive posts of one device. Some break a need as well, which is said first."""
+    schedule = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=3), barriers)
+    validate(schedule)
+    order = schedule.orders[1]
+    out_of_order = 0
+    for first, second in pairwise(at for at, action in enumerate(order) if action.kind in COLLECTIVES):
+        row = list(order)
+        row[first], row[second] = row[second], row[first]
+        with pytest.raises(ScheduleError) as raised:
+            validate(replace(schedule, orders=(schedule.orders[0], tuple(row))))
+        if raised.value.code == "collective-order":
+            assert (raised.value.device, raised.value.position, raised.value.action) == (1, first, str(order[second]))
+            out_of_order += 1
+    assert out_of_order > 1
 
 
 def test_cutting_is_weighed_against_the_head_where_it_is():
