@@ -163,8 +163,8 @@ class Model(Limited):
     expert_ffn: Count | None = None  # width of one expert; default: ffn
     shared_expert_ffn: CountOrZero = 0  # width of all shared experts together
     expert_latent: CountOrZero = 0  # width of the latent in which experts compute; 0 if they have the model's width
-    moe_every: Count = 1  # every n-th layer has experts, beginning with the first
-    dense_layers: LayersOrZero = 0  # number of layers without experts at the beginning of the model
+    moe_layer_freq: int | tuple[int, ...] = 1
+    """Every n-th layer has experts, beginning with the first; or 1 for each layer with experts, and 0 for each without."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False  # a bias per expert balances the router's choice
     router_groups: CountOrZero = 0  # number of groups of experts; a token visits router_groups_per_token of them
@@ -177,7 +177,9 @@ class Model(Limited):
     qk_pos_emb_head_dim: Count = 64  # channels of a head of latent attention with position
     v_head_dim: Count = 128
     attention_gate: bool = False  # a gate per channel multiplies attention's output
-    attention_every: Count = 1  # every n-th layer has attention, and the layers before it have gated delta nets
+    linear_attention_freq: int | tuple[int, ...] = 1
+    """Every n-th layer has attention, and the layers before it have gated delta nets; or 1 for each layer with a gated delta
+    net, and 0 for each with attention."""
     linear_num_key_heads: Count = 16  # of a gated delta net, for keys and for queries
     linear_num_value_heads: Count = 32
     linear_key_head_dim: Count = 128
@@ -203,10 +205,19 @@ class Model(Limited):
         super().__post_init__()
         rate, width = self.dropout, self.head_channels
         refuse_if(not 0 <= rate < 1, "bad-number", "dropout", f"is {rate}; give a rate of at least 0 and below 1")
-        divides = f"{self.heads} heads do not divide hidden {self.hidden}; give head_channels"
+        divides = f"is {self.heads} and does not divide hidden_size {self.hidden}; give kv_channels"
         refuse_if(width is None and self.hidden % self.heads, "does-not-divide", "heads", divides)
-        groups = f"{self.key_heads} kv_heads do not divide {self.heads} heads; change one of the two"
+        groups = f"is {self.key_heads} and does not divide {self.heads} attention heads; change one of the two"
         refuse_if(self.heads % self.key_heads, "does-not-divide", "kv_heads", groups)
+        for key in ("moe_layer_freq", "linear_attention_freq"):
+            where = getattr(self, key)
+            entries = self.layers if isinstance(where, int) else len(where)
+            uneven = f"has {entries} entries for {self.layers} layers; write one each"
+            refuse_if(entries != self.layers, "bad-syntax", key, uneven)
+            is_number = isinstance(where, int)
+            refuse_if(
+                is_number and where < 1, "bad-number", key, f"is {where}; give at least 1, or one entry per layer"
+            )
         visits = f"is {self.experts_per_token}, and the model has {self.experts} experts; give at most that number"
         refuse_if(0 < self.experts < self.experts_per_token, "bad-number", "experts_per_token", visits)
         deep = f"adds to the model's first {self.least_first} layers, and the model has {self.layers}; give a smaller number"
@@ -326,18 +337,16 @@ class Model(Limited):
         """The kind of each layer, such as ``*-``, in order. Multi-token prediction is not included."""
         if self.pattern is not None:
             return tuple(self.pattern)
-        return tuple(
-            self._attention(layer)
-            + (
-                Sublayer.EXPERTS
-                if self.experts and layer >= self.dense_layers and layer % self.moe_every == 0
-                else Sublayer.FFN
-            )
-            for layer in range(self.layers)
-        )
+        return tuple(self._attention(layer) + self._ffn(layer) for layer in range(self.layers))
+
+    def _ffn(self, layer: int) -> Sublayer:
+        where = self.moe_layer_freq
+        has_experts = layer % where == 0 if isinstance(where, int) else where[layer]
+        return Sublayer.EXPERTS if self.experts and has_experts else Sublayer.FFN
 
     def _attention(self, layer: int) -> Sublayer:
-        if (layer + 1) % self.attention_every:
+        where = self.linear_attention_freq
+        if (layer + 1) % where if isinstance(where, int) else where[layer]:
             return Sublayer.DELTA_NET
         if self.kv_lora_rank is None:
             return Sublayer.ATTENTION
@@ -487,7 +496,7 @@ class Execution(Limited):
             shares.append(("tp", self.tp * self.cp, "tokens of the sequence (sequence_parallel)", model.sequence))
         if self.ep > 1:
             shares.append(("ep", self.ep, "experts", model.experts))
-        if model.attention_every > 1:
+        if Sublayer.DELTA_NET in "".join(model.kinds):
             for heads in ("linear_num_key_heads", "linear_num_value_heads"):
                 shares.append(("tp", self.tp * self.cp, f"{heads} (tp x cp)", getattr(model, heads)))
         if model.tower is not None and model.tower.shared:

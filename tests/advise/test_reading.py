@@ -103,10 +103,13 @@ def test_megatrons_default_width_of_a_gated_ffn():
     assert read("--swiglu --vocab-size 99").run.model.ffn_width == 256  # 64 divides it, up to 4 x 96 x 2/3
 
 
-@pytest.mark.parametrize(("text", "every", "dense"), [("2", 2, 0), ("[0]*3+[1]*5", 1, 3), ("([1]+[0])*4", 2, 0)])
-def test_layers_with_experts(text, every, dense):
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("2", "E-" * 4), ("[0]*3+[1]*5", "---EEEEE"), ("([1]+[0])*4", "E-" * 4), ("[0]*2+[1]*3+[0]*3", "--EEE---")],
+)
+def test_layers_with_experts(text, kinds):
     model = read(f"--vocab-size 99 --num-experts 4 --moe-layer-freq '{text}'").run.model
-    assert (model.moe_every, model.dense_layers) == (every, dense)
+    assert model.kinds == tuple(f"*{kind}" for kind in kinds)
 
 
 def test_experts_on_tensor_parallel_ranks_need_sequence_parallelism():
@@ -140,8 +143,8 @@ def test_every_nth_layer_has_attention(text):
         ("bad-number", "--vocab-size 9 --micro-batch-size 0", START, ["--micro-batch-size", 1]),
         ("bad-number", "--vocab-size 9 --num-layers --tensor-model-parallel-size 2", START, ["--num-layers"]),
         (
-            "unsupported-model",
-            "--vocab-size 9 --experimental-attention-variant gated_delta_net --linear-attention-freq [0]*4+[1]*4",
+            "bad-syntax",
+            "--vocab-size 9 --experimental-attention-variant gated_delta_net --linear-attention-freq [0]*4+[1]*5",
             START,
             ["--linear-attention-freq"],
         ),

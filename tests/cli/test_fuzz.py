@@ -286,7 +286,7 @@ LINES = (
     "3",
     "[" * 2000,
 )
-KEYS = "model.layers model.heads parallelism.pp parallelism.global_batch schedule.name schedule.options x".split()
+KEYS = "model.num_layers model.num_attention_heads parallelism.pp parallelism.global_batch schedule.name x".split()
 SETS = st.tuples(st.sampled_from([*KEYS, ""]), JUNK).map("=".join)
 
 

@@ -71,7 +71,7 @@ def test_cpu_ranks_and_one_pipeline_rank(pipemem, empty):
 
 def test_a_model_of_the_users_own(pipemem, empty):
     Path("models").mkdir()
-    Path("models/mine.yaml").write_text("base: llama3-8b\nlayers: 16\n")
+    Path("models/mine.yaml").write_text("base: llama3-8b\nnum_layers: 16\n")
     assert pipemem("init", "models/mine.yaml", "--output", "runs/first.yaml").exit_code == 0
     assert yaml.safe_load(Path("runs/first.yaml").read_text())["model"] == "../models/mine.yaml"
     assert load("runs/first.yaml", Run).model.layers == 16

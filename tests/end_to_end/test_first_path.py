@@ -11,12 +11,14 @@ from ranks import CaseFailed
 from megatron_pipemem.tools.cpu.ranks import start_ranks
 
 MODEL = """
-layers: 4
-hidden: 64
-heads: 4
-vocabulary: 1000
-sequence: 64
-position: learned
+num_layers: 4
+hidden_size: 64
+num_attention_heads: 4
+vocab_size: 1000
+seq_length: 64
+untie_embeddings_and_output_weights: true
+attention_dropout: 0.0
+hidden_dropout: 0.0
 """
 
 

@@ -126,7 +126,8 @@ def plan_file(tmp_path):
     """A run that ``pipemem plan`` could have written: a searched order of four chunks in a file."""
     order = tmp_path / "best.csv"
     order.write_text(build_schedule("gis", num_devices=2, num_microbatches=4, chunks=4).to_csv())
-    model = {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 1000, "sequence": 64}
+    model = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000, "seq_length": 64}
+    model |= {"untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     parallelism = {"tp": 2, "pp": 2, "chunks": 4, "micro_batch": 2, "global_batch": 8}
     run = {"model": model, "cluster": "cpu", "parallelism": parallelism, "schedule": {"name": str(order)}}
     run["megatron"] = {"clip-grad": 0}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 from commands import pipemem
+from megatron.training.arguments import add_megatron_arguments
 from refusals import refused
 
 from megatron_pipemem.flags import flag_parser
+from megatron_pipemem.tools.config.arguments import frozen_flags
 from megatron_pipemem.tools.megatron import known_flags as known_flags_module
-from megatron_pipemem.tools.megatron.known_flags import check_flags, known_flags
+from megatron_pipemem.tools.megatron.known_flags import check_flags, described, known_flags
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
@@ -57,6 +60,16 @@ def test_a_cached_list_of_another_form_is_asked_again(tmp_path, monkeypatch):
         assert read() == asked and file.read_text() == right, wrong
     monkeypatch.setattr(known_flags_module, "answers", None)
     assert read() == asked
+
+
+def test_the_file_of_flags_has_those_of_the_installed_megatron():
+    assert frozen_flags() == described(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+
+
+def test_without_megatron_the_flags_of_the_file_are_known(monkeypatch):
+    monkeypatch.setattr(known_flags_module, "_megatrons_flags", dict)
+    assert known_flags()["--num-layers"]["type"] == "int"
+    check_flags({"my-flag": 3})  # perhaps of another version
 
 
 def test_what_megatron_takes():

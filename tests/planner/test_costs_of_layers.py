@@ -58,7 +58,7 @@ def test_flops_of_the_papers():
 
 def test_flops_of_a_gated_delta_net_are_megatrons():
     """As ``num_floating_point_operations`` of Megatron's training loop counts them, per token."""
-    shape = gpt(attention_every=4, linear_num_key_heads=4, linear_num_value_heads=8)
+    shape = gpt(linear_attention_freq=4, linear_num_key_heads=4, linear_num_value_heads=8)
     keys, values = 4 * 128, 8 * 128
     wanted = 4096 * (2 * keys + 2 * values + 2 * 8) + 4 * (2 * keys + values) + 8 * 128**2 * 4 + 4096 * values
     wanted += 8 * 4096**2  # the FFN

@@ -5,16 +5,26 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.model.arguments import arguments_of, model_of
 from megatron_pipemem.model.counts import layer_parameters
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.loading import SHIPPED, _public_models, known_model, load, unpriced_part
+from megatron_pipemem.tools.config.loading import (
+    SHIPPED,
+    _public_models,
+    known_model,
+    load,
+    settings_of,
+    typed,
+    unpriced_part,
+)
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.profile import from_formulas
 
@@ -166,7 +176,7 @@ def test_shapes_have_the_parameters_they_are_named_after():
     for name, count in EXACT.items():
         assert total_parameters(load(name, Model)) == count, name
     # What the report of Kimi-K2 says would be a layer of experts more, in place of the dense one.
-    assert total_parameters(replace(load("kimi-k2", Model), dense_layers=0)) / 1e12 == pytest.approx(1.04, abs=0.005)
+    assert total_parameters(replace(load("kimi-k2", Model), moe_layer_freq=1)) / 1e12 == pytest.approx(1.04, abs=0.005)
     # Gemma has a second pair of norms per layer, which Megatron's layer has not.
     assert total_parameters(load("gemma2-9b", Model)) == 9_241_705_984 - 42 * 2 * 3584
 
@@ -205,3 +215,38 @@ def test_names_with_the_same_shape(name, layers):
 def test_parts_without_a_price_are_named():
     assert unpriced_part("zai-org/GLM-4.6V") == "a vision tower of another kind"
     assert unpriced_part("Qwen/Qwen3-VL-8B-Instruct") is unpriced_part("Qwen/Qwen3-8B") is None
+
+
+@pytest.mark.parametrize("name", sorted(_public_models()["shapes"]))
+def test_the_arguments_of_a_model_give_the_model(name):
+    model = known_model(name)
+    assert model is not None
+    assert typed(settings_of(model), Model) == model
+    arguments = {key: value for key, value in arguments_of(model).items() if value is not None}
+    assert model_of(SimpleNamespace(**arguments), tower=model.tower, source=model.source).kinds == model.kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "values"),
+    [
+        ("layers: 16", "unknown-key", ("layers", "num_layers")),
+        ("dense_layers: 1", "unknown-key", ("dense_layers", "moe_layer_freq")),
+        ("num_layer: 16", "unknown-key", ("num_layers",)),
+        ("num_layers: true", "bad-type", ("num_layers",)),
+        ("num_layers: x", "bad-number", ("num_layers", "x")),
+        ("num_layers: 0", "bad-number", ("num_layers",)),
+        ("swiglu: 1", "bad-type", ("swiglu",)),
+        ("normalization: L2", "bad-choice", ("normalization", "RMSNorm")),
+        ("num_attention_heads: 3", "does-not-divide", ("num_attention_heads", "kv_channels")),
+        ("attention_dropout: 0.1", "unsupported-setting", ("hidden_dropout",)),
+        ("position_embedding_type: yarn", "unsupported-setting", ("position_embedding_type", "yarn", "rope")),
+        ("kv_lora_rank: 8", "unsupported-setting", ("kv_lora_rank",)),
+        ("hidden_size: null", "unknown-size", ("hidden_size",)),
+        ("vocab_size: null", "unknown-size", ("vocab_size",)),
+    ],
+)
+def test_a_wrong_argument_of_a_model_is_named(tmp_path, text, code, values):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: tiny-gpt\n{text}\n")
+    with refused(code, *values):
+        load(path, Model)

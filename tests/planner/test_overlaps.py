@@ -145,7 +145,8 @@ def test_a_run_of_our_schedules_with_the_flag_runs_in_pairs():
 def test_the_command_says_what_the_overlap_is_worth(tmp_path):
     source = tmp_path / "run.yaml"
     source.write_text(
-        "model: {layers: 8, hidden: 2048, heads: 16, vocabulary: 32000, sequence: 1024}\n"
+        "model: {num_layers: 8, hidden_size: 2048, num_attention_heads: 16, vocab_size: 32000, seq_length: 1024,"
+        " untie_embeddings_and_output_weights: true, attention_dropout: 0.0, hidden_dropout: 0.0}\n"
         "cluster: {base: h100-80g, nodes: 1, intra_node: {gb_per_s: 40}}\n"
         "parallelism: {global_batch: 16, tp: 4, pp: 2, dp: 1}\nmegatron: {tp-comm-overlap: true}\n"
     )

@@ -220,7 +220,9 @@ def test_a_search_starts_where_families_leave_time(tmp_path):
 
 
 CONFIG = """
-model: {layers: 8, hidden: 2048, heads: 16, vocabulary: 32000, sequence: 1024}
+model:
+  {num_layers: 8, hidden_size: 2048, num_attention_heads: 16, vocab_size: 32000, seq_length: 1024,
+   untie_embeddings_and_output_weights: true, attention_dropout: 0.0, hidden_dropout: 0.0}
 cluster: {memory_gib: 24, tflops: 300, intra_node: {gb_per_s: 200}, inter_node: {gb_per_s: 20}, nodes: 2,
   devices_per_node: 4, host: {d2h_gb_per_s: 20, h2d_gb_per_s: 20}, host_memory_gib: 500}
 parallelism: {global_batch: 16}

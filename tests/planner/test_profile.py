@@ -80,7 +80,7 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
         ("parts.layers.*-.memory", {"X": 1}, ("bad-type", "parts.layers.*-.memory", "X")),
         ("parts.first.memory.F", "x", ("bad-type", "parts.first.memory", "F", "x")),
         ("parts.layers.*-.seconds.forward", "x", ("bad-type", "parts.layers.*-.seconds.forward")),
-        ("profile.model.layers", "x", ("bad-type", "profile.model.layers")),
+        ("profile.model.num_layers", "x", ("bad-number", "profile.model.num_layers")),
         ("profile.execution", [], ("bad-type", "profile.execution", "[]")),
         ("profile.message_bytes", 1e300, ("bad-number", "profile.message_bytes", "1e+300", "1e+30")),
         ("profile.device", [], ("bad-type", "profile.device", "[]")),
@@ -257,8 +257,8 @@ LATENT = replace(
 EXPERTS = replace(LLAMA, qk_norm=True, experts=8, experts_per_token=2, expert_ffn=320)
 # As DeepSeek-V3: dense layers first, then experts that are chosen in groups, one that all tokens visit, and a layer ahead.
 FINE = replace(
-    LATENT, experts=4, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, dense_layers=1, router_score="sigmoid",
-    router_bias=True, router_groups=2, router_groups_per_token=1, mtp_layers=1,
+    LATENT, experts=4, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, moe_layer_freq=(0, 1, 1, 1, 1, 1),
+    router_score="sigmoid", router_bias=True, router_groups=2, router_groups_per_token=1, mtp_layers=1,
 )  # fmt: skip
 # As GPT-OSS; and of 6 experts, 128 tokens for 5 each do not get equally many.
 ODD = replace(EXPERTS, qk_norm=False, bias="all", experts=6, experts_per_token=5)
@@ -338,7 +338,7 @@ def test_what_cannot_be_profiled_is_refused(lane):
         (GPT, again("mla_up_proj"), ("needs-option",)),
         (GPT, Execution(tp=8), ("does-not-divide",)),
         (replace(GPT, pattern="M-*-M-"), Execution(), ("cannot-profile", "mamba_ssm")),
-        (replace(GPT, attention_every=2), Execution(), ("cannot-profile",)),
+        (replace(GPT, linear_attention_freq=2), Execution(), ("cannot-profile",)),
         (GPT, Execution(adapters=8, frozen=("language",)), ("cannot-profile",)),
     ):
         with refused(*says):

@@ -210,7 +210,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_star
     assert f"{tmp_path}/file/run/report.json" in line and line.endswith(" [cannot-write]")
 
 
-ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
+ASYNCHRONOUS = ("schedule.name=pipedream", "model.untie_embeddings_and_output_weights=true")
 SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
 SHORT = {
     "ASYNCHRONOUS": ASYNCHRONOUS,
@@ -226,7 +226,7 @@ schedule.name=auto schedule.options={"foo":1} | unknown-option foo
 schedule.name=auto schedule.options={"chunks":3} | too-few-layers 8 12
 megatron.num-layers-per-virtual-pipeline-stage=2 | needs-chunks 2 1
 megatron.pipeline-model-parallel-layout=Et*2|t*2|t*2|t*2L | needs-chunks 8
-schedule.name=auto model.pattern='*-*-*-*-' megatron.hybrid-layer-pattern='*-|*-*|-*-' | needs-chunks 0.75 3
+schedule.name=auto model.hybrid_layer_pattern='*-*-*-*-' megatron.hybrid-layer-pattern='*-|*-*|-*-' | needs-chunks 0.75 3
 megatron.hybrid-layer-pattern=M*|M*|M* | conflicting-options model
 megatron.iterations-to-skip=[3] | unsupported-setting --iterations-to-skip
 schedule.name=stock schedule.vocab_parallel=2 | not-for-stock
@@ -238,7 +238,7 @@ schedule.name=gems parallelism.pp=1 | no-pipeline 1
 SLICED schedule.options={"slices":7} | slices-do-not-fit 7 1
 schedule.name=zbv schedule.slice_cut=flops | no-slices
 SLICED megatron.moe-aux-loss-coeff=0.1 | unsupported-setting --moe-router-enable-expert-bias
-SLICED model.dropout=0.1 | unsupported-setting --attention-dropout 0
+SLICED model.attention_dropout=0.1 model.hidden_dropout=0.1 | unsupported-setting --attention-dropout 0
 SLICED schedule.overlap_steps=true | conflicting-options
 schedule.recompute=selective schedule.recompute_modules=[activation] | unsupported-setting
 ALL_MODULES schedule.name=stock | unsupported-setting
@@ -246,7 +246,7 @@ schedule.offload=full megatron.pipemem-recompute=full schedule.vocab_parallel=1 
 ASYNCHRONOUS schedule.offload=full | conflicting-features --pipemem-offload
 ASYNCHRONOUS megatron.clip-grad=1.0 | unsupported-setting --clip-grad 0
 ASYNCHRONOUS megatron.clip-grad=null | unsupported-setting --clip-grad 0
-ASYNCHRONOUS model.tied=true | tied-embedding
+ASYNCHRONOUS model.untie_embeddings_and_output_weights=false | tied-embedding
 schedule.name=pipedream-2bw parallelism.global_batch=3 | needs-microbatches
 schedule.name=pipedream-2bw schedule.options={"update_every":4} | has-own-flag --global-batch-size
 """
@@ -272,7 +272,7 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("v-half", ("parallelism.chunks=3",), "has 2 chunks per rank, not 3"),
         ("v-half", ("schedule.memory_cap=0.5",), "cap"),
         ("seq1f1b", (), None),
-        ("seq1f1b", ("model.dropout=0.1",), "--attention-dropout 0"),
+        ("seq1f1b", ("model.attention_dropout=0.1", "model.hidden_dropout=0.1"), "--attention-dropout 0"),
     ):
         file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
         found = feasible(tiny(f"schedule.name={file}", *changes))
@@ -290,7 +290,7 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("schedule.name=stock", "parallelism.chunks=2"),
         ("schedule.name=auto", "schedule.memory_cap=6GiB", "schedule.options={seconds: 1}"),
         ("schedule.name=1f1b", "schedule.offload=full", "schedule.memory_cap=0.6"),
-        ("schedule.recompute=selective", "schedule.recompute_modules=[mlp]", "model.bias=none"),
+        ("schedule.recompute=selective", "schedule.recompute_modules=[mlp]", "model.add_bias_linear=false"),
         (*SLICED, "schedule.vocab_parallel=1"),
         (*SLICED, "schedule.vocab_parallel=auto"),
     ],

@@ -100,19 +100,22 @@ def test_filters_look_at_the_whole_run(write_grid):
     }
     only = load_points(write_grid(product=product, only=[{"schedule.name": "zbv"}, {"parallelism.pp": 2}]))
     assert len(only) == 4 and [point.index for point in only] == [0, 1, 2, 3]
-    assert len(load_points(write_grid(product=product, exclude=[{"model.layers": 9}]))) == 6
-    for pattern, reason in (({"model.layers": 8}, ("no-points",)), ({"model.layer": 8}, ("unknown-key", "layers"))):
+    assert len(load_points(write_grid(product=product, exclude=[{"model.num_layers": 9}]))) == 6
+    for pattern, reason in (
+        ({"model.num_layers": 8}, ("no-points",)),
+        ({"model.layers": 8}, ("unknown-key", "num_layers")),
+    ):
         with refused(*reason, kind=ConfigError):
             load_points(write_grid(product=product, exclude=[pattern]))
 
 
 BAD = [
     {"megatron.num-layers": 4},
-    {"model.activation": "geglu"},
+    {"model.gated_linear_unit": True},
     {"script": "nowhere.py"},
     {"schedule.name": "nowhere.csv"},
     {"megatron": [1]},
-    {"parallelism": {"pp": 9, "dp": 1}, "cluster": {"nodes": 2, "devices_per_node": 8}, "model.layers": 18},
+    {"parallelism": {"pp": 9, "dp": 1}, "cluster": {"nodes": 2, "devices_per_node": 8}, "model.num_layers": 18},
 ]
 
 

@@ -29,8 +29,8 @@ from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.runtime import KeyValueCache
 from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
-from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.refusals import of_config
 from megatron_pipemem.request import Request
@@ -382,7 +382,7 @@ class SequenceSlices(Extension):
             )
         (b, s), config = step.tokens[0], step.context.config
         ranks = step.groups.tp.size() if config.sequence_parallel else 1
-        share = attention_share(model_of(config, s))
+        share = attention_share(model_of(config, seq_length=s, mtp_num_layers=0))
         tokens = slice_tokens(s, step.program.schedule.slices, self._request.slice_cut, share, multiple=ranks)
         self._bounds = boundaries(tokens)
         shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]

@@ -31,10 +31,10 @@ from megatron_pipemem.mcore.agreement import (
     tell,
 )
 from megatron_pipemem.mcore.loop_arguments import argument
-from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.step.batches import Dealer
 from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step
+from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.request import MicrobatchCosts, Request
 from megatron_pipemem.schedule.action import COMPLETING, Kind
@@ -394,7 +394,7 @@ def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, i
             "the layers of a hybrid model are not in its configuration, so their FLOPs are not known where batches are "
             "weighed; pass tokens, a file or module:function to --pipemem-microbatch-costs",
         )
-    attention = attention_share(model_of(config, full.length))
+    attention = attention_share(model_of(config, seq_length=full.length, mtp_num_layers=0))
     linear = 1 - attention
     shares = [
         (each.tokens / (full.sequences * full.length), each.squares / (full.sequences * full.length**2))

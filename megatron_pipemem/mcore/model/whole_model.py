@@ -2,8 +2,7 @@
 
 Every layer must exist once, in order, between the embedding and the head. Megatron counts the layers of a chunk by
 sizes in a configuration and in global state. If these sizes disagree, the chunks may still fit together and train, with
-layers missing or repeated. The check uses the global number of each layer. ``model_of`` reads the sizes of a model off
-Megatron's configuration.
+layers missing or repeated. The check uses the global number of each layer.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.model.layout import pattern_layers
-from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -132,33 +130,3 @@ def _written(layers: Sequence[int]) -> str:
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]} to {layers[-1]}"
     return ", ".join(map(str, layers))
-
-
-# Read the shape of a model off Megatron's configuration.
-
-
-def model_of(config, sequence: int, **others: Any) -> Model:
-    """Return the model that a Megatron configuration describes, by default for counting FLOPs of layers.
-
-    ``others`` are further fields of ``Model``. A configuration has no vocabulary, so its size is 1 without them, and the
-    layers of hybrid models are not in the configuration.
-    """
-    variant = getattr(config, "experimental_attention_variant", None)
-    # Sizes of attention that the configuration has, and the model does not use.
-    unused = {"kv_lora_rank"} if not getattr(config, "multi_latent_attention", False) else set()
-    unused |= {"dsa_indexer_topk"} if variant != "dsa" else set()
-    attention = config.linear_attention_freq if variant == "gated_delta_net" else 1
-    frequency = config.moe_layer_freq
-    fields: dict[str, Any] = {
-        "layers": config.num_layers,
-        "vocabulary": 1,
-        "sequence": sequence,
-        "activation": "swiglu" if config.gated_linear_unit else "gelu",
-        "moe_every": frequency if isinstance(frequency, int) else 1,
-        "dense_layers": frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
-        "attention_every": attention if isinstance(attention, int) else 1,
-        "attention_gate": getattr(config, "attention_output_gate", False),
-    }
-    return Model.of_sizes(
-        lambda attribute: None if attribute in unused else getattr(config, attribute, None), **fields | others
-    )

@@ -15,10 +15,10 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_pipemem.choose.knowledge import MemoryDeltas
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_first, gather, is_on_one_host, tell
-from megatron_pipemem.mcore.model.whole_model import look_into, model_of
+from megatron_pipemem.mcore.model.whole_model import look_into
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.model.activations import stage_bytes
-from megatron_pipemem.model.layout import FURTHER, pattern_layers
+from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.model import BY_ACTION, Execution, Model, Recomputable, fullest_load
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.options import AUTO, GATHERED, SHARDED
@@ -146,27 +146,10 @@ def _model_of(step: Step) -> Model:
     built = _model_in(step)
     if getattr(built, "vocab_size", None) is None:
         raise UnsupportedError("unsupported-model", f"a {type(built).__name__} has no vocab_size")
-    position = str(getattr(built, "position_embedding_type", "none"))
-    shape: dict[str, Any] = {"mtp_layers": config.mtp_num_layers or 0}
-    pattern = getattr(built, "hybrid_layer_pattern", None)
-    if pattern is not None:
-        layers, *further = pattern.split(FURTHER)
-        layers = pattern_layers(layers)
-        shape = {
-            "layers": len(layers),
-            "pattern": layers,
-            "mtp_layers": len(further),
-            "mtp_pattern": (further or [None])[0],
-        }
     return model_of(
         config,
-        step.full_microbatch.length,
-        vocabulary=built.vocab_size,
-        norm="rmsnorm" if config.normalization == "RMSNorm" else "layernorm",
-        position={"learned_absolute": "learned", "none": "none"}.get(position, "rope"),
-        bias="all" if config.add_bias_linear else "qkv_only" if config.add_qkv_bias else "none",
-        dropout=max(config.attention_dropout, config.hidden_dropout),
-        router_score="softmax" if config.moe_router_score_function == "softmax" else "sigmoid",
-        qk_norm=config.qk_layernorm,
-        **shape,
+        seq_length=step.full_microbatch.length,
+        vocab_size=built.vocab_size,
+        position_embedding_type=str(getattr(built, "position_embedding_type", "none")),
+        hybrid_layer_pattern=getattr(built, "hybrid_layer_pattern", None),
     )

@@ -18,7 +18,6 @@ from megatron_pipemem.model.model import Tower
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.consumers import (
     BRIDGE,
-    ENDS,
     IMAGES,
     NEMO_RL,
     SLIME,
@@ -27,11 +26,11 @@ from megatron_pipemem.tools.advise.consumers import (
     VERL,
     Consumer,
     adapter_flags,
-    flags_of,
     flags_of_model,
 )
-from megatron_pipemem.tools.advise.reading import Context, Reading, ask_for, named, parts, read_flags
-from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS, UNKNOWN
+from megatron_pipemem.tools.advise.reading import Context, Reading, named, parts, read_flags
+from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS
+from megatron_pipemem.tools.config.arguments import ENDS, UNKNOWN, ask_for, flags_of_attributes
 from megatron_pipemem.tools.config.loading import YamlError, known_model, merged, override, read_raw, read_yaml, typed
 from megatron_pipemem.tools.megatron.asking import answers
 from megatron_pipemem.values import whole_number
@@ -217,7 +216,7 @@ def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
         own |= group
     if settings.get(f"{policy}.fp8_cfg.enabled", False):
         own |= settings.fields(f"{policy}.fp8_cfg")
-    flags = _named_model(settings, "policy.model_name") | dict(flags_of(own, context.known))
+    flags = _named_model(settings, "policy.model_name") | dict(flags_of_attributes(own, context.known))
     flags |= {
         "seq-length": settings.number("policy.max_total_sequence_length"),
         "micro-batch-size": settings.number("policy.train_micro_batch_size"),
@@ -254,7 +253,7 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
             ask_for(str(value), f"{config}.{name}")
     if own.get("recompute_granularity") is None:
         own.pop("recompute_modules", None)
-    flags = _named_model(settings, f"{model}.path") | dict(flags_of(own, context.known))
+    flags = _named_model(settings, f"{model}.path") | dict(flags_of_attributes(own, context.known))
     flags.pop("mtp-num-layers", None)  # verl trains without
     flags |= adapter_flags(settings.number(f"{model}.lora.rank", 0) or settings.number(f"{model}.lora_rank", 0))
     flags["seq-length"] = number("data.max_prompt_length") + number("data.max_response_length")
@@ -316,7 +315,7 @@ def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, 
     if str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"):
         flags |= adapter_flags(_number(own, "lora_rank") or _RANK_OF_SWIFT)
     ends = {flag: own[name] for flag in ENDS if (name := flag.replace("-", "_")) in own}
-    return _reading(flags | dict(flags_of(own, context.known)) | ends, launcher, program, context, SWIFT)
+    return _reading(flags | dict(flags_of_attributes(own, context.known)) | ends, launcher, program, context, SWIFT)
 
 
 def _number(given: Mapping[str, Any], name: str) -> int | None:
@@ -391,7 +390,7 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     base = {} if tokens is None else {"vocab-size": tokens}
     if facts["model"] is not None:
         base |= flags_of_model(facts["model"], "")
-    flags = base | dict(flags_of(values, context.known)) | dict.fromkeys(facts.get("frozen", ()), True)
+    flags = base | dict(flags_of_attributes(values, context.known)) | dict.fromkeys(facts.get("frozen", ()), True)
     flags |= adapter_flags(facts["rank"] or 0)
     if flags.get("expert-model-parallel-size", 1) > 1:  # Megatron-Bridge does not cut experts by default
         flags.setdefault("expert-tensor-parallel-size", 1)

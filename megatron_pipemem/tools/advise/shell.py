@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.tools.config.arguments import UNKNOWN
 
-UNKNOWN = "\0"
-"""Mark before and after the name of a variable without a known value, or a command without a known output."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 _SIMPLE = re.compile(r"[A-Za-z_]\w*|[\d@*#?]")

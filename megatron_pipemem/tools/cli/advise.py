@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_pipemem.errors import ConfigError, UpstreamError, readable
+from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.mcore import INSTALL
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.advice import AS_FAST, PAIRED, Advice, Way, advise
 from megatron_pipemem.tools.advise.consumers import BRIDGE, call, changes
@@ -107,7 +106,7 @@ def advise_words(words: list[str], devices: int | None) -> None:
     ``devices`` is ``None`` if the command gives the number.
     """
     with readable("the command"):
-        reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
+        reading = read_program(words, Context(known_flags(), load(_CLUSTER, Cluster), devices))
     advice = _advised(reading)
     print_facts(console(), _lines(reading, advice, measured=False))
 
@@ -129,17 +128,6 @@ def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
     return advise(reading.run, pace, consumer.families, consumer.slices, consumer.pairs)
 
 
-def _known() -> dict[str, dict[str, Any]]:
-    """Return the properties of all flags that the installed Megatron accepts, by the flag with its ``--``.
-
-    Raises:
-        UpstreamError: Megatron is not installed.
-    """
-    if known := known_flags():
-        return known
-    raise UpstreamError("not-installed", f"flags are read by Megatron's own parser, which is not installed; {INSTALL}")
-
-
 def _read(
     source: list[str],
     variables: dict[str, str],
@@ -153,7 +141,7 @@ def _read(
     if is_yaml and not (path.is_file() and is_settings(read_raw(path))):
         run = load(path, Run, source[1:])
         return Reading(run, run.script or "pretrain_gpt.py", ())
-    context = Context(_known(), load(cluster, Cluster), gpus, vocabulary, images)
+    context = Context(known_flags(), load(cluster, Cluster), gpus, vocabulary, images)
     if is_yaml:
         return read_settings(path, source[1:], context)
     if len(source) == 1 and source[0].startswith(PREFIX):

@@ -32,8 +32,10 @@ import yaml
 
 from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import read_text
+from megatron_pipemem.model.arguments import ATTRIBUTES, NAMES
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.tools.config.arguments import check_settings, model_from, model_settings
 from megatron_pipemem.values import converted
 
 MOST_LEVELS = 50
@@ -139,7 +141,7 @@ SHIPPED = Path(__file__).parent
 
 
 def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a configuration from a file, given by path or name, with changes like ``model.layers=16``.
+    """Read a configuration from a file, given by path or name, with changes like ``model.num_layers=16``.
 
     They are applied before the files that this file refers to are read.
     """
@@ -180,8 +182,10 @@ def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, pr
 
 def settings_of(config: Any) -> dict[str, Any]:
     """Return a dataclass as a mapping that ``typed`` would read. Default values are left out."""
-    changed = {}
+    changed = model_settings(config) if isinstance(config, Model) else {}
     for each in fields(config):
+        if isinstance(config, Model) and each.name not in _MODEL_FIELDS:
+            continue
         default = each.default_factory() if each.default_factory is not MISSING else each.default
         held = getattr(config, each.name)
         if held != default:
@@ -213,10 +217,11 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
     for part in key.split("."):
         if get_origin(here) is dict:
             return
-        known = _parameters(here) if isinstance(here, type) and is_dataclass(here) else {}
+        known = _hints(here) if isinstance(here, type) and is_dataclass(here) else {}
         if part != BASE and part not in known:
-            raise ConfigError("unknown-key", f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
-        hint = str if part == BASE else known[part].annotation
+            message = f"unknown key; {_remedy(part, here, known)}"
+            raise ConfigError("unknown-key", message, key=f"{user}{key}", file=file)
+        hint = str if part == BASE else known[part]
         here = _dataclass_in(hint) or hint
 
 
@@ -227,11 +232,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(choices) or 'none'}"
 
 
+def _remedy(key: str, kind: type, known: Iterable[str]) -> str:
+    """Return what to write instead of a key that a dataclass does not have."""
+    if kind is Model and key in _OLD_KEYS:
+        return f"write {_OLD_KEYS[key]}, as Megatron's argument is called"
+    return nearest(key, known)
+
+
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the key and the value of text such as ``model.layers=16``, whose value is YAML."""
+    """Return the key and the value of text such as ``model.num_layers=16``, whose value is YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
+        raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.num_layers=16")
     try:
         return key, read_yaml(value)
     except YamlError as error:
@@ -286,7 +298,7 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
     ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. ``trail`` has the files that led to this
     one, to find a file that is based on itself.
     """
-    hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
+    hints = _hints(kind)
     own = {BASE: raw} if isinstance(raw, str) else raw
     if not isinstance(own, Mapping):
         wanted = f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}"
@@ -297,7 +309,7 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
         base = _resolve_base(changes.pop(BASE), kind, file, place, trail)
     for key, value in changes.items():
         if key not in hints:
-            message = f"unknown key; {nearest(key, [*hints, BASE])}"
+            message = f"unknown key; {_remedy(key, kind, [*hints, BASE])}"
             raise ConfigError("unknown-key", message, key=f"{prefix}{key}", file=file)
         inner = _dataclass_in(hints[key])
         if inner is not None and value is not None:
@@ -339,7 +351,10 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
     only check the values, and return ``None``. Raise a ConfigError for a missing or wrong value.
     """
     arguments = {}
-    for name, parameter in _parameters(kind).items():
+    parameters = _parameters(kind)
+    if kind is Model:
+        parameters = {name: parameters[name] for name in _MODEL_FIELDS}
+    for name, parameter in parameters.items():
         inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"
         if name not in raw:
             if is_whole and parameter.default is Parameter.empty:
@@ -354,6 +369,11 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
             except ValueError as error:
                 raise ConfigError("bad-type", str(error), key=key, file=file) from error
     try:
+        if kind is Model:
+            settings = {name: value for name, value in raw.items() if name not in _MODEL_FIELDS}
+            if not is_whole:
+                return check_settings(settings)
+            return model_from(settings, **arguments)
         return kind(**arguments) if is_whole else None
     except ConfigError as error:
         raise ConfigError(
@@ -366,6 +386,24 @@ def _parameters(kind: type) -> dict[str, Parameter]:
     """Return the parameters of a dataclass. Their annotations are types and not text."""
     hints = get_type_hints(kind)
     return {name: each.replace(annotation=hints[name]) for name, each in signature(kind).parameters.items()}
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the keys of a dataclass in a file, with their types. Those of a model are Megatron's arguments."""
+    hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
+    if kind is Model:
+        return dict.fromkeys(NAMES, Any) | {name: hints[name] for name in _MODEL_FIELDS}
+    return hints
+
+
+_MODEL_FIELDS = ("tower", "source")
+"""The fields of a model that are keys of its file too, because Megatron has no argument for them."""
+_OLD_KEYS = ATTRIBUTES | {
+    "moe_every": "moe_layer_freq",
+    "dense_layers": "moe_layer_freq",
+    "attention_every": "linear_attention_freq",
+}
+"""Megatron's arguments by earlier keys of a model's file."""
 
 
 def _dataclass_of_values(hint: Any) -> type | None:

@@ -11,16 +11,17 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.flags import Flags, text_of, words
 from megatron_pipemem.model import layout
+from megatron_pipemem.model.arguments import arguments_of
 from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
-from megatron_pipemem.model.model import BY_ACTION, DELTA, EXPERTS, INDEX, LATENT, MAMBA, Model, Sublayer
+from megatron_pipemem.model.model import BY_ACTION, Model
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.tools.config.arguments import flags_of_attributes, frozen_flags, setters
 from megatron_pipemem.tools.config.runs import ADAPTERS, MOCK, RECOMPUTE_FLAG, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.tools.cpu.flags import CPU_FLAGS
 from megatron_pipemem.values import refuse_if
@@ -151,59 +152,11 @@ def model_flags(model: Model) -> Flags:
     Raise a ConfigError for geglu, which has no flag.
     """
     no_flag = "the training script has no flag for geglu; use swiglu to launch this run"
-    refuse_if(model.activation == "geglu", "unsupported-setting", "model.activation", no_flag)
-    flags: Flags = {
-        "num-layers": model.layers if model.pattern is None else None,
-        layout.PATTERN: layout.pattern_of(model),
-        "mtp-num-layers": model.mtp_layers or None,
-        "hidden-size": model.hidden,
-        "num-attention-heads": model.heads,
-        "group-query-attention": model.key_heads != model.heads,
-        "num-query-groups": model.key_heads if model.key_heads != model.heads else None,
-        "kv-channels": model.head_channels,
-        "ffn-hidden-size": model.ffn_width,
-        "qk-layernorm": model.qk_norm,
-        "swiglu": model.activation == "swiglu",
-        "squared-relu": model.activation == "squared_relu",
-        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
-        "position-embedding-type": {"learned": "learned_absolute"}.get(model.position, model.position),
-        "max-position-embeddings": model.sequence,
-        "seq-length": model.sequence,
-        "vocab-size": model.vocabulary,
-        "untie-embeddings-and-output-weights": not model.tied,
-        "attention-dropout": model.dropout,
-        "hidden-dropout": model.dropout,
-        "disable-bias-linear": model.bias != "all",
-        **({"add-qkv-bias": True} if model.bias == "qkv_only" else {}),
-        **({"attention-output-gate": True} if model.attention_gate else {}),
-    }
-
-    def sizes(fields: Mapping[str, str]) -> Flags:
-        return {name.replace("_", "-"): getattr(model, field) or None for field, name in fields.items()}
-
-    blocks = "".join(model.all_kinds)
-    if model.kv_lora_rank is not None:
-        flags |= {"multi-latent-attention": True, **sizes(LATENT)}
-    if model.dsa_indexer_topk:
-        flags |= {"experimental-attention-variant": "dsa", **sizes(INDEX)}
-    if Sublayer.DELTA_NET in blocks:
-        flags |= sizes(DELTA)
-    if model.attention_every > 1:
-        flags |= {"experimental-attention-variant": "gated_delta_net", "linear-attention-freq": model.attention_every}
-    if Sublayer.MAMBA in blocks:
-        flags |= sizes(MAMBA)
-    if model.experts:
-        flags |= {
-            "num-experts": model.experts,
-            **sizes(EXPERTS),
-            "moe-ffn-hidden-size": model.expert_width,
-            "moe-layer-freq": _expert_layers(model),
-            "moe-router-score-function": model.router_score,
-            "moe-router-enable-expert-bias": model.router_bias,
-            "moe-router-topk-scaling-factor": model.router_scale if model.router_scale != 1 else None,
-            "no-bias-swiglu-fusion": not model.fuses_experts,
-        }
-    return flags
+    refuse_if(model.activation == "geglu", "unsupported-setting", "model.gated_linear_unit", no_flag)
+    arguments, flags_by_attribute = arguments_of(model), setters(frozen_flags())
+    names = (flag.lstrip("-") for attribute in arguments for flag in flags_by_attribute.get(attribute, ()))
+    flags = dict.fromkeys(names) | dict(flags_of_attributes(arguments, frozen_flags()))
+    return flags | {"no-bias-swiglu-fusion": True} if model.experts and not model.fuses_experts else flags
 
 
 def _model_flags(run: Run) -> Flags:
@@ -213,19 +166,6 @@ def _model_flags(run: Run) -> Flags:
     return {
         key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(layout.SEGMENTS, "") != value
     }
-
-
-def _expert_layers(model: Model) -> int | str | None:
-    """Return the value of ``--moe-layer-freq``: ``2`` for experts in every second layer, or ``([0]*1+[1]*3)``.
-
-    The result is ``None`` if every layer has experts, or if a hybrid model's pattern places them.
-    """
-    if model.pattern is not None:
-        return None
-    if not model.dense_layers:
-        return model.moe_every if model.moe_every > 1 else None
-    groups = groupby(int(Sublayer.EXPERTS in kind) for kind in model.kinds)
-    return f"({'+'.join(f'[{has}]*{len(list(same))}' for has, same in groups)})"
 
 
 def _parallelism_flags(run: Run) -> Flags:

@@ -26,6 +26,7 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.search.result import default_folder
+from megatron_pipemem.tools.config.arguments import frozen_flags
 from megatron_pipemem.tools.megatron.asking import answers
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ _PROPERTIES = {"choices", "type", "bare", "dest", "const", "nargs", "default"}
 def check_flags(flags: Mapping[str, Any]) -> None:
     """Raise a ConfigError if Megatron's parser lacks one of the flags of ``Run.flags``, or does not take its value.
 
-    Nothing is checked if Megatron's flags are unknown (``known_flags``).
+    Nothing is checked if no Megatron is installed: another version may have the flag.
     """
-    known = known_flags()
+    known = known_flags() if _megatrons_flags() else {}
     readers = {flag.name: flag.read for flag in flags_of(Request).values() if not flag.repeated}
     for name, value in flags.items() if known else ():
         flag = known.get(f"--{name}")
@@ -111,10 +112,9 @@ def _plain(default: Any) -> bool | int | float | str | None:
 def known_flags() -> dict[str, dict[str, Any]]:
     """Return the properties of every flag of Megatron and of this package (``described``).
 
-    The result is empty if Megatron is not installed or its parser fails.
+    They are those of the installed Megatron, or of ``frozen_flags`` if none is installed or its parser fails.
     """
-    megatrons = _megatrons_flags()
-    return megatrons and megatrons | described(flag_parser())
+    return (_megatrons_flags() or frozen_flags()) | described(flag_parser())
 
 
 @lru_cache(maxsize=1)
@@ -141,7 +141,10 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
     try:
         (known,) = answers(["-c", _ASK], _SECONDS, "Megatron's parser")
     except (UpstreamError, ValueError) as error:  # ValueError: not one answer
-        logger.warning("Megatron's flags cannot be read, so the flags of the run are not checked: %s", error)
+        logger.warning(
+            "Megatron's flags cannot be read, so the run is not checked against them: %s",
+            error,
+        )
         return {}
     if path is not None:
         with suppress(OSError):  # it is asked again

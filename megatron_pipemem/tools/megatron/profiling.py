@@ -47,6 +47,7 @@ from megatron_pipemem.mcore.step.gradients import sharded_replacements
 from megatron_pipemem.mcore.symbols import LINEAR, PatchSet
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.activations import layer_bytes, message_bytes
+from megatron_pipemem.model.arguments import arguments_of
 from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
@@ -57,7 +58,6 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
-from megatron_pipemem.tools.launch.command import model_flags
 from megatron_pipemem.tools.planner.profile import Part, Profile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -472,8 +472,8 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
     shape = replace(
         model, activation="gelu"
     )  # flags know fewer activations than the configuration, which gets it below
-    known = {each.name for each in fields(kind_of_config)}
-    flags = {name.replace("-", "_"): value for name, value in model_flags(shape).items() if value is not None}
+    names = {field.name for field in fields(kind_of_config)}
+    arguments = arguments_of(shape)
     of_kinds: dict[str, object] = {
         "num_layers": len(kinds),
         "mtp_num_layers": model.mtp_layers if model.mtp_layers and position == LAST else None,
@@ -490,11 +490,10 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
         of_kinds["rope_type"] = "rope"
     fuses_experts = model.fuses_experts or not model.experts
     return kind_of_config(
-        **{name: value for name, value in flags.items() if name in known}
+        **{name: value for name, value in arguments.items() if name in names and value is not None}
         | {
             "gated_linear_unit": model.gated,
             "activation_func": _ACTIVATIONS[model.activation],
-            "add_bias_linear": model.bias == "all",
             "add_qkv_bias": model.bias != "none",
             "tensor_model_parallel_size": execution.tp,
             "sequence_parallel": execution.sequence_parallel,

@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.costs_file import costs_arguments
 from megatron_pipemem.tools.config.cluster import Cluster, Link
-from megatron_pipemem.tools.config.loading import typed
+from megatron_pipemem.tools.config.loading import settings_of, typed
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner import prices
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, Price
@@ -137,7 +137,7 @@ class Profile:
 
         ``link`` connects neighbouring pipeline ranks. Without it, messages cost nothing.
         """
-        whole = asdict(self)
+        whole = asdict(self) | {"model": settings_of(self.model)}
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:
             del parts["end_layers"]

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.model.arguments import NAMES, arguments_of
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.config.loading import check_key, load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import Run
@@ -207,6 +209,8 @@ def _value(run: Run, name: str, absent: Any = None) -> Any:
     """Return the value of a dotted key in a run; ``absent`` for a flag that the run does not set."""
     here: Any = run
     for part in name.split("."):
+        if isinstance(here, Model) and part in NAMES:
+            return arguments_of(here).get(part, absent)
         here = here.get(part, absent) if isinstance(here, Mapping) else getattr(here, part, absent)
     return here
 
