@@ -131,6 +131,30 @@ def test_imports_point_one_way():
     assert {part_of(source) for source in SOURCES} > MAY_IMPORT.keys()
 
 
+def test_the_core_imports_no_tool():
+    """Nor within functions. ``tools_by_flag`` has the names of those that a flag asks for."""
+    of_tools = "megatron_pipemem.tools"
+    for source in SOURCES:
+        if not part_of(source).startswith("tools/") and source.stem != "tools_by_flag":
+            names = set.union(*read(source))
+            assert not [name for name in names if name == of_tools or name.startswith(f"{of_tools}.")], source
+
+
+def test_the_core_imports_with_numpy_torch_and_megatron_alone():
+    """Every module of it, where the packages of the tools cannot be found."""
+    pytest.importorskip("megatron.core")
+    modules = [module_of(source) for source in SOURCES if not part_of(source).startswith("tools")]
+    code = f"""
+import importlib, sys
+for name in ("yaml", "rich", "typer", "matplotlib"):
+    sys.modules[name] = None  # importing it raises
+for name in {modules}:
+    importlib.import_module(name)
+print(*(name for name in sys.modules if name.startswith("megatron_pipemem.tools.")))
+"""
+    assert len(modules) > 100 and run(code) == "\n"
+
+
 def test_the_kernel_imports_no_feature():
     """Nor within functions: it knows the table of features, which imports them by name when a run wants them."""
     folders = {path.name for path in (PACKAGE / "features").iterdir() if path.is_dir()}
