@@ -27,14 +27,14 @@ def held_after(
     result of ``unit_weights``.
     """
     if slices == 1:
-        found = [changes[kind][stage] if kind in changes else 0 for kind, stage, _ in actions]
+        deltas = [changes[kind][stage] if kind in changes else 0 for kind, stage, _ in actions]
     else:
-        found = [changes[a.kind][place(a, slices)] if a.kind in changes else 0 for a in actions]
+        deltas = [changes[a.kind][place(a, slices)] if a.kind in changes else 0 for a in actions]
     if weights is not None:
         # An action on a whole stage has no microbatch, and so no weight.
         of_actions = (1.0 if a.microbatch is None else weights[a.microbatch] for a in actions)
-        found = [change * weight for change, weight in zip(found, of_actions, strict=True)]
-    return list(accumulate(found))
+        deltas = [change * weight for change, weight in zip(deltas, of_actions, strict=True)]
+    return list(accumulate(deltas))
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
@@ -100,13 +100,13 @@ class ActionPrices:
         While one action of a pair exchanges tokens, the other one computes. So the pair takes as long as its computing,
         its exchanges, or the longer one of its actions, whichever is most.
         """
-        whole = [self.of(*action) for action in (first, second)]
+        alone = [self.of(*action) for action in (first, second)]
         exchanged = [
             seconds
             * min(1.0, self._exchanges[kind][stage] / price if (price := self.priced(kind, stage, unit)) else 0.0)
-            for seconds, (kind, stage, unit) in zip(whole, (first, second), strict=True)
+            for seconds, (kind, stage, unit) in zip(alone, (first, second), strict=True)
         ]
-        return max(*whole, sum(exchanged), sum(whole) - sum(exchanged)) - whole[0]
+        return max(*alone, sum(exchanged), sum(alone) - sum(exchanged)) - alone[0]
 
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
         """Return the seconds of one message over ``edge``, a pair (source device, destination device).
@@ -119,29 +119,29 @@ class ActionPrices:
             return seconds
         return seconds * self._weights.tokens[unit // self._slices]
 
-    def of_graph(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
-        """Return the graph of ``found``, the seconds of its prices, and the lags of its links: arguments of ``Times``.
+    def of_graph(self, dependencies: Dependencies) -> tuple[Graph, list[float], list[float]]:
+        """Return the graph of ``dependencies``, the seconds of its prices, and the lags of its links: arguments of ``Times``.
 
         A lag is the time of a message over a link. If microbatches are alike, a kind has one price per stage (or per
         stage and slice), and a link has one lag. If they have weights, every node has a price, and a link has one lag
         per microbatch or slice.
         """
-        graph, seconds, lags = self._of_single_actions(found)
-        if not found.pairs:
+        graph, seconds, lags = self._of_single_actions(dependencies)
+        if not dependencies.pairs:
             return graph, seconds, lags
         prices, shorter = list(graph.prices), {}
-        for first in found.pairs:
+        for first in dependencies.pairs:
             second = first + 1
             key = prices[first], prices[second]
             if key not in shorter:
                 shorter[key] = len(seconds)
-                seconds.append(self.second_of_pair(found.actions[first], found.actions[second]))
+                seconds.append(self.second_of_pair(dependencies.actions[first], dependencies.actions[second]))
             prices[second] = shorter[key]
         return Graph(graph.lanes, graph.waits, prices, graph.lane_of), seconds, lags
 
-    def _of_single_actions(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
+    def _of_single_actions(self, dependencies: Dependencies) -> tuple[Graph, list[float], list[float]]:
         """Return the result of ``of_graph`` with the price of every action outside of a pair."""
-        graph, links, actions, slices = found.graph, found.links, found.actions, self._slices
+        graph, links, actions, slices = dependencies.graph, dependencies.links, dependencies.actions, self._slices
         if self._weights is None:
             units, prices = range(1), graph.prices
             if self._slices_differ:
@@ -149,12 +149,13 @@ class ActionPrices:
                 places = zip(prices, actions, strict=True)
                 prices = [-1 if at < 0 else at * slices + action.microbatch % slices for at, action in places]
                 graph = Graph(graph.lanes, graph.waits, prices, graph.lane_of)
-            seconds = [self.of_node(kind, stage, unit) for kind, stage in found.kinds for unit in units]
+            seconds = [self.of_node(kind, stage, unit) for kind, stage in dependencies.kinds for unit in units]
             return graph, seconds, list(map(self.of_message, links))
         units = range(len(self._weights) * slices)
         own = (-1 if price < 0 else node for node, price in enumerate(graph.prices))
         waits = [
-            [(needed, link * len(units) + actions[needed].microbatch) for needed, link in each] for each in graph.waits
+            [(needed, link * len(units) + actions[needed].microbatch) for needed, link in needs]
+            for needs in graph.waits
         ]
         return (
             Graph(graph.lanes, waits, list(own), graph.lane_of),

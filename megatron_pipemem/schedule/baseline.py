@@ -35,8 +35,8 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
         return timeline.peak / measured.bytes_of_1f1b if measured.bytes_of_1f1b else None
     if schedule.vocabulary_barriers:
         return None
-    whole = bytes_of_1f1b(timeline.costs, schedule.placement, schedule.num_microbatches, schedule.slices)
-    return timeline.peak / whole if whole else None
+    bytes_under_1f1b = bytes_of_1f1b(timeline.costs, schedule.placement, schedule.num_microbatches, schedule.slices)
+    return timeline.peak / bytes_under_1f1b if bytes_under_1f1b else None
 
 
 def planned_share_of_1f1b(schedule: Schedule, costs: Costs) -> tuple[float, str]:
@@ -45,9 +45,9 @@ def planned_share_of_1f1b(schedule: Schedule, costs: Costs) -> tuple[float, str]
     If no bytes are known, it is based on the order alone, in activation units.
     """
     if not schedule.vocabulary_barriers:
-        whole = bytes_of_1f1b(costs, schedule.placement, schedule.num_microbatches, schedule.slices)
-        if whole:
-            return max(peaks(schedule, costs)) / whole, "by predicted bytes"
+        bytes_under_1f1b = bytes_of_1f1b(costs, schedule.placement, schedule.num_microbatches, schedule.slices)
+        if bytes_under_1f1b:
+            return max(peaks(schedule, costs)) / bytes_under_1f1b, "by predicted bytes"
     under_1f1b = min(1.0, schedule.num_microbatches / schedule.num_devices)
     return max(peaks(schedule)) / under_1f1b, "by the order alone: equal stages, without what waits for W"
 
@@ -64,7 +64,7 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
     # If microbatches are equal, 1F1B never holds more than one per device.
     needed = min(num_microbatches, 2 * placement.num_devices) if costs.microbatch is None else num_microbatches
     same = _as_1f1b(placement.num_devices, needed)
-    if any(isinstance(each, PartPrices) for each in costs.memory.values()):
+    if any(isinstance(price, PartPrices) for price in costs.memory.values()):
         return max(peaks(same, costs))
     if not _can_join(placement):
         return None
@@ -80,15 +80,19 @@ def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> 
 
     Memory values per stage must be those of one stage per device. Otherwise a CostsError is raised.
     """
-    whole = bytes_of_1f1b(costs, Placement.linear(num_devices), num_microbatches)
-    if costs.memory is None or not whole:
+    bytes_under_1f1b = bytes_of_1f1b(costs, Placement.linear(num_devices), num_microbatches)
+    if costs.memory is None or not bytes_under_1f1b:
         return replace(costs, memory=None)
     shares: dict[Kind, Price] = {}
-    for kind, each in costs.memory.items():
-        if isinstance(each, PartPrices):
-            shares[kind] = each * (1 / whole)
+    for kind, price in costs.memory.items():
+        if isinstance(price, PartPrices):
+            shares[kind] = price * (1 / bytes_under_1f1b)
         else:
-            shares[kind] = tuple(value / whole for value in each) if isinstance(each, Sequence) else each / whole
+            shares[kind] = (
+                tuple(value / bytes_under_1f1b for value in price)
+                if isinstance(price, Sequence)
+                else price / bytes_under_1f1b
+            )
     return replace(costs, memory=shares)
 
 
@@ -120,7 +124,7 @@ def counted_bytes_of_1f1b(
         message = sign * max(map(abs, changes.get(kind, (0,))))
         stages[kind] = [0, *[message] * inner] if is_at_start else [*[message] * inner, 0]
     # The backward gives everything back.
-    stages[Kind.B] = [-sum(each) for each in zip(*stages.values(), strict=True)]
+    stages[Kind.B] = [-sum(changes_of_stage) for changes_of_stage in zip(*stages.values(), strict=True)]
     return int(max(max(held_after(actions, stages)) for actions in lower(same).actions))
 
 

@@ -110,8 +110,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, kind in (*_PRICED, *_EXCHANGES):
-            if (given := getattr(self, name)) is not None or getattr(Costs, name) is not None:
-                object.__setattr__(self, name, checked_seconds(name, given, kind))
+            if (value := getattr(self, name)) is not None or getattr(Costs, name) is not None:
+                object.__setattr__(self, name, checked_seconds(name, value, kind))
         links = self.p2p if isinstance(self.p2p, Mapping) else {(): self.p2p}
         for link, seconds in links.items():
             price(".".join(filter(None, ("p2p", "-".join(map(str, link))))), seconds, several=False)
@@ -125,14 +125,17 @@ class Costs:
                     f"further has the kind {strange[0]}, which register_kind has not added; leave the kind out, or "
                     "register it",
                 )
-            own = {Kind(kind): checked_seconds(f"further.{kind}", each) for kind, each in self.further.items()}
+            own = {
+                Kind(kind): checked_seconds(f"further.{kind}", seconds_of_kind)
+                for kind, seconds_of_kind in self.further.items()
+            }
             object.__setattr__(self, "further", own)
 
     @property
     def part_prices(self) -> PartPrices | None:
         """Return the seconds of F + I + W per part of the model; ``None`` unless all three are ``PartPrices``."""
-        found = [each for each in self._passes if isinstance(each, PartPrices)]
-        return sum(found[1:], found[0]) if len(found) == len(self._passes) else None
+        prices = [price for price in self._passes if isinstance(price, PartPrices)]
+        return sum(prices[1:], prices[0]) if len(prices) == len(self._passes) else None
 
     @property
     def are_single(self) -> bool:
@@ -155,11 +158,11 @@ class Costs:
             return replace(price, cut=layers) if isinstance(price, PartPrices) else price
 
         prices = {name: changed(getattr(self, name)) for name, _ in (*_PRICED, *_EXCHANGES)}
-        memory = None if self.memory is None else {kind: changed(each) for kind, each in self.memory.items()}
+        memory = None if self.memory is None else {kind: changed(change) for kind, change in self.memory.items()}
         channel = self.channel and replace(
             self.channel, offload=changed(self.channel.offload), reload=changed(self.channel.reload)
         )
-        further = None if self.further is None else {kind: changed(each) for kind, each in self.further.items()}
+        further = None if self.further is None else {kind: changed(change) for kind, change in self.further.items()}
         return replace(self, **prices, memory=memory, channel=channel, further=further)
 
     def without_ends(self) -> Costs:
@@ -202,15 +205,15 @@ class Costs:
         Raises:
             CostsError: a sequence does not have one value per stage, or per stage and slice.
         """
-        given = [(name, kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
+        fields = [(name, kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
         prices: dict[Kind, tuple[float, ...]] = {
-            kind: per_slice(name, each, placement, slices) for name, kind, each in given if each is not None
+            kind: per_slice(name, seconds, placement, slices) for name, kind, seconds in fields if seconds is not None
         }
-        for kind, each in (self.further or {}).items():
-            prices[kind] = per_slice(f"further.{kind}", each, placement, slices)
+        for kind, seconds in (self.further or {}).items():
+            prices[kind] = per_slice(f"further.{kind}", seconds, placement, slices)
         for kind in COMPUTE:
             if kind not in prices and (shares := kind.spec.shares):
-                parts = [[share * each for each in prices[Kind(other)]] for other, share in shares.items()]
+                parts = [[share * seconds for seconds in prices[Kind(other)]] for other, share in shares.items()]
                 prices[kind] = tuple(map(sum, zip(*parts, strict=True)))
         return prices
 
@@ -220,13 +223,13 @@ class Costs:
         Raises:
             CostsError: a sequence does not have one value per stage.
         """
-        found = {kind: per_slice(name, getattr(self, name), placement, 1) for name, kind in _EXCHANGES}
-        return {**found, Kind.B: found[Kind.I]}
+        exchanges = {kind: per_slice(name, getattr(self, name), placement, 1) for name, kind in _EXCHANGES}
+        return {**exchanges, Kind.B: exchanges[Kind.I]}
 
     def exchange_shares(self, placement: Placement) -> tuple[float, ...]:
         """Return the share of F in which only the experts' tokens travel, one value per stage."""
-        whole, apart = self.seconds(placement)[Kind.F], self.exchange_seconds(placement)[Kind.F]
-        return tuple(part / seconds if seconds else 0.0 for part, seconds in zip(apart, whole, strict=True))
+        forward, apart = self.seconds(placement)[Kind.F], self.exchange_seconds(placement)[Kind.F]
+        return tuple(part / seconds if seconds else 0.0 for part, seconds in zip(apart, forward, strict=True))
 
     def of_computing(self, placement: Placement) -> Costs:
         """Return the costs without the seconds in which only the experts' tokens travel, with one value per stage.
@@ -235,7 +238,7 @@ class Costs:
         """
         seconds, apart = self.seconds(placement), self.exchange_seconds(placement)
         forward, inputs = (
-            tuple(max(0.0, whole - each) for whole, each in zip(seconds[kind], apart[kind], strict=True))
+            tuple(max(0.0, total - exchange) for total, exchange in zip(seconds[kind], apart[kind], strict=True))
             for kind in (Kind.F, Kind.I)
         )
         return replace(self, forward=forward, backward_input=inputs, forward_exchange=0.0, backward_exchange=0.0)
@@ -303,10 +306,13 @@ class Costs:
         seconds = self.channel.seconds(placement, slices)
         if Kind.RS not in recomputed.values():
             return seconds
-        whole = self.memory_changes(placement, slices=slices)[Kind.WAIT_OFFLOAD]
-        less = self.memory_changes(placement, recomputed, slices)[Kind.WAIT_OFFLOAD]
-        shares = [b / a if a else 1.0 for a, b in zip(whole, less, strict=True)]
-        return {kind: tuple(s * share for s, share in zip(each, shares, strict=True)) for kind, each in seconds.items()}
+        full = self.memory_changes(placement, slices=slices)[Kind.WAIT_OFFLOAD]
+        partial = self.memory_changes(placement, recomputed, slices)[Kind.WAIT_OFFLOAD]
+        shares = [b / a if a else 1.0 for a, b in zip(full, partial, strict=True)]
+        return {
+            kind: tuple(s * share for s, share in zip(transfers, shares, strict=True))
+            for kind, transfers in seconds.items()
+        }
 
     def memory_changes(
         self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
@@ -321,13 +327,13 @@ class Costs:
             slices: sequence slices of a microbatch.
         """
         changes = self._changes(placement, slices)
-        again, in_part = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
+        recomputes, in_part = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
         nothing: tuple[float, ...] = (0,) * (placement.num_stages * slices)
         forwards = changes.get(Kind.F, nothing)
-        if again is None:
-            kept, again = nothing, forwards
+        if recomputes is None:
+            kept, recomputes = nothing, forwards
         else:
-            kept, forwards = forwards, tuple(f + r for f, r in zip(forwards, again, strict=True))
+            kept, forwards = forwards, tuple(f + r for f, r in zip(forwards, recomputes, strict=True))
         if Kind.WAIT_OFFLOAD not in changes:
             changes[Kind.WAIT_OFFLOAD] = tuple(-takes for takes in forwards)
         changes.setdefault(Kind.RELOAD, tuple(-gives_back for gives_back in changes[Kind.WAIT_OFFLOAD]))
@@ -335,14 +341,14 @@ class Costs:
             in_part = tuple(SELECTIVE_BYTES * takes for takes in forwards)
         kinds = [recomputed.get(stage) for stage in range(placement.num_stages) for _ in range(slices)]
         if Kind.R in kinds:
-            changes[Kind.R] = again
+            changes[Kind.R] = recomputes
         if Kind.RS in kinds:
             changes[Kind.RS] = in_part
             selective = [part if kind is Kind.RS else 0 for kind, part in zip(kinds, in_part, strict=True)]
             for kind, sign in ((Kind.WAIT_OFFLOAD, 1), (Kind.RELOAD, -1)):
                 # At least nothing: RS may make more than may leave the device.
                 changes[kind] = tuple(
-                    sign * min(0, sign * whole + part) for whole, part in zip(changes[kind], selective, strict=True)
+                    sign * min(0, sign * full + part) for full, part in zip(changes[kind], selective, strict=True)
                 )
             forwards = tuple(takes - part for takes, part in zip(forwards, selective, strict=True))
         forwards = tuple(kept[at] if kind is Kind.R else forwards[at] for at, kind in enumerate(kinds))
@@ -368,8 +374,10 @@ class Costs:
         places = placement.num_stages * slices
         if self.memory is None and self.slice_units is not None:
             units = self.slice_units.items()
-            if slices != (found := len(self.slice_units[Kind.F])):
-                given_units = f"activation units for {found} slices of a microbatch, but the schedule has {slices}"
+            if slices != (priced_slices := len(self.slice_units[Kind.F])):
+                given_units = (
+                    f"activation units for {priced_slices} slices of a microbatch, but the schedule has {slices}"
+                )
                 raise CostsError(
                     "costs-mismatch", f"the costs have {given_units}; price the slices again with slice_costs"
                 )
@@ -383,8 +391,8 @@ class Costs:
             if kind in VOCABULARY:
                 changes[kind] = per_device(name, values, placement.num_devices, slices)
             elif kind in WHOLE_STAGE:  # slices do not share it
-                whole = per_slice(name, values, placement, 1)
-                changes[kind] = tuple(change for change in whole for _ in range(slices))
+                per_stage = per_slice(name, values, placement, 1)
+                changes[kind] = tuple(change for change in per_stage for _ in range(slices))
             else:
                 changes[kind] = per_slice(name, values, placement, slices)
         zero = (0.0,) * places

@@ -43,10 +43,10 @@ def costs_arguments(data: object) -> dict[str, Any]:
         )
     costs: dict[str, Any] = {key: data[key] for key in (*_PRICES, "p2p") if key in data}
     if (parts := data.get("parts")) is not None:
-        if given := sorted(data.keys() & {*_PASSES, "memory"}):
+        if conflicting := sorted(data.keys() & {*_PASSES, "memory"}):
             raise CostsError(
                 "conflicting-options",
-                f"costs have the keys parts and {given[0]}, which both give the same prices; leave one of the two out",
+                f"costs have the keys parts and {conflicting[0]}, which both give the same prices; leave one of the two out",
             )
         costs |= _of_parts(_object("parts", parts, _PARTS), _cut(data.get("layers_per_stage")))
     elif "layers_per_stage" in data:
@@ -83,22 +83,22 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
         raise CostsError(
             "bad-type", f'parts.order is {shortened(kinds)}; give a list with one kind per layer, as in ["*-", "*-"]'
         )
-    for name, known in of_kind.items():
+    for name, table in of_kind.items():
         for kind in kinds:
-            if not isinstance(kind, str) or kind not in known:
+            if not isinstance(kind, str) or kind not in table:
                 raise CostsError(
                     "unknown-key",
                     f"parts.order has the kind {shortened(kind)}, and parts.{name} has no key of that name; add the "
                     "key, or correct parts.order",
                 )
     read = {
-        name: {kind: _part(f"parts.{name}.{kind}", known[kind]) for kind in set(kinds)}
-        for name, known in of_kind.items()
+        name: {kind: _part(f"parts.{name}.{kind}", table[kind]) for kind in set(kinds)}
+        for name, table in of_kind.items()
     }
     first, middle, last = (_part(f"parts.{name}", parts[name]) for name in ("first", "middle", "last"))
 
     def priced(of: Callable[[_Part], float]) -> PartPrices:
-        of_layers = {name: tuple(of(known[kind]) for kind in kinds) for name, known in read.items()}
+        of_layers = {name: tuple(of(table[kind]) for kind in kinds) for name, table in read.items()}
         return PartPrices(first=of(first), middle=of(middle), last=of(last), cut=cut, **of_layers)
 
     def seconds(name: str) -> PartPrices:
@@ -107,7 +107,7 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
     def changes(kind: Kind) -> PartPrices:
         return priced(lambda part: part[1].get(kind, 0.0))
 
-    every = [first, middle, last, *(part for known in read.values() for part in known.values())]
+    every = [first, middle, last, *(part for table in read.values() for part in table.values())]
     actions = dict.fromkeys(kind for _, memory in every for kind in memory)
     passes = {price: seconds(name) for price, name in _PASSES.items()}
     return {**passes, **({"memory": {kind: changes(kind) for kind in actions}} if actions else {})}
@@ -122,7 +122,7 @@ def _part(key: str, value: object) -> _Part:
     seconds, memory = (_object(f"{key}.{name}", part.get(name, {})) for name in ("seconds", "memory"))
     return (
         {name: number(f"{key}.seconds.{name}", seconds.get(name, 0.0)) for name in _PASSES.values()},
-        {_kind(f"{key}.memory", kind): number(f"{key}.memory.{kind}", each) for kind, each in memory.items()},
+        {_kind(f"{key}.memory", kind): number(f"{key}.memory.{kind}", change) for kind, change in memory.items()},
     )
 
 
@@ -132,7 +132,7 @@ def _cut(layers: object) -> tuple[int, ...] | None:
     if (
         not isinstance(layers, list)
         or not layers
-        or not all(type(each) is int and 0 <= each <= LARGEST for each in layers)
+        or not all(type(count) is int and 0 <= count <= LARGEST for count in layers)
     ):
         raise CostsError(
             "bad-type", f"layers_per_stage is {shortened(layers)}; give a list of whole numbers, as in [4, 4, 3, 3]"
@@ -166,19 +166,19 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
             "missing-option", "microbatch lacks the key time, a list of one weight per microbatch; give it"
         )
     kinds = _object("microbatch.kinds", weights.get("kinds", {}))
-    return {**weights, "kinds": {_kind("microbatch.kinds", kind): each for kind, each in kinds.items()}}
+    return {**weights, "kinds": {_kind("microbatch.kinds", kind): kind_weights for kind, kind_weights in kinds.items()}}
 
 
-def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return ``value`` if it is a JSON object with no keys other than ``known``, or raise a CostsError.
+def _object(key: str, value: object, keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return ``value`` if it is a JSON object with no keys other than ``keys``, or raise a CostsError.
 
-    ``key`` is the key of ``value`` in the file, for the message. ``known=None`` allows all keys.
+    ``key`` is the key of ``value`` in the file, for the message. ``keys=None`` allows all.
     """
     if not isinstance(value, dict):
         raise CostsError("bad-type", f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
-    if known is not None and (unknown := sorted(set(value) - set(known))):
+    if keys is not None and (unknown := sorted(set(value) - set(keys))):
         raise CostsError(
-            "unknown-key", f"{key} has the unknown key {shortened(unknown[0])}; known are {', '.join(known)}"
+            "unknown-key", f"{key} has the unknown key {shortened(unknown[0])}; known are {', '.join(keys)}"
         )
     return value
 
@@ -243,22 +243,22 @@ class FunctionName(NamedTuple):
     name: str
 
 
-def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
+def read_microbatch_costs(text: str) -> str | FileWeights | FunctionName:
     """Read a value of ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file, or ``module:function``.
 
     Return ``tokens`` or ``flops`` in lower case, the weights in the file, or the name of the function. The file is read
     and checked here, the function is not imported. Any other text raises an UnsupportedError, and a file without valid
     weights a CostsError.
     """
-    if asked.lower() in (TOKENS, FLOPS):
-        return asked.lower()
-    if asked.endswith(".json"):
-        return _file(asked)
-    module, _, name = asked.rpartition(":")
+    if text.lower() in (TOKENS, FLOPS):
+        return text.lower()
+    if text.endswith(".json"):
+        return _file(text)
+    module, _, name = text.rpartition(":")
     if not (module and name):
         raise UnsupportedError(
             "bad-choice",
-            f"--pipemem-microbatch-costs {shortened(asked)} is neither tokens, FLOPs, a .json file nor "
+            f"--pipemem-microbatch-costs {shortened(text)} is neither tokens, FLOPs, a .json file nor "
             "module:function; give one of "
             "these",
         )
@@ -267,9 +267,9 @@ def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
 
 def _file(path: str) -> FileWeights:
     """Read a file of weights: an object or list of numbers for all training steps, or a list of these, one per step."""
-    found = read_json(path, "weights of microbatches", CostsError)
-    one_for_all = not isinstance(found, list) or not any(isinstance(each, list | dict) for each in found)
-    steps = tuple(_weights(path, each) for each in ([found] if one_for_all else found))
+    content = read_json(path, "weights of microbatches", CostsError)
+    one_for_all = not isinstance(content, list) or not any(isinstance(weights, list | dict) for weights in content)
+    steps = tuple(_weights(path, weights) for weights in ([content] if one_for_all else content))
     return FileWeights(path, steps, one_for_all)
 
 

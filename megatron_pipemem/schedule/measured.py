@@ -57,13 +57,13 @@ def _exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Place
     share. Devices without pairs have the share of all pairs together.
     """
     seconds, devices = costs.seconds(placement), placement.devices
-    hidden, whole = [0.0] * placement.num_devices, [0.0] * placement.num_devices
+    hidden, computed = [0.0] * placement.num_devices, [0.0] * placement.num_devices
     for ((_, stage), (kind, other)), together in pairs.items():
         forward, backward = seconds[Kind.F][stage], seconds[kind][other]
         hidden[devices[stage]] += min(max(0.0, forward + backward - together), forward, backward)
-        whole[devices[stage]] += forward + seconds[Kind.I][other]
-    overall = sum(hidden) / sum(whole) if any(whole) else 0.0
-    shares = [part / all_ if all_ else overall for part, all_ in zip(hidden, whole, strict=True)]
+        computed[devices[stage]] += forward + seconds[Kind.I][other]
+    overall = sum(hidden) / sum(computed) if any(computed) else 0.0
+    shares = [part / all_ if all_ else overall for part, all_ in zip(hidden, computed, strict=True)]
     return tuple(shares[device] for device in devices)
 
 
@@ -83,16 +83,16 @@ def costs_from(
     ``links`` cost nothing. ``slices`` is their number per microbatch. ``pairs`` has the median seconds of pairs, if the
     step had any. Without them the exchanges of experts' tokens keep their shares of F and I.
     """
-    known = before.seconds(placement, slices)
+    seconds_before = before.seconds(placement, slices)
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for stage in range(placement.num_stages * slices):
-        prices[Kind.F].append(medians.get((Kind.F, stage), known[Kind.F][stage]))
+        prices[Kind.F].append(medians.get((Kind.F, stage), seconds_before[Kind.F][stage]))
         fused = medians.get((Kind.B, stage))
         for kind in (Kind.I, Kind.W):
-            seconds = medians.get((kind, stage), known[kind][stage])
+            seconds = medians.get((kind, stage), seconds_before[kind][stage])
             if fused is not None and (kind, stage) not in medians:
-                whole = known[Kind.B][stage]
-                seconds = fused * (known[kind][stage] / whole if whole else 0.5)
+                both_passes = seconds_before[Kind.B][stage]
+                seconds = fused * (seconds_before[kind][stage] / both_passes if both_passes else 0.5)
             prices[kind].append(seconds)
     p2p = {
         # Costs price the messages of whole microbatches.
@@ -101,19 +101,19 @@ def costs_from(
         for destination in range(placement.num_devices)
         if source != destination
     }
-    again: dict[Kind, tuple[float, ...] | None] = {}
+    recompute: dict[Kind, tuple[float, ...] | None] = {}
     for kind in RECOMPUTE:
         ran = any(other is kind for other, _ in medians)
         share, of_forward = kind.spec.shares["F"], enumerate(prices[Kind.F])
-        again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
+        recompute[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
     forward, inputs, weights = (tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W))
     costs = Costs(
         forward,
         inputs,
         weights,
         p2p,
-        recompute=again[Kind.R],
-        recompute_selective=again[Kind.RS],
+        recompute=recompute[Kind.R],
+        recompute_selective=recompute[Kind.RS],
         vocabulary=_passes(medians, placement, before, slices),
         further={
             kind: tuple(medians.get((kind, at), 0.0) for at in range(placement.num_stages * slices))
@@ -164,10 +164,10 @@ class MeasuredStep:
     def __post_init__(self) -> None:
         counts = [sum(action.kind in COMPUTE for action in order) for order in self.schedule.orders]
         if [*map(len, self.spans)] != counts:
-            found = [*map(len, self.spans)]
+            span_counts = [*map(len, self.spans)]
             raise ConfigError(
                 "wrong-count",
-                f"the times are of {found} actions on the devices, and the schedule has {counts}; give one span per "
+                f"the times are of {span_counts} actions on the devices, and the schedule has {counts}; give one span per "
                 "action",
             )
         for device, spans in enumerate(self.spans):
@@ -179,10 +179,10 @@ class MeasuredStep:
 
     @cached_property
     def _graph(self) -> tuple[Dependencies, list[Step]]:
-        found = Dependencies.of_schedule(self.schedule)
-        if error := found.stuck():
+        dependencies = Dependencies.of_schedule(self.schedule)
+        if error := dependencies.stuck():
             raise error
-        return found, list(found.graph.steps(found.walk.nodes))
+        return dependencies, list(dependencies.graph.steps(dependencies.walk.nodes))
 
     @property
     def actions(self) -> list[Action]:
@@ -197,27 +197,27 @@ class MeasuredStep:
     @cached_property
     def _by_node(self) -> dict[int, Span]:
         """Return the span of every node that computes."""
-        found = self._graph[0]
+        dependencies = self._graph[0]
         computing = [
             node
-            for nodes in found.graph.lanes[: self.schedule.num_devices]
+            for nodes in dependencies.graph.lanes[: self.schedule.num_devices]
             for node in nodes
-            if found.actions[node].kind in COMPUTE
+            if dependencies.actions[node].kind in COMPUTE
         ]
         return dict(zip(computing, (span for spans in self.spans for span in spans), strict=True))
 
     @cached_property
     def seconds(self) -> list[int]:
         """Return the nanoseconds of every node; 0 if they were not measured."""
-        found = [0] * len(self.actions)
+        nanoseconds = [0] * len(self.actions)
         for node, (start, end) in self._by_node.items():
-            found[node] = end - start
-        return found
+            nanoseconds[node] = end - start
+        return nanoseconds
 
     @cached_property
     def _waits(self) -> tuple[list[int], list[bool]]:
-        found, steps = self._graph
-        ends, free = [0] * len(self.actions), [0] * len(found.graph.lanes)
+        dependencies, steps = self._graph
+        ends, free = [0] * len(self.actions), [0] * len(dependencies.graph.lanes)
         delays, awaits_message = [0] * len(self.actions), [False] * len(self.actions)
         for node, lane, waits, _ in steps:
             arrived = max((ends[needed] for needed, _ in waits), default=0)
@@ -247,9 +247,9 @@ class MeasuredStep:
         ``begins`` has the nanoseconds at which every device begins; 0 if it is empty. With the step's own ``seconds``
         and ``delays`` the result is the measured step.
         """
-        found, steps = self._graph
+        dependencies, steps = self._graph
         starts, ends = [0] * len(seconds), [0] * len(seconds)
-        free = [*begins, *[0] * (len(found.graph.lanes) - len(begins))]
+        free = [*begins, *[0] * (len(dependencies.graph.lanes) - len(begins))]
         for node, lane, waits, _ in steps:
             start = free[lane]
             for needed, _ in waits:
@@ -293,7 +293,7 @@ class MeasuredStep:
         durations: dict[tuple[Kind, int], list[int]] = {}
         for node in self.alone:
             durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
-        return {key: round(median(each)) for key, each in durations.items()}
+        return {key: round(median(times)) for key, times in durations.items()}
 
     @cached_property
     def usual_pairs(self) -> dict[Pair, int]:
@@ -302,7 +302,7 @@ class MeasuredStep:
         for first, second in self.pairs.items():
             key = self.key_of(self.actions[first]), self.key_of(self.actions[second])
             durations.setdefault(key, []).append(self._by_node[second][1] - self._by_node[first][0])
-        return {key: round(median(each)) for key, each in durations.items()}
+        return {key: round(median(times)) for key, times in durations.items()}
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
@@ -318,7 +318,10 @@ class MeasuredStep:
             if usual and kind in (Kind.F, Kind.I, Kind.B):
                 ratios[unit // self.schedule.slices].append(self.seconds[node] / usual)
         return tuple(
-            median(each) if each and (min(each) > 1 + _ALIKE or max(each) < 1 - _ALIKE) else 1.0 for each in ratios
+            median(of_microbatch)
+            if of_microbatch and (min(of_microbatch) > 1 + _ALIKE or max(of_microbatch) < 1 - _ALIKE)
+            else 1.0
+            for of_microbatch in ratios
         )
 
     @cached_property
@@ -327,14 +330,16 @@ class MeasuredStep:
 
         A negative median counts as 0. Links for whose messages no action waited are left out.
         """
-        found: dict[tuple[int, int], list[int]] = {}
+        waits: dict[tuple[int, int], list[int]] = {}
         graph = self._graph[0]
         for node in self._by_node:
             if self.awaits_message[node]:
                 link = max((graph.links[link] for _, link in graph.graph.waits[node]), default=(0, 0))
-                found.setdefault(link, []).append(self.delays[node])
+                waits.setdefault(link, []).append(self.delays[node])
         return {
-            link: max(0.0, median(each)) / NANOSECONDS for link, each in sorted(found.items()) if link[0] != link[1]
+            link: max(0.0, median(of_link)) / NANOSECONDS
+            for link, of_link in sorted(waits.items())
+            if link[0] != link[1]
         }
 
     def of_stages(self) -> dict[Kind, tuple[float, ...]]:
@@ -422,11 +427,11 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
     of_messages = [delay * awaits for delay, awaits in zip(delays, step.awaits_message, strict=True)]
     levels = [(even, none), (stages, none), (weighed, none), (weighed, of_messages), (weighed, delays)]
     idle = [_idle(step, *level) for level in levels]
-    whole = _idle(step, step.seconds, delays)
+    measured = _idle(step, step.seconds, delays)
     saved = step.length - _period(step)
     by_device = [_late_alone(step, weighed, device) for device in range(step.schedule.num_devices)]
-    found = []
-    for device, total in enumerate(whole):
+    causes_of_devices = []
+    for device, total in enumerate(measured):
         reached = total - saved
         kept = [reached]
         for level in reversed(idle):
@@ -434,9 +439,9 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
         kept.append(0)
         parts = [after - before for before, after in pairwise(reversed(kept))]
         causes = dict(zip(CAUSES, [*parts, saved], strict=True))
-        more = [max(0, alone[device] - idle[-1][device]) for alone in by_device]
-        found.append(DeviceIdle(device, total, causes, _shared(causes[LATE], more)))
-    return found
+        alone_more = [max(0, alone[device] - idle[-1][device]) for alone in by_device]
+        causes_of_devices.append(DeviceIdle(device, total, causes, _shared(causes[LATE], alone_more)))
+    return causes_of_devices
 
 
 def _even(step: MeasuredStep) -> tuple[dict[tuple[Kind, int], int], dict[Pair, int]]:
@@ -445,7 +450,7 @@ def _even(step: MeasuredStep) -> tuple[dict[tuple[Kind, int], int], dict[Pair, i
     slices = step.schedule.slices
     for (kind, at), seconds in step.usual.items():
         by_kind.setdefault((kind, at % slices), []).append(seconds)
-    means = {key: round(sum(each) / len(each)) for key, each in by_kind.items()}
+    means = {key: round(sum(times) / len(times)) for key, times in by_kind.items()}
     together = step.usual_pairs.values()
     mean = round(sum(together) / len(together)) if together else 0
     alone = {(kind, at): means[kind, at % slices] for kind, at in step.usual}
@@ -456,14 +461,14 @@ def _of_actions(
     step: MeasuredStep, seconds: Mapping[tuple[Kind, int], int], pairs: Mapping[Pair, int], weighed: bool
 ) -> list[int]:
     weights, slices = step.weights, step.schedule.slices
-    found = []
+    durations = []
     for action in step.actions:
-        one = seconds.get(step.key_of(action), 0)
-        found.append(round(one * weights[action.microbatch // slices]) if weighed else one)
+        duration = seconds.get(step.key_of(action), 0)
+        durations.append(round(duration * weights[action.microbatch // slices]) if weighed else duration)
     for first, second in step.pairs.items():
-        whole = pairs[step.key_of(step.actions[first]), step.key_of(step.actions[second])]
-        found[first], found[second] = 0, whole
-    return found
+        together = pairs[step.key_of(step.actions[first]), step.key_of(step.actions[second])]
+        durations[first], durations[second] = 0, together
+    return durations
 
 
 def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int]:

@@ -18,21 +18,23 @@ from megatron_pipemem.schedule.placement import Placement
 Several = float | Sequence[float]
 
 
-def number(subject: str, value: object, wanted: str = "a number") -> float:
-    """Return a number of any library as a float, or raise a CostsError, whose message asks for ``wanted``.
+def number(subject: str, value: object, expected: str = "a number") -> float:
+    """Return a number of any library as a float, or raise a CostsError, whose message asks for ``expected``.
 
     Texts, booleans, and numbers above ``LARGEST`` are refused. ``subject`` begins the message.
     """
     try:
-        found = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
+        converted = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except OverflowError:
-        found = math.inf
+        converted = math.inf
     except (TypeError, ValueError):
-        found = math.nan
-    if not abs(found) <= LARGEST:
-        code, give = ("bad-type", wanted) if math.isnan(found) else ("bad-number", f"numbers of at most {LARGEST:g}")
+        converted = math.nan
+    if not abs(converted) <= LARGEST:
+        code, give = (
+            ("bad-type", expected) if math.isnan(converted) else ("bad-number", f"numbers of at most {LARGEST:g}")
+        )
         raise CostsError(code, f"{subject} is {shortened(value)}; give {give}")
-    return found
+    return converted
 
 
 def numbers(subject: str, value: object) -> Several:
@@ -42,7 +44,7 @@ def numbers(subject: str, value: object) -> Several:
     number whose absolute value is above ``LARGEST``.
     """
     if (several := listed_objects(value)) is not None:
-        return tuple(number(subject, each) for each in several)
+        return tuple(number(subject, item) for item in several)
     return number(subject, value, "a number, or a list of one per stage")
 
 
@@ -110,15 +112,15 @@ class PartPrices:
         The numbers must add up to the number of ``layers``.
         """
         _check_cut(counts, len(self.layers))
-        found, last = [], len(counts) - 1
+        prices, last = [], len(counts) - 1
         for stage, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
             is_end = stage in (0, last)
             layers = self.end_layers if is_end and self.end_layers is not None else self.layers
             frame = self.first if stage == 0 else self.last if is_end else self.middle
-            found.append(sum(layers[end - count : end], frame))
+            prices.append(sum(layers[end - count : end], frame))
         if last == 0:
-            found[0] += self.last - self.middle
-        return tuple(found)
+            prices[0] += self.last - self.middle
+        return tuple(prices)
 
     def of_placement(self, placement: Placement) -> tuple[float, ...]:
         """Return the price of every stage of one replica of the model.
@@ -150,9 +152,9 @@ class PartPrices:
         return PartPrices(_added(self.layers, other.layers), *frames, both, self.cut)
 
     def __mul__(self, factor: float) -> PartPrices:
-        ends = None if self.end_layers is None else tuple(each * factor for each in self.end_layers)
+        ends = None if self.end_layers is None else tuple(layer * factor for layer in self.end_layers)
         frames = (self.first * factor, self.middle * factor, self.last * factor)
-        return PartPrices(tuple(each * factor for each in self.layers), *frames, ends, self.cut)
+        return PartPrices(tuple(layer * factor for layer in self.layers), *frames, ends, self.cut)
 
 
 Price = Several | PartPrices
@@ -175,8 +177,8 @@ def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price
 
 def even_layers(layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the number of layers of every stage, as even as possible: ``even_layers(7, 4)`` is ``(2, 2, 2, 1)``."""
-    whole, rest = divmod(layers, num_stages)
-    return tuple(whole + (stage < rest) for stage in range(num_stages))
+    least, remainder = divmod(layers, num_stages)
+    return tuple(least + (stage < remainder) for stage in range(num_stages))
 
 
 def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kind, Several]:
@@ -185,8 +187,8 @@ def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kin
     Two neighbouring stages on one device exchange no messages. The changes by their messages are then added to the
     pass that makes the tensor: F of the first stage, or I of the second one.
     """
-    parts = {kind: each for kind, each in memory.items() if isinstance(each, PartPrices)}
-    found = {kind: list(each.of_placement(placement)) for kind, each in parts.items()}
+    parts = {kind: change for kind, change in memory.items() if isinstance(change, PartPrices)}
+    of_stages = {kind: list(change.of_placement(placement)) for kind, change in parts.items()}
     devices = placement.devices[: placement.model_stages]
     for after in range(1, len(devices)):
         before = after - 1
@@ -196,10 +198,12 @@ def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kin
                 (Kind.I, after, ((before, Kind.RECV_I), (after, Kind.SEND_I))),
             ):
                 for stage, kind in kinds:
-                    if kind in found:
-                        found[to][at] += found[kind][stage]
-                        found[kind][stage] = 0.0
-    return {kind: tuple(found[kind]) if isinstance(each, PartPrices) else each for kind, each in memory.items()}
+                    if kind in of_stages:
+                        of_stages[to][at] += of_stages[kind][stage]
+                        of_stages[kind][stage] = 0.0
+    return {
+        kind: tuple(of_stages[kind]) if isinstance(change, PartPrices) else change for kind, change in memory.items()
+    }
 
 
 def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tuple[float, ...]:
@@ -287,8 +291,8 @@ class Channel:
 
     def __post_init__(self) -> None:
         for name in ("offload", "reload"):
-            given = self.offload if getattr(self, name) is None else getattr(self, name)
-            object.__setattr__(self, name, checked_seconds(f"channel.{name}", given))
+            seconds = self.offload if getattr(self, name) is None else getattr(self, name)
+            object.__setattr__(self, name, checked_seconds(f"channel.{name}", seconds))
         switches = tuple(tuple(map(int, devices)) for devices in self.switches)
         members = [device for devices in switches for device in devices]
         if len(members) != len(set(members)):
@@ -305,9 +309,9 @@ class Channel:
         prices of the same form, for example one number each.
         """
         price("channel.ratio", ratio, several=False)
-        given = (costs.forward, costs.backward_input, costs.backward_weight)
-        parts = [price for price in given if isinstance(price, PartPrices)]
-        prices = [price for price in given if not isinstance(price, PartPrices)]
+        passes = (costs.forward, costs.backward_input, costs.backward_weight)
+        parts = [price for price in passes if isinstance(price, PartPrices)]
+        prices = [price for price in passes if not isinstance(price, PartPrices)]
         if not prices:
             return cls(sum(parts[1:], parts[0]) * (ratio / 2), duplex=duplex, switches=switches)
         if parts or len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
@@ -316,7 +320,7 @@ class Channel:
                 "an offload ratio needs F, I and W in one form; give one number for each of the three, or one per "
                 "stage for each",
             )
-        sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
+        sums = tuple(ratio / 2 * sum(of_stage) for of_stage in zip(*map(listed, prices), strict=True))
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
@@ -431,7 +435,7 @@ class MicrobatchWeights:
             )
 
         def moved(weights: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(weights[each] for each in order)
+            return tuple(weights[number] for number in order)
 
         return replace(
             self,
@@ -441,13 +445,13 @@ class MicrobatchWeights:
         )
 
 
-def _weights(name: str, given: object) -> tuple[float, ...]:
-    listed = listed_objects(given)
+def _weights(name: str, value: object) -> tuple[float, ...]:
+    listed = listed_objects(value)
     if listed is None:
         raise CostsError(
-            "bad-type", f"microbatch.{name} is {shortened(given)}; give a list of one weight per microbatch"
+            "bad-type", f"microbatch.{name} is {shortened(value)}; give a list of one weight per microbatch"
         )
-    weights = tuple(number(f"microbatch.{name}[{at}]", each) for at, each in enumerate(listed))
+    weights = tuple(number(f"microbatch.{name}[{at}]", weight) for at, weight in enumerate(listed))
     if (least := min(weights)) < 0:
         raise CostsError(
             "bad-number",
