@@ -90,7 +90,8 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         own = replace(run, megatron=flags, schedule=replace(run.schedule, name=each.name))
         try:
             request = Request(each.name, overlap_steps=run.schedule.overlap_steps)
-            check_gates(Wish(request, flag_values(flags | {run.precision: True})))
+            assumed = {"rerun-mode": "disabled"}  # as ``pipemem launch`` passes it
+            check_gates(Wish(request, flag_values(assumed | flags | {run.precision: True})))
             check_asynchronous(own, each.name)
         except UnsupportedError as error:
             rejected[f"{each.name}: {error}"] += 1
