@@ -105,6 +105,8 @@ class FailureBoard:
     def first(self) -> Failure | None:
         """Return the first failure. Raise a ConnectionError if the process that runs the store has ended."""
         store = self._store()
+        if self._has_closed():
+            raise ConnectionError("the rendezvous store has closed")
         try:
             if store is None or not store.check([self._key]):
                 return None
@@ -158,11 +160,26 @@ class FailureBoard:
     def _all_have_read(self, store: Any) -> bool:
         return store is None or store.add(f"{self._key}/readers", 0) >= self._size
 
+    def _has_closed(self) -> bool:
+        """Return whether the store that this thread is connected to has closed, as at a normal end of rank 0.
+
+        The store's client would log a stack trace.
+        """
+        probe: socket.socket | None = getattr(self._local, "probe", None)
+        if probe is None:
+            return False
+        try:
+            return not probe.recv(1)  # the store sends nothing here, because this connection asks for nothing
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _store(self, opens: bool = False) -> Any:
         """Return this thread's connection to the store, or None if the store does not exist yet.
 
-        A connection is tried first, because the store's client would wait and log every attempt. With ``opens``, this
-        process runs the store if there is none.
+        A connection is tried first, because the store's client would wait and log every attempt. It is kept for
+        ``_has_closed``. With ``opens``, this process runs the store if there is none.
         """
         store = getattr(self._local, "store", None)
         if store is None:
@@ -170,8 +187,10 @@ class FailureBoard:
 
             options: dict[str, Any] = {"wait_for_workers": False, "timeout": _STORE_TIMEOUT, "use_libuv": True}
             try:
-                socket.create_connection(self.address, timeout=1.0).close()
+                probe = socket.create_connection(self.address, timeout=1.0)
+                probe.setblocking(False)
                 store = TCPStore(*self.address, is_master=False, **options)
+                self._local.probe = probe
             except (OSError, RuntimeError):
                 if not opens:
                     return None

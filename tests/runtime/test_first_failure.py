@@ -54,6 +54,16 @@ def test_the_first_failure_stays(store, boards):
     assert f"{boards[1].first()}" == "rank 2 failed: UnsupportedError: this"
 
 
+def test_a_store_that_closes_is_noticed_without_a_word(boards, port, capfd):
+    """As at the end of a run, when rank 0 ends before the others."""
+    store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=True, wait_for_workers=False)
+    assert boards[1].first() is None
+    del store
+    with pytest.raises(ConnectionError):
+        boards[1].first()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_only_ranks_of_the_same_model_follow(store, boards):
     boards[0].claim("an error", ranks={0, 1})
     reactions: dict[int, Failure] = {}
