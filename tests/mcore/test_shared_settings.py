@@ -55,6 +55,14 @@ def test_all_ranks_miss_a_rank_that_does_not_come(missing):
         assert all(each.missing == missing for each in met.values())
 
 
+def test_all_ranks_know_the_ranks_of_their_model():
+    """A later refusal of one of them ends the others (``runtime.first_failure``), also on no line of the first."""
+    members = {rank: {*itertools.chain(*lines(rank).values())} for rank in range(SIZE)}
+    assert len(members[0]) < SIZE
+    met = meet({rank: Facts({"this": rank}, ranks=members[rank]) for rank in range(SIZE)})
+    assert [met[rank].ranks for rank in range(SIZE)] == [{*range(SIZE)}] * SIZE
+
+
 def test_all_ranks_know_why_a_rank_cannot_go_on():
     failure = {3: ("cannot-write", "a full disk")}
     met = meet({rank: Facts({"this": rank}, failures=failure if rank == 3 else {}) for rank in range(SIZE)})
