@@ -138,15 +138,15 @@ class Replanner(Extension):
             self._links = measure_links()
         watch, links = self._stopwatch, self._links or {}
         own = _Contribution(device, self._changes, watch.medians(), links, self._failure, watch.of_pairs())
-        seen = gather(own, self._programs.groups)
+        contributions = gather(own, self._programs.groups)
         self._counted, self._changes, self._failure = False, None, None
         if timed:
             self._stopwatch.reset()
         placement = self._programs.placement(shape.num_devices, shape.chunks)
-        failure = next((each.failure for each in seen if each.failure), None)
+        failure = next((rank.failure for rank in contributions if rank.failure), None)
         try:
             if failure is None:
-                return self._update(seen, placement, counted, timed)
+                return self._update(contributions, placement, counted, timed)
         except Exception as error:  # the same on every rank
             failure = f"{type(error).__name__}: {error}"
         if is_first_rank():
@@ -154,14 +154,14 @@ class Replanner(Extension):
         return None
 
     def _update(
-        self, seen: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool
+        self, ranks: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool
     ) -> MeasurementUpdate | None:
-        changes = merge_bytes(seen, placement, self._slices) if counted else None
+        changes = merge_bytes(ranks, placement, self._slices) if counted else None
         if not timed:
             return MeasurementUpdate("bytes counted", None, changes, 0.0)
-        links = average([each.links for each in seen])
-        medians = average([each.medians for each in seen])
-        pairs = average([each.pairs for each in seen])
+        links = average([rank.links for rank in ranks])
+        medians = average([rank.medians for rank in ranks])
+        pairs = average([rank.pairs for rank in ranks])
         costs = costs_from(medians, links, placement, self._programs.costs, self._slices, pairs)
         if not self._has_seconds:
             self._has_seconds = True
@@ -177,18 +177,17 @@ class Replanner(Extension):
             self._failure = f"{type(error).__name__}: {error}"
 
 
-def merge_bytes(seen: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
+def merge_bytes(ranks: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
     """Return the change of held bytes by each kind of action, one value per stage and slice.
 
-    The values of a stage's slices are consecutive. ``seen`` has the measurements of all ranks of the model. Ranks with
-    the same pipeline rank have different batches. Of these ranks, the one whose forwards save the most bytes on the
-    stage counts.
+    The values of a stage's slices are consecutive. ``ranks`` are all ranks of the model. Ranks with the same pipeline
+    rank have different batches. Of these ranks, the one whose forwards save the most bytes on the stage counts.
     """
-    kinds = {kind for each in seen if each.changes for kind in each.changes}
-
-    def most(stage: int, device: int) -> dict[Kind, tuple[int, ...]]:
-        of_device = (each.changes for each in seen if each.device == device and each.changes)
-        return max(of_device, key=lambda changes: sum(changes[Kind.F][stage * slices : (stage + 1) * slices]))
-
-    chosen = [most(stage, device) for stage, device in enumerate(placement.devices) for _ in range(slices)]
-    return {kind: tuple(c[kind][at] if kind in c else 0 for at, c in enumerate(chosen)) for kind in sorted(kinds)}
+    reports = [(rank.device, rank.changes) for rank in ranks if rank.changes]
+    fullest = []
+    for stage, device in enumerate(placement.devices):
+        of_device = [changes for holder, changes in reports if holder == device]
+        places = slice(stage * slices, (stage + 1) * slices)
+        fullest += [max(of_device, key=lambda changes: sum(changes[Kind.F][places]))] * slices
+    kinds = sorted({kind for _, changes in reports for kind in changes})
+    return {kind: tuple(c[kind][at] if kind in c else 0 for at, c in enumerate(fullest)) for kind in kinds}

@@ -106,22 +106,22 @@ class UnequalMicrobatches(Extension):
         plan = base.plan
         assert plan is not None, "training is planned"
         costs = replace(self._programs.priced(plan), microbatch=weights)
-        found = decided_by_first(lambda: self._planned(plan.schedule, costs, weights, has_peers), groups)
+        of_step = decided_by_first(lambda: self._planned(plan.schedule, costs, weights, has_peers), groups)
         try:
-            if isinstance(found, Exception):
-                raise found
-            program = step.programs.of_step(found.schedule, base, costs, step.single_queue)
+            if isinstance(of_step, Exception):
+                raise of_step
+            program = step.programs.of_step(of_step.schedule, base, costs, step.single_queue)
         except Exception as error:  # alike on every rank: a step that runs in arrival order must not end for it
             self._warn(error)
             return base
-        step.context.order = found.order
-        by_position = replace(costs, microbatch=weights.reordered(found.order))
+        step.context.order = of_step.order
+        by_position = replace(costs, microbatch=weights.reordered(of_step.order))
         step.own_plan = replace(
             plan,
-            schedule=found.schedule,
+            schedule=of_step.schedule,
             costs=by_position,
-            bound=found.bound,
-            arrival_makespan=found.arrival_makespan,
+            bound=of_step.bound,
+            arrival_makespan=of_step.arrival_makespan,
         )
         return Compiled(program, plan)
 
@@ -180,10 +180,11 @@ class UnequalMicrobatches(Extension):
                 continue
             running = argument("curr_iteration")
             iteration = self._steps if running is None else running
-            found = self._weigh(self._dealer(iterator, m).all(), step.full_microbatch, step.context.config, iteration)
+            batches = self._dealer(iterator, m).all()
+            weights = self._weigh(batches, step.full_microbatch, step.context.config, iteration)
             if self._programs.knowledge.priced_by == MEASURED:
-                found = _relative_to_median(found)
-            return _packed(found)
+                weights = _relative_to_median(weights)
+            return _packed(weights)
         return None
 
     def _planned(
@@ -199,15 +200,15 @@ class UnequalMicrobatches(Extension):
         """
         cap = self._programs.request.memory_cap
         try:
-            found = plan_step(base, costs, cap, min(max(SHARE * self._seconds, LEAST_SECONDS), MOST_SECONDS))
-            if not has_peers or _ends_of_stages(found.schedule) == _ends_of_stages(base):
-                return found
+            plan = plan_step(base, costs, cap, min(max(SHARE * self._seconds, LEAST_SECONDS), MOST_SECONDS))
+            if not has_peers or _ends_of_stages(plan.schedule) == _ends_of_stages(base):
+                return plan
             # Sums over pipelines meet in the order in which the stages of a device end, so that is to be the same in all.
-            makespan = simulate(base, replace(costs, microbatch=weights.reordered(found.order))).makespan
-            if makespan < found.arrival_makespan:
-                return replace(found, schedule=base, makespan=makespan)
+            makespan = simulate(base, replace(costs, microbatch=weights.reordered(plan.order))).makespan
+            if makespan < plan.arrival_makespan:
+                return replace(plan, schedule=base, makespan=makespan)
             in_arrival = tuple(range(base.num_microbatches))
-            return replace(found, order=in_arrival, schedule=base, makespan=found.arrival_makespan)
+            return replace(plan, order=in_arrival, schedule=base, makespan=plan.arrival_makespan)
         except Exception as error:
             if cap is not None and isinstance(error, PipememError):
                 raise
@@ -295,19 +296,20 @@ class Weigher(Protocol):
     ) -> MicrobatchWeights: ...
 
 
-def weigher_of(asked: MicrobatchCosts) -> Weigher:
+def weigher_of(value: MicrobatchCosts) -> Weigher:
     """Return the function that weighs microbatches by tokens, by FLOPs, by a file or by a user's function.
 
-    ``asked`` says which. Raise an UnsupportedError or a CostsError if there is no such file or function.
+    ``value`` is that of ``--pipemem-microbatch-costs``. Raise an UnsupportedError or a CostsError if there is no such
+    file or function.
     """
-    if callable(asked):
-        return partial(_by_function, f"the function of microbatch_costs, {getattr(asked, '__name__', asked)},", asked)
-    named = read_microbatch_costs(asked)
-    if isinstance(named, FileWeights):
-        return lambda batches, full, config, iteration: named.of_step(iteration, len(batches))
-    if isinstance(named, FunctionName):
-        return partial(_by_function, f"--pipemem-microbatch-costs {asked}", _function(named))
-    return {TOKENS: _by_tokens, FLOPS: _by_flops}[named]
+    if callable(value):
+        return partial(_by_function, f"the function of microbatch_costs, {getattr(value, '__name__', value)},", value)
+    source = read_microbatch_costs(value)
+    if isinstance(source, FileWeights):
+        return lambda batches, full, config, iteration: source.of_step(iteration, len(batches))
+    if isinstance(source, FunctionName):
+        return partial(_by_function, f"--pipemem-microbatch-costs {value}", _function(source))
+    return {TOKENS: _by_tokens, FLOPS: _by_flops}[source]
 
 
 @dataclass(frozen=True)
@@ -354,7 +356,7 @@ def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tens
         *(fields.get(name) for name in ("cu_seqlens_padded", "cu_seqlens")),
         *(getattr(packed, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q")),
     )
-    bound = next((each for each in bounds if isinstance(each, torch.Tensor)), None)
+    bound = next((tensor for tensor in bounds if isinstance(tensor, torch.Tensor)), None)
     if bound is not None:
         return bound.diff(dim=-1).clamp(min=0)  # entries after the last document repeat its end
     rows = tokens.reshape(-1, tokens.shape[-1])
@@ -377,7 +379,7 @@ def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> Microbat
 
     ``tokens`` has the number of tokens of each microbatch.
     """
-    weights = tuple(each / (full.sequences * full.length) for each in tokens)
+    weights = tuple(count / (full.sequences * full.length) for count in tokens)
     return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
 
 
@@ -397,8 +399,8 @@ def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, i
     attention = attention_share(model_of(config, seq_length=full.length, mtp_num_layers=0))
     linear = 1 - attention
     shares = [
-        (each.tokens / (full.sequences * full.length), each.squares / (full.sequences * full.length**2))
-        for each in contents
+        (microbatch.tokens / (full.sequences * full.length), microbatch.squares / (full.sequences * full.length**2))
+        for microbatch in contents
     ]
 
     def weights(linears: int, attentions: int) -> tuple[float, ...]:
@@ -407,7 +409,7 @@ def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, i
 
     # In units of a forward's: F 1 and 1, I 1 and 2, W 1 and 0.
     kinds = {Kind.F: weights(1, 1), Kind.I: weights(1, 2), Kind.W: weights(1, 0)}
-    return _relative([each.tokens for each in contents], full, time=weights(3, 3), kinds=kinds)
+    return _relative([microbatch.tokens for microbatch in contents], full, time=weights(3, 3), kinds=kinds)
 
 
 def _by_function(
@@ -428,7 +430,7 @@ def _by_function(
     pairs = []
     for number, batch in enumerate(batches):
         try:
-            found = function(batch)
+            weight = function(batch)
         except Exception as error:
             raise UnsupportedError(
                 "cannot-weigh",
@@ -436,7 +438,7 @@ def _by_function(
                 f"{error}; the function is called with an item of the data iterator, and must return a time, or a time "
                 "and a memory",
             ) from error
-        pairs.append(found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0))
+        pairs.append(weight if isinstance(weight, tuple) and len(weight) == 2 else (weight, 1.0))
     try:
         times, memories = (tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True))
         return MicrobatchWeights(times, memories)
@@ -448,16 +450,16 @@ def _plain(weight: Any) -> Any:
     return weight.item() if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
 
 
-def _function(named: FunctionName) -> Callable[[object], object]:
+def _function(name: FunctionName) -> Callable[[object], object]:
     """Import the function that the user has named.
 
     Raises:
         UnsupportedError: the module has no such function.
     """
-    asked = f"--pipemem-microbatch-costs {':'.join(named)}"
-    found = getattr(import_target(asked, named.module), named.name, None)
-    if not callable(found):
+    flag = f"--pipemem-microbatch-costs {':'.join(name)}"
+    function = getattr(import_target(flag, name.module), name.name, None)
+    if not callable(function):
         raise UnsupportedError(
-            "cannot-import", f"{asked}: {named.module} has no function {named.name}; name one that it has"
+            "cannot-import", f"{flag}: {name.module} has no function {name.name}; name one that it has"
         )
-    return found
+    return function
