@@ -162,7 +162,7 @@ def test_the_last_step_is_written_for_explain(record, world):
     last = report["last_step"]
     assert last["layers"] == [3] and last["memory"]["F"] == [4096] and 0 < last["iteration_seconds"] < 10
     case = case_of_report(report)
-    assert case.schedule == PLAN.schedule and case.own.peak == record.held.counted_peak_bytes
+    assert case.schedule == PLAN.schedule and case.own.peak == record.peaks.counted_peak_bytes
     assert case.step.spans == (tuple((at * 10**9, (at + 1) * 10**9) for at in range(len(PLAN.schedule.orders[0]))),)
     assert explain(case)["idle"][0]["idle_ns"] == 0
 
@@ -171,11 +171,11 @@ def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):
     shown = []
     for routed in ((10, 30), (20, 20), (25, 90), (5, 40)):
         record.add_step(PLAN, PROGRAM, 0, observed(routed=routed))
-        shown.append((record.held.predicted_least_peak_bytes, record.held.predicted_peak_bytes))
-        assert shown[-1][0] <= record.held.counted_peak_bytes <= shown[-1][1]
+        shown.append((record.peaks.predicted_least_peak_bytes, record.peaks.predicted_peak_bytes))
+        assert shown[-1][0] <= record.peaks.counted_peak_bytes <= shown[-1][1]
     of = [4 * (1024 + tokens) for tokens in (10, 30, 90)]
     assert shown == [(of[0], of[1]), (of[0], of[1]), (of[0], of[2]), (of[0], of[2])]
-    assert record.held.expert_load == 4.5
+    assert record.peaks.expert_load == 4.5
 
 
 @pytest.mark.parametrize("fails", ["ledger", "trace"])
@@ -235,7 +235,7 @@ def test_bytes_are_counted_until_two_steps_in_a_row_held_the_same(record):
     assert record.counts(other) and not record.counts(PROGRAM)
     record.read()
     assert [step.peak for step in record.steps] == [2048, 4096, 4096, 4096]
-    assert record.held.counted_peak_bytes == 4096
+    assert record.peaks.counted_peak_bytes == 4096
 
 
 def test_a_run_without_a_step_has_a_report(record):
@@ -292,7 +292,7 @@ def iterate(record: RunRecord, writer: Recording, steps: int) -> None:
 def test_scalars_go_where_megatron_writes_its_own(record, monkeypatch):
     loop = Loop(monkeypatch, tensorboard_dir="somewhere", tensorboard_log_interval=2)
     iterate(record, Recording(record), 5)
-    peak = float(record.held.counted_peak_bytes)
+    peak = float(record.peaks.counted_peak_bytes)
     assert [(value, at) for name, value, at in loop.written if name.endswith("/peak-activation-bytes")] == [
         (peak, 2),
         (peak, 4),

@@ -131,9 +131,9 @@ class Recording(Extension):
             return
         unwritten, self._unwritten = self._unwritten, []
         with self._record.guarded("scalars"):
-            numbers = [each for _, each in unwritten]
-            everyones = gather(numbers, [parallel_state.get_pipeline_model_parallel_group()])
-            for (step, _), *ranks in zip(unwritten, *everyones, strict=True):
+            own = [numbers for _, numbers in unwritten]
+            pipeline = gather(own, [parallel_state.get_pipeline_model_parallel_group()])
+            for (step, _), *ranks in zip(unwritten, *pipeline, strict=True):
                 if None not in ranks:
                     write_scalars(_of_pipeline(ranks), step)
 
@@ -142,7 +142,7 @@ class Recording(Extension):
         record = self._record
         with record.guarded(STEPS):
             if record.is_whole and record.steps and record.last_plan is not None:
-                return record.steps[-1], record.held.predicted_peak_bytes, record.last_plan.timeline.bubble_rate
+                return record.steps[-1], record.peaks.predicted_peak_bytes, record.last_plan.timeline.bubble_rate
         return None
 
 
@@ -173,7 +173,7 @@ class StockObserver(Feature):
 
     def __init__(self, record: RunRecord, costs: Costs, priced_by: str):
         self._record = record
-        self._known = Knowledge(costs, priced_by)
+        self._knowledge = Knowledge(costs, priced_by)
         self._observed: Observation | None = None
         self._last_stage = 0
         self._plans: dict[tuple[str, Shape], Choice] = {}
@@ -229,15 +229,15 @@ class StockObserver(Feature):
             shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
             plan = self._plans.get((family, shape))
             if plan is None:
-                found = choose(requested(family), shape, self._known)
-                plan = replace(found, schedule=replace(found.schedule, name=STOCK), why="Megatron's own")
+                choice = choose(requested(family), shape, self._knowledge)
+                plan = replace(choice, schedule=replace(choice.schedule, name=STOCK), why="Megatron's own")
                 self._plans[family, shape] = plan
                 announce(plan)
             # Megatron's loop holds tensors in variables, which depend on its position. So its peak is counted, not predicted.
             program = Program(plan.schedule, plan.schedule.orders)
             stages = plan.schedule.placement.stages[group.rank()]
             observed.weights, observed.layers = count_weights(chunks, stages), count_layers(chunks, stages)
-            self._record.add_step(plan, program, group.rank(), observed, foretell=False)
+            self._record.add_step(plan, program, group.rank(), observed, predicts_peaks=False)
         return result
 
     def _forward_step(self, original: Callable, function, data_iterator, model, number, input_tensor, *args, **kwargs):

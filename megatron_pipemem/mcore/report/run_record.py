@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,17 +23,13 @@ from megatron_pipemem.errors import OutputError, with_code
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.report import run_report
+from megatron_pipemem.mcore.report.action_bytes import ActionBytes, has_sizes
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.request import outputs
 from megatron_pipemem.results import lines, measured_bubble
-from megatron_pipemem.runtime.activation_ledger import (
-    ActivationLedger,
-    BytesBySize,
-    bytes_per_action,
-    predict_peak_bytes,
-)
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.action import Action
 from megatron_pipemem.schedule.schedule import Program
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools_by_flag import load_tool
@@ -60,7 +56,8 @@ class RunRecord:
     group: dist.ProcessGroup | None = None
     config: object | None = None
     steps: list[run_report.RecordedStep] = field(default_factory=list)
-    held: run_report.OfRank = field(default_factory=run_report.OfRank)
+    peaks: run_report.OfRank = field(default_factory=run_report.OfRank)
+    """This rank's entry of the report, so far with its peaks and its load of experts only."""
     overlap: Callable[[], Overlap] = Overlap
     last_plan: Choice | None = None
     """The schedule choice of the last step whose times have been read; ``None`` before the first."""
@@ -68,17 +65,7 @@ class RunRecord:
     _plans: list[tuple[int, Choice]] = field(default_factory=list)
     _program: Program | None = None
     _device: int = 0
-    _changes: dict[bool, dict[Kind, list[int]]] = field(default_factory=lambda: {False: {}, True: {}})
-    """Bytes by kind of action and stage. Key ``True`` is for the most tokens of experts, ``False`` for the fewest."""
-    _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
-    _learnt: set[tuple[Kind, int]] = field(default_factory=set)
-    _slices: int = 1
-    """The number of slices per microbatch in the steps from which bytes were learnt."""
-    _by_size: dict[tuple, tuple[BytesBySize, BytesBySize]] = field(default_factory=dict)
-    """Predictions for microbatches that differ, on the device and on the host, by the value of ``_treatments``."""
-    _uneven: bool = False
-    """Whether the number of tokens that experts get differs between microbatches."""
-    _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
+    _bytes: ActionBytes = field(default_factory=ActionBytes)
     _weights: WeightBytes | None = None
     _counted: list[tuple[Action, int, int]] = field(default_factory=list)
     """Every action of the last counted step, with the bytes after it on the device and on the host."""
@@ -142,68 +129,47 @@ class RunRecord:
         program: Program,
         device: int,
         observed: Observation,
-        foretell: bool = True,
+        predicts_peaks: bool = True,
         own_plan: Choice | None = None,
     ) -> None:
         """Add a finished training step. If its bytes were not counted, they equal those of the previous step.
 
-        ``device`` is this rank's position in its pipeline. Without ``foretell``, no peak is predicted from the bytes of
-        single actions. ``own_plan`` is the choice for this step alone, if it was planned for its own microbatches.
+        ``device`` is this rank's position in its pipeline. Without ``predicts_peaks``, no peak is predicted from the
+        bytes of single actions. ``own_plan`` is the choice for this step alone, if it was planned for its own microbatches.
         After a failed measurement nothing is added.
         """
         if not self.is_whole:
             return
         with self.guarded(STEPS):
             if observed.ledger is not None:
-                self._add_bytes(program, device, observed.ledger, foretell)
+                self._add_bytes(program, device, observed.ledger, predicts_peaks)
                 self._weights = observed.weights
             self._program, self._device = program, device
             self._layers.update(observed.layers)
             # The times of a GPU are read one step later, when it has finished the step.
             self.read()
-            number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
+            number = next((number for number, (_, other) in enumerate(self._plans) if other is plan), len(self._plans))
             if number == len(self._plans):
                 self._plans.append((len(self.steps), plan))
             self._unread = (number, own_plan or plan, observed)
 
-    def _add_bytes(self, program: Program, device: int, ledger: ActivationLedger, foretell: bool) -> None:
+    def _add_bytes(self, program: Program, device: int, ledger: ActivationLedger, predicts_peaks: bool) -> None:
         if ledger.failure is not None:
             raise ValueError(ledger.failure)
-        self._learn_bytes(program, device, ledger)
-        held = self.held
-        if ledger.tokens is not None and not any(entry.routed for entry in ledger.entries):
-            self._foretell_by_size(program.actions[device], ledger)
-        elif foretell and (self._uneven or program is not self._program):
-            actions = program.actions[device]
-            slices = program.schedule.slices
-            least, most = (predict_peak_bytes(actions, self._changes[most], slices) for most in (False, True))
-            self._foretell(most, least, predict_peak_bytes(actions, self._host_changes, slices))
+        self._bytes.learn(program, device, ledger)
+        peaks, is_new = self.peaks, self._bytes.is_uneven or program is not self._program
+        if has_sizes(ledger) or (predicts_peaks and is_new):
+            least, most, on_host = self._bytes.predict(program, device, ledger)
+            peaks.predicted_peak_bytes = max(peaks.predicted_peak_bytes or 0, most)
+            peaks.predicted_least_peak_bytes = max(peaks.predicted_least_peak_bytes or 0, least)
+            peaks.predicted_host_peak_bytes = max(peaks.predicted_host_peak_bytes, on_host)
         loads = [entry.routed / entry.evenly for entry in ledger.entries if entry.evenly]
-        held.expert_load = max([held.expert_load or 0.0, *loads]) if loads else held.expert_load
-        held.counted_peak_bytes = max(held.counted_peak_bytes, ledger.peak)
-        held.counted_host_peak_bytes = max(held.counted_host_peak_bytes, ledger.host_peak)
+        peaks.expert_load = max([peaks.expert_load or 0.0, *loads]) if loads else peaks.expert_load
+        peaks.counted_peak_bytes = max(peaks.counted_peak_bytes, ledger.peak)
+        peaks.counted_host_peak_bytes = max(peaks.counted_host_peak_bytes, ledger.host_peak)
         counted = [(entry.action, entry.bytes, entry.host_bytes) for entry in ledger.entries]
         self._is_settled = program is self._program and counted == self._counted
         self._counted = counted
-
-    def _foretell_by_size(self, actions: Sequence[Action], ledger: ActivationLedger) -> None:
-        """Raise the predicted peaks of ``held`` to those of a step whose microbatches differ in size.
-
-        ``actions`` are this rank's.
-        """
-        treatments = tuple(sorted(self._treatments.items()))
-        on_device, on_host = self._by_size.setdefault(treatments, (BytesBySize(), BytesBySize(on_host=True)))
-        for by_size in (on_device, on_host):
-            by_size.learn(ledger.entries)
-        peak, away = (each.peak(actions, ledger.tokens_of) for each in (on_device, on_host))
-        most = max(self.held.predicted_peak_bytes or 0, peak)
-        self._foretell(most, most, away)
-
-    def _foretell(self, most: int, least: int, on_host: int) -> None:
-        held = self.held
-        held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, most)
-        held.predicted_least_peak_bytes = max(held.predicted_least_peak_bytes or 0, least)
-        held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, on_host)
 
     def add_losses(self, losses: dict[str, Any], grad_norm: Any) -> None:
         """Add the first loss and the gradient norm of one iteration. The first loss is the model's.
@@ -248,7 +214,9 @@ class RunRecord:
                 if self.last_plan is not None and self.is_whole:
                     memory = run_report.memory_of(pipeline)
                     report["bytes_of_1f1b"] = run_report.bytes_of_1f1b(pipeline, self.last_plan, memory)
-                    report["last_step"] = self._last_step(pipeline, self.last_plan, memory) if self._together else None
+                    if self._together:
+                        seconds = run_report.iteration_seconds(self._begun)
+                        report["last_step"] = run_report.written_step(pipeline, self.last_plan, memory, seconds)
             written = []
             if self.report is not None:
                 with self.guarded(str(self.report)):
@@ -262,22 +230,6 @@ class RunRecord:
                     written.append(f"wrote the last step's timelines: {', '.join(drawn)} in {self.trace}")
             for line in [*lines(report), *written]:  # together: drawing logs lines of other packages
                 logger.info("%s", line)
-
-    def _last_step(
-        self, pipeline: list[run_report.Summary], plan: Choice, memory: dict[Kind, list[int]]
-    ) -> dict | None:
-        """Return the report's data of the last step on the pipeline of rank 0.
-
-        It is ``None`` for an asynchronous schedule, or if not every pass was timed.
-        """
-        layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
-        held, peaks = run_report.counted(pipeline)
-        more = {
-            "held": held or None,
-            "peaks": peaks or None,
-            "iteration_seconds": run_report.iteration_seconds(self._begun),
-        }
-        return run_report.written_step([each.last for each in pipeline], plan, layers, memory, more)
 
     def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> list[str]:
         """Draw the last step of rank 0's pipeline, as planned and as it ran, and return the names of the files.
@@ -305,82 +257,34 @@ class RunRecord:
             if self.is_whole and self.steps:
                 assert self._weights is not None, "the first step was counted"
                 own = run_report.Shared(dict(self._weights.of_stages), [step.span for step in self.steps])
-        everyones = gather(own, [self.group])
-        known = [each for each in everyones if each is not None]
-        return known if len(known) == len(everyones) and len({len(each.spans) for each in known}) == 1 else None
+        ranks = gather(own, [self.group])
+        shared = [rank for rank in ranks if rank is not None]
+        return shared if len(shared) == len(ranks) and len({len(rank.spans) for rank in shared}) == 1 else None
 
     def _summary(self, shared: list[run_report.Shared] | None) -> run_report.Summary:
         """Return this rank's part of the report, with the reason if something could not be measured."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        found = run_report.Summary(rank, self.losses, list(map(self._number, self.grad_norms)), None)
+        summary = run_report.Summary(rank, self.losses, list(map(self._number, self.grad_norms)), None)
         if self.steps:
             with self.guarded(STEPS):
                 assert self.last_plan is not None and self._weights is not None, "steps have been measured"
-                found = replace(
-                    found,
+                peaks = replace(self.peaks, **self.overlap()._asdict())
+                summary = replace(
+                    summary,
                     measured=run_report.measured(
-                        self.steps, self.last_plan, self._device, self._held(), self._weights, shared
+                        self.steps, self.last_plan, self._device, peaks, self._weights, shared
                     ),
                     plans=[run_report.described(n, self._plans, self.steps, shared) for n in range(len(self._plans))],
                     steps=len(self.steps),
                     last=self._last,
-                    held=run_report.held_after(self._last, self._counted),
+                    bytes_after=run_report.bytes_after(self._last, self._counted),
                     layers=self._layers,
-                    memory=self._changes[True],
+                    memory=self._bytes.changes,
                 )
         failures = [f"no {what}: {why}" for what, why in self._failures.items()]
-        return replace(found, failure="; ".join(failures) or None)
+        return replace(summary, failure="; ".join(failures) or None)
 
     def _number(self, value: Any) -> float | None:
         with self.guarded(LOSSES):
             return float(value)
         return None
-
-    def _held(self) -> run_report.OfRank:
-        return replace(self.held, **self.overlap()._asdict())
-
-    def _learn_bytes(self, program: Program, device: int, ledger: ActivationLedger) -> None:
-        """Learn the bytes of each kind of action on each stage, from the first step that has such an action.
-
-        A later plan may have other kinds of actions. The bytes of a stage are learnt again if its activations begin or
-        cease to be recomputed or offloaded.
-        """
-        stages, slices = program.placement.num_stages, program.schedule.slices
-        if slices != self._slices:
-            self._slices = slices
-            self._changes, self._host_changes = {False: {}, True: {}}, {}
-            self._learnt.clear()
-        moved = {action.stage for action in program.actions[device] if action.kind is Kind.OFFLOAD}
-        for stage in program.placement.stages[device]:
-            treatment = (program.schedule.recomputed.get(stage), stage in moved)
-            if self._treatments.get(stage, treatment) != treatment:
-                self._learnt = {(kind, at) for kind, at in self._learnt if at // slices != stage}
-            self._treatments[stage] = treatment
-        unknown = {(action.kind, place(action, slices)) for action in program.actions[device]} - self._learnt
-        if unknown:
-            for changes, seen in (
-                *(
-                    (self._changes[most], bytes_per_action(ledger.entries, stages, most, slices=slices))
-                    for most in (False, True)
-                ),
-                (self._host_changes, bytes_per_action(ledger.entries, stages, on_host=True, slices=slices)),
-            ):
-                for kind, at in unknown:
-                    changes.setdefault(kind, [0] * (stages * slices))[at] = seen[kind][at]
-            self._learnt |= unknown
-        if any(entry.routed for entry in ledger.entries):
-            self._learn_routing(ledger, stages, slices)
-
-    def _learn_routing(self, ledger: ActivationLedger, stages: int, slices: int) -> None:
-        """Extend the predicted range of bytes to the routing of this step, because a later step may be as uneven."""
-        for most, known in self._changes.items():
-            seen = bytes_per_action(ledger.entries, stages, most, slices=slices)
-            for at in range(stages * slices):
-                now, before = (
-                    sum(max(0, changes[kind][at]) for kind in seen if kind in (Kind.F, Kind.R))
-                    for changes in (seen, known)
-                )
-                if (now > before) if most else (now < before):
-                    self._uneven = True
-                    for kind, change in seen.items():
-                        known[kind][at] = change[at]

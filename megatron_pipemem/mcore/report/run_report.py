@@ -91,7 +91,7 @@ class Summary:
     steps: int = 0  # number of measured steps
     last: Sequence[TracedAction] = ()  # the actions of its last step
     # bytes after each of these actions; ``None`` if the last counted step ran other actions
-    held: Sequence[int] | None = None
+    bytes_after: Sequence[int] | None = None
     layers: Mapping[int, int] = field(default_factory=dict)  # of its stages
     # change of held bytes by every kind of action, per stage and slice; 0 on stages of other ranks
     memory: Mapping[Kind, Sequence[int]] = field(default_factory=dict)
@@ -103,20 +103,20 @@ def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
     ``timelines`` is the folder of the pictures. Losses are those of the last rank that knows some.
     """
 
-    def known(values: list[list[float | None]]) -> list[float | None]:
-        return next(([_finite(each) for each in own] for own in reversed(values) if own), [])
+    def last_numbers(of_ranks: list[list[float | None]]) -> list[float | None]:
+        return next(([_finite(number) for number in numbers] for numbers in reversed(of_ranks) if numbers), [])
 
-    first, nothing = ranks[0], dict.fromkeys(each.name for each in fields(OfRank))
+    first, nothing = ranks[0], dict.fromkeys(entry.name for entry in fields(OfRank))
     return {
         "schedule": first.plans[-1]["schedule"] if first.plans else "",
         "steps": first.steps,
-        "losses": known([each.losses for each in ranks]),
-        "grad_norms": known([each.grad_norms for each in ranks]),
+        "losses": last_numbers([rank.losses for rank in ranks]),
+        "grad_norms": last_numbers([rank.grad_norms for rank in ranks]),
         "timelines": None if timelines is None else str(timelines),
         "plans": list(first.plans),
         "ranks": [
-            {"rank": each.rank, **(asdict(each.measured) if each.measured else nothing), "failure": each.failure}
-            for each in ranks
+            {"rank": rank.rank, **(asdict(rank.measured) if rank.measured else nothing), "failure": rank.failure}
+            for rank in ranks
         ],
     }
 
@@ -125,11 +125,11 @@ def measured(
     steps: Sequence[RecordedStep],
     plan: Choice,
     device: int,
-    held: OfRank,
+    peaks: OfRank,
     weights: WeightBytes,
     shared: Sequence[Shared] | None,
 ) -> OfRank:
-    """Return the report's entry of a rank, with the peaks that ``held`` has already.
+    """Return the report's entry of a rank, from its entry ``peaks``, which has the peaks already.
 
     ``plan`` is the choice of the last step, and ``device`` the rank's position in its pipeline. ``shared`` is ``None``
     if a rank of the pipeline could not measure.
@@ -137,7 +137,7 @@ def measured(
     timeline, placement = plan.timeline, plan.schedule.placement
     bubble, predicted_weights = None, None
     if shared is not None:
-        of_stages = {stage: nbytes for each in shared for stage, nbytes in each.of_stages.items()}
+        of_stages = {stage: nbytes for rank in shared for stage, nbytes in rank.of_stages.items()}
         predicted_weights = predict_weights(placement, device, of_stages, weights.planned_versions)
         times = [
             (step.work, makespan)
@@ -146,7 +146,7 @@ def measured(
         ]
         bubble = bubble_of_steps(times)
     return replace(
-        held,
+        peaks,
         predicted_weight_bytes=predicted_weights,
         counted_weight_bytes=weights.counted,
         weight_versions=weights.versions,
@@ -158,7 +158,7 @@ def measured(
 
 def makespans(shared: Sequence[Shared]) -> list[float]:
     """Return the seconds of each step from the first start to the last end on any rank of a pipeline."""
-    steps = zip(*(each.spans for each in shared), strict=True)
+    steps = zip(*(rank.spans for rank in shared), strict=True)
     return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in steps]
 
 
@@ -175,7 +175,7 @@ def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: 
     planned = [(step.planned, step.arrival) for step in steps if step.plan == number] or [
         (plan.timeline.makespan, None)
     ]
-    makespan, arrival = (_median([each[i] for each in typical(planned)]) for i in range(2))
+    makespan, arrival = map(_median, zip(*typical(planned), strict=True))
     return {
         "step": first,
         "reason": plan.why,
@@ -197,14 +197,14 @@ def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: 
     }
 
 
-def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int, int]]) -> list[int] | None:
+def bytes_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int, int]]) -> list[int] | None:
     """Return the bytes on the device after each pass of a step that ran; ``None`` if the counted step had other passes.
 
     ``counted`` has every action of the last counted step, with the bytes after it on the device and on the host.
     """
-    held = [(action, nbytes) for action, nbytes, _ in counted if action.kind in COMPUTE]
-    is_same = [action for action, _ in held] == [traced.action for traced in ran]
-    return [nbytes for _, nbytes in held] if is_same else None
+    passes = [(action, nbytes) for action, nbytes, _ in counted if action.kind in COMPUTE]
+    is_same = [action for action, _ in passes] == [traced.action for traced in ran]
+    return [nbytes for _, nbytes in passes] if is_same else None
 
 
 def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
@@ -212,12 +212,12 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
 
     The values of a stage's slices are consecutive. ``pipeline`` has the summaries of its ranks, in their order.
     """
-    found: dict[Kind, list[int]] = {}
-    for each in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none
-        for kind, changes in each.memory.items():
-            known = found.get(kind, changes)
-            found[kind] = [max(pair, key=abs) for pair in zip(known, changes, strict=True)]
-    return found
+    memory: dict[Kind, list[int]] = {}
+    for rank in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none
+        for kind, changes in rank.memory.items():
+            of_others = memory.get(kind, changes)
+            memory[kind] = [max(pair, key=abs) for pair in zip(of_others, changes, strict=True)]
+    return memory
 
 
 def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
@@ -225,11 +225,15 @@ def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kin
 
     ``plan`` is the choice of the last step, and ``memory`` the result of ``memory_of``.
     """
-    peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
-    layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
+    peak = max((rank.measured.counted_peak_bytes for rank in pipeline if rank.measured), default=0)
+    return counted_bytes_of_1f1b(plan.schedule, memory, peak, layers_of(pipeline, plan))
+
+
+def layers_of(pipeline: Sequence[Summary], plan: Choice) -> list[int] | None:
+    """Return the number of layers of every stage; ``None`` if it is unknown for a stage."""
+    layers = {stage: count for rank in pipeline for stage, count in rank.layers.items()}
     stages = range(plan.schedule.placement.num_stages)
-    counts = [layers[stage] for stage in stages] if layers.keys() >= {*stages} else None
-    return counted_bytes_of_1f1b(plan.schedule, memory, peak, counts)
+    return [layers[stage] for stage in stages] if layers.keys() >= {*stages} else None
 
 
 def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None) -> Timeline:
@@ -242,7 +246,7 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
     if compute != tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders):
         raise ValueError("not every action of the last step was timed")
     spans = tuple(tuple((traced.start, traced.end) for traced in member.last) for member in pipeline)
-    held, peaks = counted(pipeline)
+    held, peaks = counted_bytes(pipeline)
     # Copies are not timed.
     return Timeline(
         replace(schedule, orders=compute), plan.costs, spans, peaks or plan.timeline.peaks, count_messages(schedule),
@@ -252,7 +256,7 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
 
 def planned_step(pipeline: Sequence[Summary], plan: Choice, bytes_of_1f1b: int | None) -> Timeline:
     """Return the timeline of the plan of the last step, with the bytes that the run counted, if it counted them."""
-    memory, (held, peaks) = memory_of(pipeline), counted(pipeline)
+    memory, (held, peaks) = memory_of(pipeline), counted_bytes(pipeline)
     if not (peaks and memory):
         return plan.timeline
     costs = replace(plan.costs, memory=action_memory(memory, plan.schedule.slices))
@@ -262,13 +266,13 @@ def planned_step(pipeline: Sequence[Summary], plan: Choice, bytes_of_1f1b: int |
     return replace(plan.timeline, costs=costs, peaks=peaks, measured=measured)
 
 
-def counted(pipeline: Sequence[Summary]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def counted_bytes(pipeline: Sequence[Summary]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return the bytes that every rank held after its passes of the last step, and its most bytes in all steps.
 
     Both are empty if a rank did not count.
     """
-    held = tuple(tuple(each.held) for each in pipeline if each.held is not None)
-    peaks = tuple(each.measured.counted_peak_bytes for each in pipeline if each.measured is not None)
+    held = tuple(tuple(rank.bytes_after) for rank in pipeline if rank.bytes_after is not None)
+    peaks = tuple(rank.measured.counted_peak_bytes for rank in pipeline if rank.measured is not None)
     return (held, peaks) if len(held) == len(peaks) == len(pipeline) else ((), ())
 
 
@@ -311,8 +315,8 @@ def _costs(plan: Choice) -> dict:
 
 def _median(values: Sequence[float | None]) -> float | None:
     """Return the median of the values that are not ``None``; ``None`` if there are none."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return median(numbers) if numbers else None
 
 
 def _finite(value: float | None) -> float | None:
@@ -332,13 +336,13 @@ def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> di
 
     Stages of hybrid models, and of models without a list of layers, are left out.
     """
-    found = {}
+    counts = {}
     for stage, chunk in zip(stages, chunks, strict=True):
         model = unwrap_model(chunk)
         layers = getattr(getattr(model, "decoder", None), "layers", None)
         if layers is not None and not hasattr(model, "hybrid_layer_pattern"):
-            found[stage] = len(layers)
-    return found
+            counts[stage] = len(layers)
+    return counts
 
 
 def iteration_seconds(begun: Sequence[float]) -> float | None:
@@ -351,35 +355,31 @@ def iteration_seconds(begun: Sequence[float]) -> float | None:
 
 
 def written_step(
-    pipeline: Sequence[Sequence[TracedAction]],
-    plan: Choice,
-    layers: Mapping[int, int],
-    memory: Mapping[Kind, Sequence[int]],
-    more: Mapping[str, object],
+    pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]], iteration_seconds: float | None
 ) -> dict | None:
     """Return the report's data of the last step, with times in whole nanoseconds since its start.
 
-    Return ``None`` if a forward and its backward are in different steps, or if not every pass was timed. ``pipeline`` has
-    the passes of each device, ``layers`` the number of layers by stage, and ``memory`` the result of ``memory_of``.
-    ``more`` are further entries of the result.
+    Return ``None`` if a forward and its backward are in different steps, or if not every pass was timed. ``memory`` is
+    the result of ``memory_of``.
     """
     schedule = plan.schedule
     compute = [[action for action in order if action.kind in COMPUTE] for order in schedule.orders]
     passes = [action for order in compute for action in order]
-    forwards, backwards = (
-        {each[1:] for each in passes if each.kind in kinds} for kinds in ([Kind.F], [Kind.I, Kind.B])
-    )
-    if forwards != backwards or [[traced.action for traced in actions] for actions in pipeline] != compute:
+    forwards = {(action.stage, action.microbatch) for action in passes if action.kind is Kind.F}
+    backwards = {(action.stage, action.microbatch) for action in passes if action.kind in (Kind.I, Kind.B)}
+    if forwards != backwards or [[traced.action for traced in rank.last] for rank in pipeline] != compute:
         return None
-    stages = range(schedule.placement.num_stages)
+    held, peaks = counted_bytes(pipeline)
     return {
         "schedule": schedule.name,
         "microbatches": schedule.num_microbatches,
         "orders": schedule.to_csv(),
-        "spans": [" ".join(f"{_ns(each.start)}-{_ns(each.end)}" for each in actions) for actions in pipeline],
-        "layers": [layers[stage] for stage in stages] if layers.keys() >= {*stages} else None,
+        "spans": [" ".join(f"{_ns(traced.start)}-{_ns(traced.end)}" for traced in rank.last) for rank in pipeline],
+        "layers": layers_of(pipeline, plan),
         "memory": {kind.value: list(changes) for kind, changes in memory.items() if any(changes)} or None,
-        **more,
+        "held": held or None,
+        "peaks": peaks or None,
+        "iteration_seconds": iteration_seconds,
     }
 
 

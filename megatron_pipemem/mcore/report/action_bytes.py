@@ -1,0 +1,114 @@
+"""Learn the bytes of a rank's actions from the steps that count them, and predict the peaks of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_pipemem.runtime.activation_ledger import (
+    ActivationLedger,
+    BytesBySize,
+    LedgerEntry,
+    bytes_per_action,
+    predict_peak_bytes,
+)
+from megatron_pipemem.schedule.action import Kind, place
+from megatron_pipemem.schedule.schedule import Program
+
+
+class PredictedPeaks(NamedTuple):
+    """The most bytes that a rank holds in a step, as its program and the learnt bytes of actions say."""
+
+    least: int  # for the least uneven routing to experts
+    most: int  # for the most uneven routing; the same if nothing is routed
+    on_host: int
+
+
+class ActionBytes:
+    """The bytes by which every kind of action changes this rank's memory, per stage and slice.
+
+    They are those of the first step that has such an action. ``is_uneven`` says whether the number of tokens that
+    experts get differs between microbatches.
+    """
+
+    def __init__(self) -> None:
+        self.is_uneven = False
+        self._changes: dict[bool, dict[Kind, list[int]]] = {False: {}, True: {}}
+        """Key ``True`` is for the most tokens of experts, ``False`` for the fewest."""
+        self._host_changes: dict[Kind, list[int]] = {}
+        self._learnt: set[tuple[Kind, int]] = set()
+        self._slices = 1
+        """The number of slices per microbatch in the steps from which bytes were learnt."""
+        self._treatments: dict[int, tuple[Kind | None, bool]] = {}
+        """Per stage, the kind of its recomputation, and whether it is offloaded."""
+        self._by_size: dict[tuple, tuple[BytesBySize, BytesBySize]] = {}
+        """For microbatches that differ, bytes on the device and on the host, by the treatments of all stages."""
+
+    @property
+    def changes(self) -> dict[Kind, list[int]]:
+        """The bytes by kind of action, one per stage and slice, for the most tokens of experts."""
+        return self._changes[True]
+
+    def learn(self, program: Program, device: int, ledger: ActivationLedger) -> None:
+        """Learn the bytes of actions that are new in this step.
+
+        A later plan may have other kinds of actions. The bytes of a stage are learnt again if its activations begin or
+        cease to be recomputed or offloaded.
+        """
+        stages, slices = program.placement.num_stages, program.schedule.slices
+        if slices != self._slices:
+            self._slices = slices
+            self._changes, self._host_changes = {False: {}, True: {}}, {}
+            self._learnt.clear()
+        moved = {action.stage for action in program.actions[device] if action.kind is Kind.OFFLOAD}
+        for stage in program.placement.stages[device]:
+            treatment = (program.schedule.recomputed.get(stage), stage in moved)
+            if self._treatments.get(stage, treatment) != treatment:
+                self._learnt = {(kind, at) for kind, at in self._learnt if at // slices != stage}
+            self._treatments[stage] = treatment
+        unknown = {(action.kind, place(action, slices)) for action in program.actions[device]} - self._learnt
+        if unknown:
+            of_step = {most: self._of_step(ledger.entries, stages, most) for most in (False, True)}
+            on_host = bytes_per_action(ledger.entries, stages, on_host=True, slices=slices)
+            tables = [(self._changes[most], of_step[most]) for most in of_step]
+            for learnt, counted in (*tables, (self._host_changes, on_host)):
+                for kind, at in unknown:
+                    learnt.setdefault(kind, [0] * (stages * slices))[at] = counted[kind][at]
+            self._learnt |= unknown
+        if any(entry.routed for entry in ledger.entries):
+            self._learn_routing(ledger.entries, stages)
+
+    def predict(self, program: Program, device: int, ledger: ActivationLedger) -> PredictedPeaks:
+        """Return the peaks of a step that has been learnt."""
+        actions, slices = program.actions[device], self._slices
+        if has_sizes(ledger):
+            treatments = tuple(sorted(self._treatments.items()))
+            by_size = self._by_size.setdefault(treatments, (BytesBySize(), BytesBySize(on_host=True)))
+            for changes in by_size:
+                changes.learn(ledger.entries)
+            on_device, on_host = (changes.peak(actions, ledger.tokens_of) for changes in by_size)
+            return PredictedPeaks(on_device, on_device, on_host)
+        least, most = (predict_peak_bytes(actions, self._changes[most], slices) for most in (False, True))
+        return PredictedPeaks(least, most, predict_peak_bytes(actions, self._host_changes, slices))
+
+    def _learn_routing(self, entries: Sequence[LedgerEntry], stages: int) -> None:
+        """Extend the range of bytes to the routing of this step, because a later step may be as uneven."""
+        for most, learnt in self._changes.items():
+            counted = self._of_step(entries, stages, most)
+            for at in range(stages * self._slices):
+                takes, took = (
+                    sum(max(0, changes[kind][at]) for kind in counted if kind in (Kind.F, Kind.R))
+                    for changes in (counted, learnt)
+                )
+                if (takes > took) if most else (takes < took):
+                    self.is_uneven = True
+                    for kind, changes in counted.items():
+                        learnt[kind][at] = changes[at]
+
+    def _of_step(self, entries: Sequence[LedgerEntry], stages: int, most: bool) -> dict[Kind, tuple[int, ...]]:
+        return bytes_per_action(entries, stages, most, slices=self._slices)
+
+
+def has_sizes(ledger: ActivationLedger) -> bool:
+    """Return whether the bytes of a step's actions follow from the sizes of their microbatches, which differ."""
+    return ledger.tokens is not None and not any(entry.routed for entry in ledger.entries)
