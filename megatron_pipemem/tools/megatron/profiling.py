@@ -174,13 +174,13 @@ def _check(model: Model, execution: Execution) -> None:
 
 def _stage_part(model: Model, execution: Execution, position: int, kinds: Sequence[str], microbatches: int) -> Part:
     stage = build_stage(model, execution, position, kinds)
-    seen = run_stage(stage, model, execution, position, microbatches)
-    memory: dict[Kind, float] = {kind: change for kind, change in changes(seen.counter.entries).items() if change}
+    observed = run_stage(stage, model, execution, position, microbatches)
+    memory: dict[Kind, float] = {kind: change for kind, change in changes(observed.counter.entries).items() if change}
     seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for traced in seen.clock.actions():
+    for traced in observed.clock.actions():
         if traced.action.microbatch > 0:
             seconds[traced.action.kind].append(traced.end - traced.start)
-    times = Passes(*(median(each) if each else 0.0 for each in seconds.values()))
+    times = Passes(*(median(durations) if durations else 0.0 for durations in seconds.values()))
     return Part(times, memory, sum(parameter.numel() for parameter in stage.parameters()))
 
 
@@ -233,7 +233,7 @@ class FlashAttention(MegatronModule):
         Keys and values may have fewer heads than queries. The arguments after ``value`` are not used.
         """
         # Without dropout on a CPU, because PyTorch's kernel with dropout would save all attention scores.
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if value.size(-1) != query.size(-1) and not query.is_cuda:
             return _LatentAttention.apply(query, key, value, self.scale).permute(2, 0, 1, 3).flatten(2)
         output = functional.scaled_dot_product_attention(
@@ -265,7 +265,7 @@ class _LatentAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         query, key, value, output, sums = ctx.saved_tensors
         more = (0, query.size(-1) - value.size(-1))
-        gradient, wide, output = (functional.pad(each, more) for each in (gradient, value, output))
+        gradient, wide, output = (functional.pad(tensor, more) for tensor in (gradient, value, output))
         at_query, at_key, at_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, wide, output, sums, 0.0, True, scale=ctx.scale
         )
