@@ -161,6 +161,8 @@ class RunRecord:
         if has_sizes(ledger) or (predicts_peaks and is_new):
             least, most, on_host = self._bytes.predict(program, device, ledger)
             peaks.predicted_peak_bytes = max(peaks.predicted_peak_bytes or 0, most)
+            if has_sizes(ledger):  # no routing, and so no range
+                least = peaks.predicted_peak_bytes
             peaks.predicted_least_peak_bytes = max(peaks.predicted_least_peak_bytes or 0, least)
             peaks.predicted_host_peak_bytes = max(peaks.predicted_host_peak_bytes, on_host)
         loads = [entry.routed / entry.evenly for entry in ledger.entries if entry.evenly]
