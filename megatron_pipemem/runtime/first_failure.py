@@ -32,6 +32,7 @@ from megatron_pipemem.errors import PipememError, with_code
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_MOST_POLLS = 1_000  # per second, of all ranks of a job: the store serves PyTorch's own rendezvous too
 _STORE_TIMEOUT = timedelta(seconds=5)
 _KEEPER_SECONDS = 60.0
 """The longest time that a failed rank waits for ranks which have not joined the default process group, and may still import."""
@@ -76,6 +77,11 @@ class FailureBoard:
         self._has_read = False
         self._was_open = False
         """Whether the store has been open. If it is open no longer, the process that ran it has ended."""
+
+    @property
+    def poll_seconds(self) -> float:
+        """Seconds between two looks of a rank at the board: more in a job of more ranks, whose looks one store answers."""
+        return max(_POLL_SECONDS, self._size / _MOST_POLLS)
 
     @classmethod
     def from_environment(cls) -> FailureBoard | None:
@@ -206,7 +212,7 @@ def follow(board: FailureBoard, done: threading.Event, react: Callable[[Failure]
 
     Return if ``done`` is set first, or if the store closes.
     """
-    while not done.wait(_POLL_SECONDS):
+    while not done.wait(board.poll_seconds):
         try:
             failure = board.first()
         except ConnectionError:

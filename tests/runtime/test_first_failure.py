@@ -172,3 +172,10 @@ def test_a_thread_that_moves_is_left_alone(job, boards, store, monkeypatch):
     assert not codes
     first_failure._watch._done.wait()
     assert codes == [1]
+
+
+def test_the_looks_of_many_ranks_are_no_load_for_the_store():
+    sizes = (2, 500, 8_000)
+    boards = [FailureBoard(0, size, "localhost", 1) for size in sizes]
+    assert [board.poll_seconds for board in boards] == [0.5, 0.5, 8.0]
+    assert all(size / board.poll_seconds <= 1_000 for size, board in zip(sizes, boards, strict=True))
