@@ -53,7 +53,9 @@ def first_cause(failures: Mapping[int, Any]) -> str:
     """
     # A killed rank reports nothing, but the ranks that lose it do.
     killed = {
-        rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode != _ENDED_BY_LAUNCHER
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.exitcode < 0 and failure.exitcode != _ENDED_BY_LAUNCHER
     }
     rank, failure = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     message = failure.message
@@ -232,8 +234,8 @@ def _report(error: BaseException) -> None:
 
     Errors of this package have no traceback, because their message is complete. PIPEMEM_TRACEBACK=1 adds one.
     """
-    wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
-    trace = "".join(traceback.format_exception(error)) if wanted else ""
+    has_trace = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
+    trace = "".join(traceback.format_exception(error)) if has_trace else ""
     words = _last_words(error)
     _tell_torchrun(summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
     if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:

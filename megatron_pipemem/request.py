@@ -449,8 +449,8 @@ class Request(ScheduleOptions):
             return self.file.slices
         if self.family is None:
             return max(self.slice_counts)
-        given = self.options.get("slices", self.family.slices)
-        return given if isinstance(given, int) else 1  # the family refuses a value of another type
+        requested = self.options.get("slices", self.family.slices)
+        return requested if isinstance(requested, int) else 1  # the family refuses a value of another type
 
     @property
     def searches(self) -> bool:
@@ -597,9 +597,9 @@ def prices_of(costs: str) -> tuple[Costs, str]:
     """
     if costs in ("unit", PROFILE):
         return Costs(), "unit"
-    found = Costs.from_json(costs)
-    found.require_alike(f"{costs}: a run")
-    return found, "file"
+    prices = Costs.from_json(costs)
+    prices.require_alike(f"{costs}: a run")
+    return prices, "file"
 
 
 def algorithm_of(barriers: int) -> int:

@@ -94,9 +94,9 @@ OLDEST_SPLITTING = "2.8"
 """The oldest version of Transformer Engine whose modules tell which weight gradients they defer."""
 
 
-def check_config(config, *wanted: Refusals) -> None:
-    """Raise an UnsupportedError if the configuration has an option that one of the tables ``wanted`` refuses."""
-    refuse(of_config(config), *wanted)
+def check_config(config, *tables: Refusals) -> None:
+    """Raise an UnsupportedError if the configuration has an option that one of the ``tables`` refuses."""
+    refuse(of_config(config), *tables)
 
 
 def check_settings(config, request: Request, placement: Placement) -> None:

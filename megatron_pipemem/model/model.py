@@ -320,7 +320,7 @@ class Model(Limited):
     def tied_layers(self) -> frozenset[int]:
         """The layers, counted from 0, that reuse the index of an earlier layer, which must be on the same stage."""
         own = max(self.dsa_indexer_skip_topk_offset, 1)
-        return frozenset(each for each in range(own, self.layers) if (each + 1 - own) % self.dsa_indexer_topk_freq)
+        return frozenset(layer for layer in range(own, self.layers) if (layer + 1 - own) % self.dsa_indexer_topk_freq)
 
     @property
     def scan_heads(self) -> int:
@@ -541,7 +541,7 @@ class Summed:
         return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, factor: float) -> Self:
-        return type(self)(*(each * factor for each in vars(self).values()))
+        return type(self)(*(value * factor for value in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -83,17 +83,17 @@ def _pieces_of_stages(step: Step) -> tuple[int, ...] | None:
     for stages, counts in zip(placement.stages, everyones, strict=True):
         for stage, count in zip(stages, counts, strict=True):
             pieces[stage] = count
-    known = [each for each in pieces[: placement.model_stages] if each is not None]
-    return tuple(known) if len(known) == placement.model_stages else None
+    counted = [count for count in pieces[: placement.model_stages] if count is not None]
+    return tuple(counted) if len(counted) == placement.model_stages else None
 
 
 def _pieces(chunk: torch.nn.Module) -> int | None:
-    known = look_into(chunk)
-    if known is None:
+    chunk_facts = look_into(chunk)
+    if chunk_facts is None:
         return None
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     predicts_ahead = getattr(model, "mtp_process", False) and getattr(model, "hybrid_layer_pattern", None) is None
-    return len(known.layers) + bool(predicts_ahead)
+    return len(chunk_facts.layers) + bool(predicts_ahead)
 
 
 def described(step: Step, request: Request, shards: bool) -> tuple[Model, Execution]:
