@@ -93,17 +93,17 @@ def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
 
     A field that is no longer needed has the value ``None``.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if chunks != (today.parallelism.chunks or 1):
-        found[VIRTUAL] = None if chunks == 1 else chunks
+        fields[VIRTUAL] = None if chunks == 1 else chunks
     for flag, field in ((layout.FLAG, LAYOUT), (layout.PATTERN, "hybrid_layer_pattern")):
         if other.flags.get(flag) != today.flags.get(flag):
-            found[field] = other.flags.get(flag)
-    found |= {field: None for flag, field in ENDS.items() if today.flags.get(flag) and not other.flags.get(flag)}
+            fields[field] = other.flags.get(flag)
+    fields |= {field: None for flag, field in ENDS.items() if today.flags.get(flag) and not other.flags.get(flag)}
     kept = other.flags if other.schedule.name == STOCK else {}  # of a call of ours, the setting is an argument
     gone = (flag for flag in STOCKS_ALONE if today.flags.get(flag) is True and flag not in kept)
-    found |= {flag.replace("-", "_"): False for flag in gone}
-    return found | ({EP_OVERLAP.replace("-", "_"): True} if kept.get(EP_OVERLAP) and not today.pairs else {})
+    fields |= {flag.replace("-", "_"): False for flag in gone}
+    return fields | ({EP_OVERLAP.replace("-", "_"): True} if kept.get(EP_OVERLAP) and not today.pairs else {})
 
 
 def _python(field: str, value: Any) -> list[str]:

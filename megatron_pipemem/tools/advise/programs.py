@@ -96,7 +96,7 @@ def read_program(words: Sequence[str], context: Context) -> Reading:
     launcher, program, rest = parts(words)
     if program.startswith(SWIFT_PROGRAMS):
         return _swift(named(rest, {}), launcher, program, context)
-    flags = named(rest, context.known)
+    flags = named(rest, context.flag_table)
     if "hf-checkpoint" in flags or any(name.startswith("rollout-") for name in flags):
         return _slime(flags, program, context)
     return read_flags(flags, launcher, program, context)
@@ -143,8 +143,8 @@ class _Settings:
 
     def fields(self, key: str) -> dict[str, Any]:
         """Return the values directly below a key, without nested mappings."""
-        found = self.get(key, {})
-        names = found if isinstance(found, Mapping) else {}
+        section = self.get(key, {})
+        names = section if isinstance(section, Mapping) else {}
         values = {name: self.get(f"{key}.{name}") for name in names}
         return {name: value for name, value in values.items() if not isinstance(value, Mapping)}
 
@@ -162,19 +162,19 @@ def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
     raw = read_raw(path)
     parents = raw.pop("defaults", [])
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []:
         if isinstance(parent, str) and parent != "_self_":
-            found = merged(found, _inherited(path.parent / parent, (*trail, path)))
-    return merged(found, raw)
+            settings = merged(settings, _inherited(path.parent / parent, (*trail, path)))
+    return merged(settings, raw)
 
 
 def _reading(
     flags: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context, consumer: Consumer
 ) -> Reading:
-    given = {name: value for name, value in flags.items() if value is not False}
-    found = read_flags(given, launcher, program, context)
-    return replace(found, assumed=(*found.assumed, _FULL), consumer=consumer)
+    set_flags = {name: value for name, value in flags.items() if value is not False}
+    reading = read_flags(set_flags, launcher, program, context)
+    return replace(reading, assumed=(*reading.assumed, _FULL), consumer=consumer)
 
 
 def _on(nodes: int, per_node: int) -> dict[str, str]:
@@ -216,7 +216,7 @@ def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
         own |= group
     if settings.get(f"{policy}.fp8_cfg.enabled", False):
         own |= settings.fields(f"{policy}.fp8_cfg")
-    flags = _named_model(settings, "policy.model_name") | dict(flags_of_attributes(own, context.known))
+    flags = _named_model(settings, "policy.model_name") | dict(flags_of_attributes(own, context.flag_table))
     flags |= {
         "seq-length": settings.number("policy.max_total_sequence_length"),
         "micro-batch-size": settings.number("policy.train_micro_batch_size"),
@@ -253,7 +253,7 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
             ask_for(str(value), f"{config}.{name}")
     if own.get("recompute_granularity") is None:
         own.pop("recompute_modules", None)
-    flags = _named_model(settings, f"{model}.path") | dict(flags_of_attributes(own, context.known))
+    flags = _named_model(settings, f"{model}.path") | dict(flags_of_attributes(own, context.flag_table))
     flags.pop("mtp-num-layers", None)  # verl trains without
     flags |= adapter_flags(settings.number(f"{model}.lora.rank", 0) or settings.number(f"{model}.lora_rank", 0))
     flags["seq-length"] = number("data.max_prompt_length") + number("data.max_response_length")
@@ -268,34 +268,34 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
     return _reading(flags, _on(nodes, per_node), program, context, VERL)
 
 
-def _slime(given: Mapping[str, Any], program: str, context: Context) -> Reading:
-    name = str(given.get("hf-checkpoint"))
+def _slime(flag_values: Mapping[str, Any], program: str, context: Context) -> Reading:
+    name = str(flag_values.get("hf-checkpoint"))
     shape = flags_of_model(name, "") if known_model(name) is not None else {}
-    found = {flag: shape.get(flag) if shape and UNKNOWN in str(value) else value for flag, value in given.items()}
-    found |= {"bf16": "fp16" not in given, "use-distributed-optimizer": True}
-    nodes, per_node = _number(given, "actor-num-nodes") or 1, _number(given, "actor-num-gpus-per-node") or 8
-    answers = _number(given, "rollout-max-response-len")
-    longest = _number(given, "rollout-max-context-len") or (
-        answers and answers + (_number(given, "rollout-max-prompt-len") or 0)
+    flags = {flag: shape.get(flag) if shape and UNKNOWN in str(value) else value for flag, value in flag_values.items()}
+    flags |= {"bf16": "fp16" not in flag_values, "use-distributed-optimizer": True}
+    nodes, per_node = _number(flag_values, "actor-num-nodes") or 1, _number(flag_values, "actor-num-gpus-per-node") or 8
+    answers = _number(flag_values, "rollout-max-response-len")
+    longest = _number(flag_values, "rollout-max-context-len") or (
+        answers and answers + (_number(flag_values, "rollout-max-prompt-len") or 0)
     )
-    tokens = _number(given, "max-tokens-per-gpu") if given.get("use-dynamic-batch-size") else None
-    tokens = tokens and tokens * (_number(given, "context-parallel-size") or 1)
-    found["seq-length"] = longest or tokens or given.get("seq-length")
-    samples = _number(given, "global-batch-size") or (
-        (_number(given, "rollout-batch-size") or 1)
-        * (_number(given, "n-samples-per-prompt") or 1)
-        // (_number(given, "num-steps-per-rollout") or 1)
+    tokens = _number(flag_values, "max-tokens-per-gpu") if flag_values.get("use-dynamic-batch-size") else None
+    tokens = tokens and tokens * (_number(flag_values, "context-parallel-size") or 1)
+    flags["seq-length"] = longest or tokens or flag_values.get("seq-length")
+    samples = _number(flag_values, "global-batch-size") or (
+        (_number(flag_values, "rollout-batch-size") or 1)
+        * (_number(flag_values, "n-samples-per-prompt") or 1)
+        // (_number(flag_values, "num-steps-per-rollout") or 1)
     )
-    found["global-batch-size"] = samples
+    flags["global-batch-size"] = samples
     if tokens:
-        _packed(found, samples, tokens, nodes * per_node)
-    return _reading(found, _on(nodes, per_node), program, context, SLIME)
+        _packed(flags, samples, tokens, nodes * per_node)
+    return _reading(flags, _on(nodes, per_node), program, context, SLIME)
 
 
-def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
+def _swift(flag_values: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
     texts = {"true": True, "false": False, "none": None, "null": None}
     own: dict[str, Any] = {
-        name.replace("-", "_"): texts.get(str(value).lower(), value) for name, value in given.items()
+        name.replace("-", "_"): texts.get(str(value).lower(), value) for name, value in flag_values.items()
     }
     defaults = {"micro_batch_size": 1, "global_batch_size": 16, "recompute_granularity": "selective", "bf16": True}
     own = {**defaults, "use_distributed_optimizer": True, **own}
@@ -315,11 +315,13 @@ def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, 
     if str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"):
         flags |= adapter_flags(_number(own, "lora_rank") or _RANK_OF_SWIFT)
     ends = {flag: own[name] for flag in ENDS if (name := flag.replace("-", "_")) in own}
-    return _reading(flags | dict(flags_of_attributes(own, context.known)) | ends, launcher, program, context, SWIFT)
+    return _reading(
+        flags | dict(flags_of_attributes(own, context.flag_table)) | ends, launcher, program, context, SWIFT
+    )
 
 
-def _number(given: Mapping[str, Any], name: str) -> int | None:
-    value = given.get(name)
+def _number(settings: Mapping[str, Any], name: str) -> int | None:
+    value = settings.get(name)
     if UNKNOWN in str(value):
         ask_for(str(value), f"--{name}")
     return whole_number(value, name)
@@ -351,22 +353,22 @@ def read_recipe(name: str, context: Context) -> Reading:
         ConfigError: no such recipe (``unknown-recipe``), or a size is missing.
         UnsupportedError: the model cannot be priced (``unsupported-model``).
     """
-    asked = name if name.endswith("_config") or ":" in name else f"{name}_config"
-    (facts,) = evaluate([asked])
+    full_name = name if name.endswith("_config") or ":" in name else f"{name}_config"
+    (facts,) = evaluate([full_name])
     return run_of(facts, context)
 
 
 def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     """Return the run that an evaluated recipe configures, or raise the errors of ``read_recipe``."""
-    asked = facts["asked"]
+    recipe = facts["asked"]
     if "names" in facts:
-        near = get_close_matches(asked, facts["names"], n=1)
+        near = get_close_matches(recipe, facts["names"], n=1)
         hint = f"did you mean {PREFIX}{near[0]}?" if near else "see megatron.bridge.recipes"
-        raise ConfigError("unknown-recipe", f"Megatron-Bridge has no recipe {asked}; {hint}")
+        raise ConfigError("unknown-recipe", f"Megatron-Bridge has no recipe {recipe}; {hint}")
     if "error" in facts:
         raise ConfigError(
             "cannot-evaluate",
-            f"the recipe {asked} raises an error on this machine: {facts['error']}; remove its cause, or give a launch "
+            f"the recipe {recipe} raises an error on this machine: {facts['error']}; remove its cause, or give a launch "
             "script or run file",
         )
     if facts["unknown"] is not None:
@@ -376,13 +378,13 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     if variant not in _PRICED or values.get("enable_hyper_connections"):
         raise ConfigError(
             "unsupported-model",
-            f"{asked} has hyper-connections or attention of the kind {variant}, whose seconds and bytes are not known; "
+            f"{recipe} has hyper-connections or attention of the kind {variant}, whose seconds and bytes are not known; "
             "no schedules can be compared for this model",
         )
     if facts["adapters"] is not None and not facts["rank"]:
         raise ConfigError(
             "unsupported-model",
-            f"{asked} trains adapters of the kind {facts['adapters']}, which have no rank, and whose seconds and bytes "
+            f"{recipe} trains adapters of the kind {facts['adapters']}, which have no rank, and whose seconds and bytes "
             "are not known; no schedules can be compared for this model",
         )
     alike = known_model(facts["tokenizer"] or "")
@@ -390,7 +392,7 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     base = {} if tokens is None else {"vocab-size": tokens}
     if facts["model"] is not None:
         base |= flags_of_model(facts["model"], "")
-    flags = base | dict(flags_of_attributes(values, context.known)) | dict.fromkeys(facts.get("frozen", ()), True)
+    flags = base | dict(flags_of_attributes(values, context.flag_table)) | dict.fromkeys(facts.get("frozen", ()), True)
     flags |= adapter_flags(facts["rank"] or 0)
     if flags.get("expert-model-parallel-size", 1) > 1:  # Megatron-Bridge does not cut experts by default
         flags.setdefault("expert-tensor-parallel-size", 1)
@@ -398,8 +400,8 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     match = re.search(r"_(\d+)gpu", facts["name"])
     devices = context.devices or (int(match[1]) if match else None)
     launcher = {} if devices is None else {"nproc-per-node": str(min(devices, context.cluster.devices_per_node))}
-    found = read_flags(flags, launcher, f"{PREFIX}{facts['name']}", replace(context, devices=devices))
-    return replace(found, consumer=BRIDGE)
+    reading = read_flags(flags, launcher, f"{PREFIX}{facts['name']}", replace(context, devices=devices))
+    return replace(reading, consumer=BRIDGE)
 
 
 def _add_tower(flags: dict[str, Any], facts: Mapping[str, Any]) -> None:

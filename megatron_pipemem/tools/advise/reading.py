@@ -17,7 +17,7 @@ from megatron_pipemem.model.model import Model, Tower
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
-from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, Known, ask_for
+from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, ask_for
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
@@ -58,7 +58,7 @@ class Reading:
 class Context:
     """Facts that a command or recipe may leave open. Numbers are ``None`` if they are not known otherwise."""
 
-    known: Known  # flags of Megatron's parser
+    flag_table: FlagTable  # flags of Megatron's parser
     cluster: Cluster  # whose devices are priced; the number of nodes follows from the command
     devices: int | None = None  # of the whole run
     vocabulary: int | None = None  # tokens in the vocabulary
@@ -81,7 +81,7 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
         program: the training program or recipe.
         context: facts that the flags may leave open.
     """
-    args = Arguments(flags, context.known)
+    args = Arguments(flags, context.flag_table)
     assumed: list[str] = []
     model = _model(args, flags, assumed, context.vocabulary)
     model = replace(model, tower=_tower(flags, assumed, context.images))
@@ -110,13 +110,13 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
     return Reading(run, program, tuple(assumed))
 
 
-def named(words: Sequence[str], known: Known) -> dict[str, Any]:
+def named(words: Sequence[str], flag_table: FlagTable) -> dict[str, Any]:
     """Return the values of a program's flags by name without dashes. Names that look mistyped are refused.
 
     The value is ``True`` for a flag without a value, and a list for several values. Of flags of this package that may be
     repeated, it is a list with the values of all occurrences.
     """
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     repeated = {flag.name for flag in flags_of(ScheduleChoice).values() if flag.repeated}
     place = 0
     while place < len(words):
@@ -126,8 +126,9 @@ def named(words: Sequence[str], known: Known) -> dict[str, Any]:
             continue
         word, equals, value = word.partition("=")
         values = [value] if equals else []
-        flag = known.get(word)
-        near = [] if flag is not None or UNKNOWN in word else get_close_matches(word, known, n=1, cutoff=_TYPING_ERROR)
+        flag = flag_table.get(word)
+        may_be_mistyped = flag is None and UNKNOWN not in word
+        near = get_close_matches(word, flag_table, n=1, cutoff=_TYPING_ERROR) if may_be_mistyped else []
         if near and not _is_variation(word, near[0]):
             raise ConfigError("unknown-flag", f"Megatron has no such flag; did you mean {near[0]}?", key=word)
         while flag is None or not flag["bare"]:
@@ -137,15 +138,15 @@ def named(words: Sequence[str], known: Known) -> dict[str, Any]:
             place += 1
         name = word.lstrip("-")
         if word in repeated:
-            found[name] = [*found.get(name, []), *values]
+            flags[name] = [*flags.get(name, []), *values]
         else:
-            found[name] = True if not values else values[0] if len(values) == 1 else values
-    return found
+            flags[name] = True if not values else values[0] if len(values) == 1 else values
+    return flags
 
 
-def _is_variation(word: str, known: str) -> bool:
+def _is_variation(word: str, flag: str) -> bool:
     """Return whether a flag differs from another one by whole words or a number, which a typing error does not."""
-    words, others = (set(each.strip("-0123456789").split("-")) for each in (word, known))
+    words, others = (set(name.strip("-0123456789").split("-")) for name in (word, flag))
     return words <= others or others <= words
 
 
@@ -154,14 +155,14 @@ def _launcher(words: Sequence[str]) -> dict[str, str]:
 
     Underscores in names become dashes, and ``-N`` is ``nodes``.
     """
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if not name.startswith("-"):
             continue
         value = value if equals else "".join(words[place + 1 : place + 2])
-        found[{"-N": "nodes"}.get(name, name.lstrip("-").replace("_", "-"))] = value
-    return found
+        options[{"-N": "nodes"}.get(name, name.lstrip("-").replace("_", "-"))] = value
+    return options
 
 
 def _whole(text: str | None) -> int | None:

@@ -110,7 +110,7 @@ class _Branch:
 class _Reader:
     """The variables of a script, and the commands that it starts, as far as it has been read."""
 
-    given: dict[str, str]  # the user's variables, which the script cannot change
+    user_values: dict[str, str]  # the user's variables, which the script cannot change
     folder: Path | None  # of the script
     values: dict[str, list[str]] = field(default_factory=dict)  # words of each variable that the script sets
     commands: list[list[str]] = field(default_factory=list)
@@ -161,7 +161,7 @@ class _Reader:
         command: list[str] = []
         for word in words:
             if isinstance(word, Array):
-                self._assign(word.name, word.longer, [text for each in word.words for text in self._expanded(each)])
+                self._assign(word.name, word.longer, [text for item in word.words for text in self._expanded(item)])
             elif not command and word and not word[0].quoted and (match := _ASSIGNMENT.match(word[0].text)):
                 value = [
                     WordPart(word[0].text[match.end() :], True),
@@ -202,8 +202,8 @@ class _Reader:
                 self.values = before
 
     def _assign(self, name: str, longer: bool, words: list[str], joined: bool = False) -> None:
-        known = name in self.values
-        if name in self.given or (self._runs() is None and (longer or known)):
+        is_set = name in self.values
+        if name in self.user_values or (self._runs() is None and (longer or is_set)):
             return
         if longer and joined:
             words = ["".join(self.values.get(name, [])) + words[0]]
@@ -217,10 +217,10 @@ class _Reader:
 
         If the path begins with unknown values, only the part after them is used.
         """
-        _, unknown, known = name.rpartition(UNKNOWN)
-        known = known.lstrip("/") if unknown else known
-        path = (self.folder or Path()) / known
-        if known and path.is_file():
+        _, unknown, path_text = name.rpartition(UNKNOWN)
+        path_text = path_text.lstrip("/") if unknown else path_text
+        path = (self.folder or Path()) / path_text
+        if path_text and path.is_file():
             self.read(path.read_text(encoding="utf-8", errors="replace"))
 
     def _test(self, words: Statement) -> bool | None:
@@ -291,8 +291,8 @@ class _Reader:
         """
         if expansion.startswith("$(("):
             inner = "".join(self._expanded([WordPart(expansion[3:-2], True)]))
-            found = _arithmetic(inner, lambda name: "".join(self._lookup(name) or [UNKNOWN]))
-            return [str(found)] if found is not None else [f"{UNKNOWN}{expansion}{UNKNOWN}"]
+            number = _arithmetic(inner, lambda name: "".join(self._lookup(name) or [UNKNOWN]))
+            return [str(number)] if number is not None else [f"{UNKNOWN}{expansion}{UNKNOWN}"]
         if expansion.startswith("$("):
             return [f"{UNKNOWN}{expansion}{UNKNOWN}"]
         match = _BRACED.match(expansion[2:-1] if expansion.startswith("${") else expansion[1:])
@@ -309,7 +309,7 @@ class _Reader:
         return value if value is not None else [f"{UNKNOWN}{name}{UNKNOWN}"]
 
     def _lookup(self, name: str) -> list[str] | None:
-        return [self.given[name]] if name in self.given else self.values.get(name)
+        return [self.user_values[name]] if name in self.user_values else self.values.get(name)
 
 
 def _plain(word: Word | Array) -> str:
@@ -421,14 +421,14 @@ class _Lexer:
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Return the match at this place, and go to its end."""
-        found = pattern.match(self.text, self.place)
-        self.place = found.end() if found else self.place
-        return found
+        match = pattern.match(self.text, self.place)
+        self.place = match.end() if match else self.place
+        return match
 
     def _skip_heredocs(self) -> None:
         for end in self.heredocs:
-            found = re.compile(rf"^\s*{re.escape(end)}$", re.MULTILINE).search(self.text, self.place)
-            self.place = found.end() if found else len(self.text)
+            match = re.compile(rf"^\s*{re.escape(end)}$", re.MULTILINE).search(self.text, self.place)
+            self.place = match.end() if match else len(self.text)
         self.heredocs = []
 
     def _word(self) -> Word | Array:
@@ -436,14 +436,14 @@ class _Lexer:
         start = self.place
         while self.place < len(self.text) and self.text[self.place] not in _BREAKS:
             plain = self._expansion()
-            found = None if plain else self._take(_PIECE)
-            if plain := plain or (found["plain"] if found else ""):
+            piece = None if plain else self._take(_PIECE)
+            if plain := plain or (piece["plain"] if piece else ""):
                 before = parts.pop().text if parts and not parts[-1].quoted else ""
                 parts.append(WordPart(before + plain))
-            elif found is not None:
-                output = None if found["output"] is None else f"{UNKNOWN}`{found['output']}`{UNKNOWN}"
-                text = next(each for each in (found["escaped"], found["single"], output) if each is not None)
-                if found["escaped"] != "\n":
+            elif piece is not None:
+                output = None if piece["output"] is None else f"{UNKNOWN}`{piece['output']}`{UNKNOWN}"
+                text = next(content for content in (piece["escaped"], piece["single"], output) if content is not None)
+                if piece["escaped"] != "\n":
                     parts.append(WordPart(text, True, literal=True))
             elif self.text[self.place] == '"':
                 parts += self._double_quoted()
@@ -472,14 +472,14 @@ class _Lexer:
         while not self.text.startswith('"', self.place):
             text = self._expansion()
             if not text:
-                found = self._take(_QUOTED_PIECE)
-                if found is None:
+                piece = self._take(_QUOTED_PIECE)
+                if piece is None:
                     raise self._open_quote(start)
-                escaped = found["escaped"]
+                escaped = piece["escaped"]
                 if escaped == "$":
                     parts += [WordPart("$", True, literal=True), WordPart("", True)]
                     continue
-                text = found[0] if escaped is None or escaped not in '"\\`\n' else escaped.strip("\n")
+                text = piece[0] if escaped is None or escaped not in '"\\`\n' else escaped.strip("\n")
             parts[-1] = parts[-1]._replace(text=parts[-1].text + text)
         self.place += 1
         return parts

@@ -31,21 +31,21 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
     Raise an UnsupportedError if a flag has another value than in the plan, because the plan is valid for its own values
     only.
     """
-    given, added = words_by_flag(arguments), []
+    words_of_flags, added = words_by_flag(arguments), []
     for flag, values in words_by_flag(planned_flags(load(file, Run))).items():
-        missing = [each for each in values if each not in given.get(flag, [])]
-        if missing and flag in given and flag not in _REPEATED:
+        missing = [words for words in values if words not in words_of_flags.get(flag, [])]
+        if missing and flag in words_of_flags and flag not in _REPEATED:
             raise UnsupportedError(
                 "plan-differs",
-                f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave the flag out, or plan with "
+                f"{flag} is {_text(words_of_flags[flag])} here and {_text(values)} in {file}; leave the flag out, or plan with "
                 "it",
             )
-        added += [word for each in missing for word in (flag, *each)]
+        added += [word for words in missing for word in (flag, *words)]
     return [*arguments, *added]
 
 
 def _text(values: Sequence[Sequence[str]]) -> str:
-    return ", ".join(" ".join(each) or "set" for each in values)
+    return ", ".join(" ".join(words) or "set" for words in values)
 
 
 def with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
@@ -54,36 +54,36 @@ def with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
     ``arguments`` are Megatron's, without our flags. In the result, the layout replaces all flags that cut the model.
     Raise a PipememError without a pipeline, or without the model's sizes.
     """
-    known = known_flags()
-    given = named(arguments, known)
-    run = _run_of(request, given, known)
-    found = at_start(run)
-    pattern, counts = layout.pattern_of(run.model), found.best.layers
-    flag = cut_flags.given_pattern(given)[0] or layout.FLAG
+    flag_table = known_flags()
+    flag_values = named(arguments, flag_table)
+    run = _run_of(request, flag_values, flag_table)
+    balance = at_start(run)
+    pattern, counts = layout.pattern_of(run.model), balance.best.layers
+    flag = cut_flags.given_pattern(flag_values)[0] or layout.FLAG
     text = layout.written(counts, run.model.mtp_layers) if pattern is None else layout.cut(pattern, counts)
-    longer = found.even.seconds / found.best.seconds - 1
+    longer = balance.even.seconds / balance.best.seconds - 1
     log_on_first_rank(
-        f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
+        f"layout auto: --{flag} '{text}', {balance.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
         f"layers divided evenly take {longer:.1%} longer"
     )
     return [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
 
 
-def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Run:
+def _run_of(request: Request, flag_values: Mapping[str, Any], flag_table: Mapping[str, Mapping[str, Any]]) -> Run:
     """Return the run of these flags under the requested schedule.
 
     Its number of chunks per rank is that of the flags if the schedule can have several, else the schedule's own.
-    ``given`` has the values by flag, and ``known`` the properties of Megatron's flags (``known_flags``).
+    ``flag_values`` has the values by flag, and ``flag_table`` the properties of Megatron's flags (``known_flags``).
     """
     ranks = 1
     for kind in ("tensor-model", "pipeline-model", "context"):
-        ranks *= whole_number(given.get(name := f"{kind}-parallel-size"), name) or 1
+        ranks *= whole_number(flag_values.get(name := f"{kind}-parallel-size"), name) or 1
     devices = int(os.environ.get("WORLD_SIZE", ranks))
-    run = read_flags(given, {}, "", Context(known, load(PRICED_FOR, Cluster), devices)).run
-    asked = {each.name: getattr(request, each.name) for each in fields(ScheduleOptions)}
+    run = read_flags(flag_values, {}, "", Context(flag_table, load(PRICED_FOR, Cluster), devices)).run
+    options = {option.name: getattr(request, option.name) for option in fields(ScheduleOptions)}
     choice = replace(
         run.schedule,
-        **asked,
+        **options,
         name=request.schedule,
         memory_cap=_text_of_cap(request.memory_cap) if not request.plans_offload else None,
         module=request.schedule_module,
@@ -95,4 +95,4 @@ def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapp
 
 def _text_of_cap(cap: MemoryCap | None) -> str | None:
     """Return a memory cap as a flag's text, to the byte; ``None`` without a cap."""
-    return None if cap is None else ",".join(f"{each!r}{'B' if cap.in_bytes else ''}" for each in cap.amounts)
+    return None if cap is None else ",".join(f"{amount!r}{'B' if cap.in_bytes else ''}" for amount in cap.amounts)

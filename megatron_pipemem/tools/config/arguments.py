@@ -43,7 +43,7 @@ _LIMITS = {"int": WHOLE, "float": Limit()}
 _FREQUENCY_TYPES = ("moe_freq_type", "la_freq_type")
 """The names of Megatron's readers for a number or a list with one entry per layer."""
 
-Known = Mapping[str, Mapping[str, Any]]
+FlagTable = Mapping[str, Mapping[str, Any]]
 """The properties of Megatron's flags, as ``known_flags`` describes them, by the flag with its ``--``."""
 
 
@@ -73,25 +73,25 @@ class Arguments:
 
     Args:
         flags: values by flag without dashes, as text or as values of YAML; ``True`` for a flag without a value.
-        known: the properties of Megatron's flags.
+        flag_table: the properties of Megatron's flags.
     """
 
-    def __init__(self, flags: Mapping[str, Any], known: Known) -> None:
-        self._flags, self._known = flags, known
+    def __init__(self, flags: Mapping[str, Any], flag_table: FlagTable) -> None:
+        self._flags, self._flag_table = flags, flag_table
         self._read: set[str] = set()
-        self._setters = setters(known)
+        self._setters = setters(flag_table)
 
     def __getattr__(self, attribute: str) -> Any:
         flags = self.__dict__.get("_setters", {}).get(attribute)
         if flags is None:
             raise AttributeError(attribute)
-        value = self._known[flags[0]]["default"]
+        value = self._flag_table[flags[0]]["default"]
         for flag in flags:
             name = flag.lstrip("-")
             self._read.add(name)
             text = self._flags.get(name)
             if text is not None and text is not False:
-                value = _value(flag, text, self._known[flag])
+                value = _value(flag, text, self._flag_table[flag])
         return value
 
     def mark(self, *names: str) -> None:
@@ -104,10 +104,10 @@ class Arguments:
         return {name: value for name, value in others.items() if UNKNOWN not in str(value)}
 
 
-def setters(known: Known) -> dict[str, list[str]]:
+def setters(flag_table: FlagTable) -> dict[str, list[str]]:
     """Return the flags, with their ``--``, that set each attribute."""
     flags: dict[str, list[str]] = {}
-    for flag, properties in known.items():
+    for flag, properties in flag_table.items():
         flags.setdefault(properties["dest"], []).append(flag)
     return flags
 
@@ -144,10 +144,10 @@ def ask_for(text: str, key: str) -> NoReturn:
     )
 
 
-def flags_of_attributes(values: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Any]]:
+def flags_of_attributes(values: Mapping[str, Any], flag_table: FlagTable) -> Iterator[tuple[str, Any]]:
     """Yield ``(flag, value)`` for the attributes or fields of a configuration that have a flag. Others are left out."""
     fields: dict[tuple[str, str | None], str] = {}
-    for name, flag in known.items():
+    for name, flag in flag_table.items():
         fields.setdefault((flag["dest"], str(flag["const"]) if flag["bare"] else None), name.lstrip("-"))
     for field, value in values.items():
         if value is None:

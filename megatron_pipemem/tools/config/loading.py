@@ -183,13 +183,13 @@ def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, pr
 def settings_of(config: Any) -> dict[str, Any]:
     """Return a dataclass as a mapping that ``typed`` would read. Default values are left out."""
     changed = model_settings(config) if isinstance(config, Model) else {}
-    for each in fields(config):
-        if isinstance(config, Model) and each.name not in _MODEL_FIELDS:
+    for field in fields(config):
+        if isinstance(config, Model) and field.name not in _MODEL_FIELDS:
             continue
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
-        held = getattr(config, each.name)
-        if held != default:
-            changed[each.name] = settings_of(held) if is_dataclass(held) else held
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        value = getattr(config, field.name)
+        if value != default:
+            changed[field.name] = settings_of(value) if is_dataclass(value) else value
     return changed
 
 
@@ -217,26 +217,26 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
     for part in key.split("."):
         if get_origin(here) is dict:
             return
-        known = _hints(here) if isinstance(here, type) and is_dataclass(here) else {}
-        if part != BASE and part not in known:
-            message = f"unknown key; {_remedy(part, here, known)}"
+        hints = _hints(here) if isinstance(here, type) and is_dataclass(here) else {}
+        if part != BASE and part not in hints:
+            message = f"unknown key; {_remedy(part, here, hints)}"
             raise ConfigError("unknown-key", message, key=f"{user}{key}", file=file)
-        hint = str if part == BASE else known[part]
+        hint = str if part == BASE else hints[part]
         here = _dataclass_in(hint) or hint
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """Return a hint about an unknown word: ``did you mean 'layers'?``, or a list of all known words."""
-    choices = sorted(known)
+    choices = sorted(words)
     alike = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(choices) or 'none'}"
 
 
-def _remedy(key: str, kind: type, known: Iterable[str]) -> str:
+def _remedy(key: str, kind: type, keys: Iterable[str]) -> str:
     """Return what to write instead of a key that a dataclass does not have."""
     if kind is Model and key in _OLD_KEYS:
         return f"write {_OLD_KEYS[key]}, as Megatron's argument is called"
-    return nearest(key, known)
+    return nearest(key, keys)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -275,9 +275,9 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
             return place / f"{name}.yaml"
     if path.exists() or path.suffix or len(Path(name).parts) > 1:
         raise ConfigError("no-file", _absence(path), key=key, file=user)
-    known = {path.stem for place in places for path in place.glob("*.yaml")}
+    names = {path.stem for place in places for path in place.glob("*.yaml")}
     looked = ", ".join(dict.fromkeys(str(place) for place in places))
-    hint = nearest(name, known)
+    hint = nearest(name, names)
     message = f"there is no {shortened(name)} among the {folder}; {hint} (looked in {looked}; a path ends in .yaml)"
     raise ConfigError("no-file", message, key=key, file=user)
 
@@ -321,11 +321,11 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with ``changes``. Mappings inside them are merged too, unless they have NeMo-RL's ``_override_``."""
-    found = dict(base)
+    result = dict(base)
     for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping) and not value.get("_override_")
-        found[key] = merged(found[key], value) if both else value
-    return found
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping) and not value.get("_override_")
+        result[key] = merged(result[key], value) if both else value
+    return result
 
 
 def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:
@@ -361,8 +361,8 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
                 raise ConfigError("missing-option", "is missing and has no default", key=key, file=file)
         elif inner is not None and isinstance(raw[name], Mapping):
             arguments[name] = _build(inner, raw[name], file, f"{key}.", is_whole)
-        elif (each := _dataclass_of_values(parameter.annotation)) is not None and isinstance(raw[name], Mapping):
-            arguments[name] = {at: typed(value, each, file, f"{key}.{at}.") for at, value in raw[name].items()}
+        elif (part_kind := _dataclass_of_values(parameter.annotation)) is not None and isinstance(raw[name], Mapping):
+            arguments[name] = {at: typed(value, part_kind, file, f"{key}.{at}.") for at, value in raw[name].items()}
         else:
             try:
                 arguments[name] = converted(raw[name], parameter.annotation)
@@ -385,7 +385,7 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
 def _parameters(kind: type) -> dict[str, Parameter]:
     """Return the parameters of a dataclass. Their annotations are types and not text."""
     hints = get_type_hints(kind)
-    return {name: each.replace(annotation=hints[name]) for name, each in signature(kind).parameters.items()}
+    return {name: parameter.replace(annotation=hints[name]) for name, parameter in signature(kind).parameters.items()}
 
 
 def _hints(kind: type) -> dict[str, Any]:
@@ -408,7 +408,7 @@ _OLD_KEYS = ATTRIBUTES | {
 
 def _dataclass_of_values(hint: Any) -> type | None:
     """Return the dataclass ``Part`` of a type hint ``dict[str, Part]`` or ``dict[str, Part] | None``, else ``None``."""
-    mappings = (get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is dict)
+    mappings = (get_args(member) for member in (hint, *get_args(hint)) if get_origin(member) is dict)
     return next((value for _, value in mappings if isinstance(value, type) and is_dataclass(value)), None)
 
 
@@ -416,7 +416,7 @@ def _dataclass_in(hint: Any) -> type | None:
     """Return the dataclass ``Model`` of a type hint ``Model`` or ``Model | None``, else ``None``."""
     if get_origin(hint) in (dict, list, tuple):
         return None
-    return next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)
+    return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 _HUGGING_FACE = SHIPPED / "hugging_face.yaml"

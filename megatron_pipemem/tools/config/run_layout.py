@@ -41,14 +41,14 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
     The result is ``None`` if flags give other numbers of stages or pieces, or the layers of the first or last rank in
     another placement than Megatron's. It is also ``None`` if the layers do not divide evenly.
     """
-    given, model = run.flags, run.model
-    if any(given.get(key) not in (None, False) for key in (*FIRST_OR_LAST, *ACCOUNTED)):
+    flag_values, model = run.flags, run.model
+    if any(flag_values.get(key) not in (None, False) for key in (*FIRST_OR_LAST, *ACCOUNTED)):
         counts = _of_ranks(run, stages)
         return None if counts is None else (*counts[:-1], counts[-1] + model.pieces - model.layers)
-    if is_cut(str(given.get(PATTERN, ""))):
-        counts = tuple(map(len, segments(str(given[PATTERN]))))
-    elif given.get(FLAG) is not None:
-        counts = read(str(given[FLAG]))
+    if is_cut(str(flag_values.get(PATTERN, ""))):
+        counts = tuple(map(len, segments(str(flag_values[PATTERN]))))
+    elif flag_values.get(FLAG) is not None:
+        counts = read(str(flag_values[FLAG]))
     else:
         return uncut(model, stages)
     return counts if len(counts) == stages and sum(counts) == model.pieces else None
@@ -59,21 +59,21 @@ def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
 
     The result is ``None`` if Megatron cannot cut the model by these flags, or another placement has several chunks.
     """
-    p, given = run.parallelism.pp, run.flags
+    p, flag_values = run.parallelism.pp, run.flags
     chunks = stages // p
     if run.schedule.name != STOCK and chunks > 1:
         return None
-    embedding, loss = (bool(given.get(key)) for key in ACCOUNTED)
+    embedding, loss = (bool(flag_values.get(key)) for key in ACCOUNTED)
     left, others = run.model.layers + embedding + loss, p
     of_rank: dict[int, int] = {}
     for rank, name in zip((0, p - 1), FIRST_OR_LAST, strict=True):
-        if (count := whole_number(given.get(name), name)) is not None:
+        if (count := whole_number(flag_values.get(name), name)) is not None:
             of_rank[rank] = count
             left, others = left - count, others - 1
-    each, rest = divmod(left, others * chunks) if others else (0, left)
-    if rest or any(count % chunks for count in of_rank.values()):
+    per_stage, remainder = divmod(left, others * chunks) if others else (0, left)
+    if remainder or any(count % chunks for count in of_rank.values()):
         return None
-    counts = [of_rank[stage % p] // chunks if stage % p in of_rank else each for stage in range(stages)]
+    counts = [of_rank[stage % p] // chunks if stage % p in of_rank else per_stage for stage in range(stages)]
     counts[0] -= embedding
     counts[-1] -= loss
     return tuple(counts)

@@ -240,8 +240,8 @@ class Run:
         """Options of the schedule, including chunks and slices, except for a schedule file, which has its own."""
         if self.schedule.name.endswith(FILE_SUFFIX):
             return self.schedule.options
-        given = {"chunks": self.parallelism.chunks, "slices": self.schedule.slices}
-        return self.schedule.options | {key: value for key, value in given.items() if value is not None}
+        counts = {"chunks": self.parallelism.chunks, "slices": self.schedule.slices}
+        return self.schedule.options | {key: value for key, value in counts.items() if value is not None}
 
     @property
     def execution(self) -> Execution:

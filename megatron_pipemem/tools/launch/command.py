@@ -78,8 +78,8 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
     """
     nodes = nodes or Nodes(count=min_nodes(run))
     own = "is not part of pretrain_gpt.py; give the run's script, or start your own program"
-    for key, given in (("model.tower", run.model.tower), (ADAPTERS, run.execution.adapters)):
-        refuse_if(bool(given) and run.script is None, "unsupported-model", key, own)
+    for key, part in (("model.tower", run.model.tower), (ADAPTERS, run.execution.adapters)):
+        refuse_if(bool(part) and run.script is None, "unsupported-model", key, own)
     start = [sys.executable, "-m", "megatron_pipemem.ranks", *_rendezvous(run, nodes)]
     ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
     words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
@@ -189,12 +189,12 @@ def _schedule_flags(run: Run) -> Flags:
     choice = run.schedule
     options = choice.options if choice.name == STOCK else run.schedule_options
     flags = {key: flag.name.removeprefix("--") for key, flag in flags_of(ScheduleChoice).items() if not flag.repeated}
-    given = {key: getattr(choice, key) for key in flags if getattr(choice, key) != getattr(ScheduleChoice, key)}
+    settings = {key: getattr(choice, key) for key in flags if getattr(choice, key) != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()
     return {
         "pipemem-schedule": choice.name,
         "pipemem-schedule-module": choice.module,
-        **{flags[key]: value for key, value in given.items()},
+        **{flags[key]: value for key, value in settings.items()},
         **_recompute_flags(choice),
         # A flag for each option, as --name=value because a list would be several values of one flag.
         **{f"pipemem-option={key}={text_of(value)}": True for key, value in options.items()},

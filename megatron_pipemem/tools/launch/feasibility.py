@@ -101,8 +101,8 @@ def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
 def _affordable(run: Run) -> None:
     cut = run.parallelism
     if run.schedule.name != STOCK:
-        asked = f"a global batch of {cut.global_batch} on {cut.pp} pipeline ranks makes"
-        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, asked, is_fitted(run.schedule.name))
+        size = f"a global batch of {cut.global_batch} on {cut.pp} pipeline ranks makes"
+        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, size, is_fitted(run.schedule.name))
 
 
 def _divides(run: Run) -> None:
@@ -189,22 +189,22 @@ def _check_ours(run: Run, schedule: Schedule | None) -> None:
 
 
 def _fits_in_memory(run: Run, request: Request) -> None:
-    found = held(run, request)
-    if found is None:
+    memory = held(run, request)
+    if memory is None:
         return
-    there, most = run.cluster.memory_bytes, max(found.device)
+    there, most = run.cluster.memory_bytes, max(memory.device)
     if most > there:
-        rank = found.device.index(most)
+        rank = memory.device.index(most)
         raise UnsupportedError(
             "does-not-fit",
             f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of its device's "
             f"{there / GIB:.1f} GiB; cut the model further, recompute, or use a schedule with a lower peak",
         )
-    if (most := max(found.host)) > found.room:
+    if (most := max(memory.host)) > memory.room:
         raise UnsupportedError(
             "does-not-fit",
-            f"pipeline rank {found.host.index(most)} offloads {most / GIB:.1f} GiB to its host, which has room for "
-            f"{found.room / GIB:.1f} GiB per rank; offload less, or cut the model further",
+            f"pipeline rank {memory.host.index(most)} offloads {most / GIB:.1f} GiB to its host, which has room for "
+            f"{memory.room / GIB:.1f} GiB per rank; offload less, or cut the model further",
         )
 
 

@@ -42,8 +42,8 @@ def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
     ranks cannot be shared evenly by the nodes.
     """
     count = nodes or min_nodes(run)
-    each = ranks_per_node(run, count)
-    return (f"--nodes={count}", *(() if run.on_cpu else (f"--gpus-per-node={each}",)))
+    gpus = ranks_per_node(run, count)
+    return (f"--nodes={count}", *(() if run.on_cpu else (f"--gpus-per-node={gpus}",)))
 
 
 def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
@@ -72,7 +72,7 @@ def printed(jobs: Iterable[Command], script: str) -> str:
     """Return the text that ``--print`` shows: the commands, and their batch file as comments."""
     path = batch_file(script)
     comments = (f"# {line}".rstrip() for line in path.read_text(encoding="utf-8").splitlines())
-    return "\n".join([*(f"{each.text()}\n" for each in jobs), f"# {path}:", *comments])
+    return "\n".join([*(f"{submission.text()}\n" for submission in jobs), f"# {path}:", *comments])
 
 
 def submit(job: Command) -> str:
@@ -112,12 +112,12 @@ def array_jobs(
     by_size: dict[tuple[str, ...], list[int]] = {}
     for index, run in runs.items():
         by_size.setdefault(size(run), []).append(index)
-    found = {}
+    commands = {}
     for nodes, members in by_size.items():
         array = f"--array={','.join(map(str, members))}%{max_parallel}"
         more = (array, *nodes, f"--output={folder}/slurm-%A_%a.log")
-        found[tuple(members)] = job(GRID_BATCH_FILE, more, options, [str(folder)])
-    return found
+        commands[tuple(members)] = job(GRID_BATCH_FILE, more, options, [str(folder)])
+    return commands
 
 
 def submit_points(store: Store, indices: Sequence[int], max_parallel: int, options: Options) -> list[str]:

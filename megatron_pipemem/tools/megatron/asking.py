@@ -17,10 +17,10 @@ MARK = "ANSWER "
 """The prefix of lines with values. Everything else that the process prints is ignored."""
 
 
-def answers(arguments: Sequence[str], seconds: float, asked: str) -> list[Any]:
+def answers(arguments: Sequence[str], seconds: float, subject: str) -> list[Any]:
     """Run Python in a new process, and return the JSON values that it prints on lines that begin with ``MARK``.
 
-    ``arguments`` are those of Python, such as ``-m MODULE``. The process may take ``seconds``. ``asked`` begins the
+    ``arguments`` are those of Python, such as ``-m MODULE``. The process may take ``seconds``. ``subject`` begins the
     message of an UpstreamError, for example "Megatron's parser". The error's code is ``no-answer`` if the process took
     longer or did not start, and ``not-installed`` if it failed.
     """
@@ -30,12 +30,12 @@ def answers(arguments: Sequence[str], seconds: float, asked: str) -> list[Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise UpstreamError(
-            "no-answer", f"{asked} did not answer within {seconds:g} s; try again on an idle machine"
+            "no-answer", f"{subject} did not answer within {seconds:g} s; try again on an idle machine"
         ) from error
     except OSError as error:
-        raise UpstreamError("no-answer", f"{asked} did not start: {error}") from error
+        raise UpstreamError("no-answer", f"{subject} did not start: {error}") from error
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise UpstreamError("not-installed", f"{asked} failed ({reason})")
-    found = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return [json.loads(line) for line in found]
+        raise UpstreamError("not-installed", f"{subject} failed ({reason})")
+    texts = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    return [json.loads(line) for line in texts]

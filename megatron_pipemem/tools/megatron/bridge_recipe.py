@@ -80,8 +80,8 @@ def _vision(provider: object, dataset: object) -> dict[str, Any]:
     sides = getattr(dataset, "image_size", None)
     sides = [sides] * 2 if isinstance(sides, int) else sides
     images = [getattr(dataset, "num_images", 1), *sides] if sides else None
-    found = {"frozen": frozen, "images": images, "tower": _tower(provider)}
-    return {name: value for name, value in found.items() if value}
+    facts = {"frozen": frozen, "images": images, "tower": _tower(provider)}
+    return {name: value for name, value in facts.items() if value}
 
 
 def _tower(provider: object) -> dict[str, Any] | None:
@@ -92,17 +92,17 @@ def _tower(provider: object) -> dict[str, Any] | None:
     vision = getattr(provider, "vision_config", None)
     if vision is None:
         return None
-    found: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         field: next((size for name in names if (size := getattr(vision, name, None))), None)
         for field, names in _SIZES.items()
     }
     side, merge = getattr(vision, "patch_size", None), getattr(vision, "spatial_merge_size", None)
     if side and merge:
-        found |= {"patch": side, "frames": getattr(vision, "temporal_patch_size", None), "merge": merge**2}
-    found["deepstack"] = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    found["gated"] = getattr(vision, "hidden_act", "") == "silu"
-    found["shared"] = not getattr(provider, "use_hf_vision_model", True)
-    return {name: value for name, value in found.items() if value}
+        sizes |= {"patch": side, "frames": getattr(vision, "temporal_patch_size", None), "merge": merge**2}
+    sizes["deepstack"] = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    sizes["gated"] = getattr(vision, "hidden_act", "") == "silu"
+    sizes["shared"] = not getattr(provider, "use_hf_vision_model", True)
+    return {name: value for name, value in sizes.items() if value}
 
 
 def _changed(section: object) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _changed(section: object) -> dict[str, Any]:
     """
     if not dataclasses.is_dataclass(section):
         return {}
-    found = {}
+    values = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name, None)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -122,8 +122,8 @@ def _changed(section: object) -> dict[str, Any]:
         if not isinstance(value, bool | int | float | str | list | tuple):
             value = getattr(value, "__name__", None)
         if value is not None:
-            found[field.name] = value
-    return found
+            values[field.name] = value
+    return values
 
 
 def _with_known_models(bridge: Any) -> None:
@@ -138,10 +138,10 @@ def _with_known_models(bridge: Any) -> None:
         name = str(path)
         model = known_model(name)
         if model is not None and not Path(name).exists():
-            return SimpleNamespace(to_megatron_provider=lambda **_: _provider(model, known=name))
+            return SimpleNamespace(to_megatron_provider=lambda **_: _provider(model, known_name=name))
         if os.environ.get("HF_HUB_OFFLINE") and not Path(name).exists() and not _is_cached(name):
             sizes = Model(layers=1, hidden=1, heads=1, vocabulary=1, sequence=1)
-            return SimpleNamespace(to_megatron_provider=lambda **_: _provider(sizes, unknown=name))
+            return SimpleNamespace(to_megatron_provider=lambda **_: _provider(sizes, unknown_name=name))
         return ask_hugging_face(path, *arguments, **options)
 
     bridge.from_hf_pretrained = from_hf_pretrained
@@ -151,14 +151,14 @@ def _is_cached(path: str) -> bool:
     return isinstance(import_module("huggingface_hub").try_to_load_from_cache(path, "config.json"), str)
 
 
-def _provider(model: Any, known: str | None = None, unknown: str | None = None) -> Any:
+def _provider(model: Any, known_name: str | None = None, unknown_name: str | None = None) -> Any:
     """Return Megatron-Bridge's model provider with these sizes, marked with the name of the known or unknown model."""
     sizes = {"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
     if model.kv_lora_rank is None:
         provider = import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(**sizes)
     else:
         provider = import_module("megatron.bridge.models.mla_provider").MLAModelProvider(**sizes)
-    provider.known_model, provider.unknown_model = known, unknown
+    provider.known_model, provider.unknown_model = known_name, unknown_name
     provider.to_text_provider = lambda: provider
     return provider
 
@@ -169,12 +169,12 @@ def main(names: list[str]) -> None:
     The line of a recipe that fails has its ``error``. The line of a recipe that does not exist has the ``names`` of
     all. A name with a colon is a user's own function, ``package.module:function``.
     """
-    found = recipes()
+    functions = recipes()
     _with_known_models(import_module("megatron.bridge").AutoBridge)
     for name in names:
         try:
-            recipe = _own(name) if ":" in name else found.get(name)
-            facts = {"names": sorted(found)} if recipe is None else evaluated(recipe)
+            recipe = _own(name) if ":" in name else functions.get(name)
+            facts = {"names": sorted(functions)} if recipe is None else evaluated(recipe)
         except (Exception, SystemExit) as error:  # a recipe is foreign code
             facts = {"name": name, "error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(MARK + json.dumps(facts | {"asked": name}, default=str) + "\n")

@@ -50,12 +50,12 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
     Nothing is checked if no Megatron is installed: another version may have the flag.
     """
-    known = known_flags() if _megatrons_flags() else {}
+    flag_table = known_flags() if _megatrons_flags() else {}
     readers = {flag.name: flag.read for flag in flags_of(Request).values() if not flag.repeated}
-    for name, value in flags.items() if known else ():
-        flag = known.get(f"--{name}")
+    for name, value in flags.items() if flag_table else ():
+        flag = flag_table.get(f"--{name}")
         if flag is None:
-            near = difflib.get_close_matches(f"--{name}", known, n=1)
+            near = difflib.get_close_matches(f"--{name}", flag_table, n=1)
             hint = f"did you mean {near[0][2:]!r}?" if near else "see the training script's --help"
             raise ConfigError("unknown-flag", f"Megatron has no flag --{name}; {hint}", key=f"megatron.{name}")
         if value is True and not flag["bare"] and flag["nargs"] not in ("?", "*"):
@@ -68,17 +68,17 @@ def check_flags(flags: Mapping[str, Any]) -> None:
                 f"is {shortened(value)}, and --{name} takes no value; give true or false",
                 key=f"megatron.{name}",
             )
-        for each in map(str, value if isinstance(value, list | tuple) else [value]):
+        for text in map(str, value if isinstance(value, list | tuple) else [value]):
             if (read := readers.get(f"--{name}")) is not None:
-                read(f"--{name}", each)
-            layout.check_length(name, each)
-            if flag["choices"] and each not in flag["choices"]:
+                read(f"--{name}", text)
+            layout.check_length(name, text)
+            if flag["choices"] and text not in flag["choices"]:
                 raise ConfigError(
-                    "bad-choice", f"is {shortened(each)}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}"
+                    "bad-choice", f"is {shortened(text)}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}"
                 )
-            if not _reads(each, flag["type"]):
+            if not _reads(text, flag["type"]):
                 raise ConfigError(
-                    "bad-type", f"is {shortened(each)}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}"
+                    "bad-type", f"is {shortened(text)}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}"
                 )
 
 
@@ -91,7 +91,7 @@ def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "choices": action.choices
-            and [each.name if isinstance(each, Enum) else str(each) for each in action.choices],
+            and [choice.name if isinstance(choice, Enum) else str(choice) for choice in action.choices],
             "type": getattr(action.type, "__name__", None),
             "bare": action.nargs == 0,
             "dest": action.dest,
@@ -129,17 +129,17 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
         return {}
     if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
         return described(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    asked = hashlib.sha256(b"".join(source.read_bytes() for source in (Path(__file__), *_sources()))).hexdigest()[:16]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in (Path(__file__), *_sources()))).hexdigest()[:16]
     path = None
     with suppress(OSError, ValueError):  # there is no place for it, or it is not there yet, or damaged
-        path = default_folder() / f"flags-{asked}.json"
+        path = default_folder() / f"flags-{digest}.json"
         kept = read_cached(path)
         if isinstance(kept, dict) and all(
             isinstance(flag, dict) and flag.keys() == _PROPERTIES for flag in kept.values()
         ):
             return kept
     try:
-        (known,) = answers(["-c", _ASK], _SECONDS, "Megatron's parser")
+        (flags,) = answers(["-c", _ASK], _SECONDS, "Megatron's parser")
     except (UpstreamError, ValueError) as error:  # ValueError: not one answer
         logger.warning(
             "Megatron's flags cannot be read, so the run is not checked against them: %s",
@@ -148,8 +148,8 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
         return {}
     if path is not None:
         with suppress(OSError):  # it is asked again
-            write_cached(path, known)
-    return known
+            write_cached(path, flags)
+    return flags
 
 
 def _sources() -> list[Path]:
@@ -159,8 +159,8 @@ def _sources() -> list[Path]:
     """
     core, training = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
     files = ((core, "transformer/transformer_config.py"), (training, "arguments.py"))
-    found = [Path(spec.origin).parent / file for spec, file in files if spec is not None and spec.origin is not None]
-    return [path for path in found if path.is_file()]
+    paths = [Path(spec.origin).parent / file for spec, file in files if spec is not None and spec.origin is not None]
+    return [path for path in paths if path.is_file()]
 
 
 def _reads(text: str, kind: str | None) -> bool:

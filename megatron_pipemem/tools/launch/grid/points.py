@@ -90,9 +90,9 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     grid_file = locate(str(path), Grid)
     base = locate(grid.run, Run, user=grid_file, key="run", siblings=True)
     changed_run = partial(_run_of, base, read_raw(base))
-    given = dict(map(parse_override, overrides))
-    _check_keys(grid, given, grid_file)
-    common = flat(grid.set) | given
+    override_values = dict(map(parse_override, overrides))
+    _check_keys(grid, override_values, grid_file)
+    common = flat(grid.set) | override_values
     count = max(1, len(grid.points)) * math.prod(map(len, grid.product.values()))
     if count > _MOST_POINTS:
         raise ConfigError(
@@ -100,8 +100,8 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
         )
     rows = [dict(zip(grid.product, values, strict=True)) for values in itertools.product(*grid.product.values())]
     settings = [flat({**entry, **row}) for entry, row in itertools.product(grid.points or [{}], rows)]
-    changes = [common | each for each in settings]
-    runs = [changed_run(each) for each in changes]
+    changes = [common | own_settings for own_settings in settings]
+    runs = [changed_run(point_changes) for point_changes in changes]
     able = [run for run in runs if isinstance(run, Run)]
     if not able:
         raise ConfigError("no-points", f"no point is a valid run: {runs[0]}", file=grid_file)
@@ -179,8 +179,8 @@ def _filter(
 
     def normal(name: str, value: Any, key: str) -> Any:
         reason = None
-        for each in changes:  # the value may be invalid for some points
-            run = changed_run(each | {name: value})
+        for point_changes in changes:  # the value may be invalid for some points
+            run = changed_run(point_changes | {name: value})
             if isinstance(run, Run):
                 return _value(run, name)
             reason = reason or run
@@ -199,9 +199,9 @@ def _filter(
         }
 
     def matches(run: Run, patterns: Sequence[Mapping[str, list[Any]]]) -> bool:
-        return any(all(_value(run, name) in values for name, values in each.items()) for each in patterns)
+        return any(all(_value(run, name) in values for name, values in pattern.items()) for pattern in patterns)
 
-    only, exclude = ([read(each, key) for each in getattr(grid, key)] for key in ("only", "exclude"))
+    only, exclude = ([read(pattern, key) for pattern in getattr(grid, key)] for key in ("only", "exclude"))
     return lambda run: (not only or matches(run, only)) and not matches(run, exclude)
 
 

@@ -76,8 +76,8 @@ class Result:
     def peaks_agree(self) -> bool | None:
         """Whether each rank's counted peak equals its predicted peak, if it has one; ``None`` if no rank has one."""
         pairs = list(zip(self.predicted_peak_bytes, self.counted_peak_bytes, strict=True))
-        known = [predicted == counted for predicted, counted in pairs if predicted is not None]
-        return all(known) if known else None
+        agreements = [predicted == counted for predicted, counted in pairs if predicted is not None]
+        return all(agreements) if agreements else None
 
 
 def _most(peaks: Sequence[int | None]) -> int | None:
