@@ -1,7 +1,8 @@
-"""A class name of the package means one thing."""
+"""Names of the package: a class name means one thing, and a name in the core is a noun of the field."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import megatron_pipemem
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
+PARTICIPLES = {"each", "found", "given", "told"}
 
 
 def test_no_class_name_stands_twice():
@@ -18,3 +20,13 @@ def test_no_class_name_stands_twice():
             places[name].append(str(path.relative_to(PACKAGE)))
     assert len(places) > 300
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_nothing_in_the_core_is_named_by_a_participle():
+    paths = [path for path in PACKAGE.rglob("*.py") if "tools" not in path.relative_to(PACKAGE).parts]
+    assert len(paths) > 100
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                    assert name not in PARTICIPLES, f"{path.relative_to(PACKAGE)}:{node.lineno}"

@@ -144,10 +144,10 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     if request.layout == AUTO:
         arguments = load_tool("--pipemem-layout").with_best_layout(request, arguments)
     flags = values_by_flag(arguments)
-    if request.outputs and cut_flags.given(flags, "skip-train"):
+    if request.outputs and cut_flags.is_given(flags, "skip-train"):
         files = ", ".join(map(str, request.outputs))
         log_on_first_rank("--skip-train runs no training step, so %s will not be written", files, level=logging.WARNING)
-    if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
+    if request.is_stock or any(cut_flags.is_given(flags, name) for name in _ELSEWHERE):
         return arguments
     p, layers = (_whole(flags, name) for name in (_PIPELINE_SIZE, "num-layers"))
     p = p or 1
@@ -183,7 +183,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
         request,
         Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)),
     )
-    if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
+    if chunks == 1 or any(cut_flags.is_given(flags, name) for name in cut_flags.CUTS):
         return arguments
     return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
 
@@ -207,7 +207,7 @@ def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
 
     ``num_devices`` is the number of pipeline ranks.
     """
-    if any(cut_flags.given(flags, name) for name in ("rampup-batch-size", "step-batch-size-schedule")):
+    if any(cut_flags.is_given(flags, name) for name in ("rampup-batch-size", "step-batch-size-schedule")):
         return 0
     ranks = (
         num_devices * (_whole(flags, "tensor-model-parallel-size") or 1) * (_whole(flags, "context-parallel-size") or 1)

@@ -30,7 +30,7 @@ REPLACED_BY_LAYOUT = (*CUTS, *layout.FIRST_OR_LAST, *layout.ACCOUNTED)
 """Flags that cut a model. A layout replaces them."""
 
 
-def given(flags: Flags, name: str) -> bool:
+def is_given(flags: Flags, name: str) -> bool:
     """Return whether a flag is given. In a run's configuration, ``false`` and ``null`` mean that it is not."""
     return flags.get(name) not in (None, False)
 
@@ -60,7 +60,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
             f"the {segments} segments of --{name} on {num_devices} pipeline ranks",
             lambda chunks: f"write {num_devices * chunks} segments with | between them, or no |, for an automatic cut",
         )
-    if given(flags, layout.FLAG):
+    if is_given(flags, layout.FLAG):
         stages = len(layout.read(str(flags[layout.FLAG])))
         return Cut(
             stages / num_devices,
@@ -89,7 +89,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
 
 def given_pattern(flags: Flags) -> tuple[str | None, str]:
     """Return the name of the flag with a hybrid model's layer pattern, and the pattern; ``(None, "")`` if not given."""
-    name = next((name for name in layout.PATTERN_FLAGS if given(flags, name)), None)
+    name = next((name for name in layout.PATTERN_FLAGS if is_given(flags, name)), None)
     return (None, "") if name is None else (name, str(flags[name]))
 
 
@@ -103,7 +103,7 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     from megatron_pipemem.model.partition import Loads, partition  # numpy takes a while to load
 
     name, pattern = given_pattern(flags)
-    first_or_last = known_chunks(placement) == 1 and any(given(flags, flag) for flag in layout.FIRST_OR_LAST)
+    first_or_last = known_chunks(placement) == 1 and any(is_given(flags, flag) for flag in layout.FIRST_OR_LAST)
     if name is None or layout.is_cut(pattern) or first_or_last:
         return None
     sizes, sequence = sizes_of(flags), _whole(flags.get("seq-length")) or 0
@@ -167,12 +167,12 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
 
 def accounted(flags: Flags) -> int:
     """Return how many layers (0, 1 or 2) Megatron adds for embedding and loss when it cuts a model evenly."""
-    return sum(given(flags, name) for name in layout.ACCOUNTED)
+    return sum(is_given(flags, name) for name in layout.ACCOUNTED)
 
 
 def counted_layers(flags: Flags, layers: int) -> str:
     """Return a text for messages with the number of layers that Megatron cuts evenly."""
-    names = " and ".join(f"--{name}" for name in layout.ACCOUNTED if given(flags, name))
+    names = " and ".join(f"--{name}" for name in layout.ACCOUNTED if is_given(flags, name))
     return f"{layers} layers" + (f" with those that {names} adds" if names else "")
 
 
@@ -244,7 +244,7 @@ def _check_enough(flags: Flags, layers: int, num_devices: int, chunks: int) -> N
 
 def _is_cut(flags: Flags) -> bool:
     cuts_itself = flags.get(LAYOUT) == AUTO
-    return cuts_itself or any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
+    return cuts_itself or any(is_given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
 
 
 class LayoutFlag(NamedTuple):
@@ -273,7 +273,7 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
                 f"layers of each stage by --{layout.FLAG}",
             )
     has_ends = any(count is not None for count in of_ends)
-    if any(given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
+    if any(is_given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
         return None
     total = layers + accounted(flags)
     if not has_ends and (total % stages == 0 or layers < stages):
@@ -282,8 +282,8 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
     remaining, others = total - (first or 0) - (last or 0), stages - 2 + of_ends.count(None)
     at_start, at_end = ([] if count is None else [count] for count in (first, last))
     counts = [*at_start, *layout.spread(remaining, others), *at_end]
-    counts[0] -= given(flags, layout.ACCOUNTED[0])
-    counts[-1] -= given(flags, layout.ACCOUNTED[1])
+    counts[0] -= is_given(flags, layout.ACCOUNTED[0])
+    counts[-1] -= is_given(flags, layout.ACCOUNTED[1])
     if remaining < others or min(counts) < 0:
         raise UnsupportedError(
             "too-few-layers",
@@ -304,7 +304,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
     ``_REFUSED`` lists these flags, the placements on which they fail, and the reasons.
     """
     for names, refused, sentence in _REFUSED:
-        name = next((name for name in names if given(flags, name)), None)
+        name = next((name for name in names if is_given(flags, name)), None)
         placement = next((candidate for candidate in placements if refused(candidate)), None)
         if name is not None and placement is not None:
             raise UnsupportedError(
@@ -318,16 +318,16 @@ def remarks(flags: Flags, schedule: str) -> list[str]:
     sentences = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT
-        if given(flags, name)
+        if is_given(flags, name)
     ]
-    if given(flags, GROUP_SIZE) and not any(
+    if is_given(flags, GROUP_SIZE) and not any(
         "group_size" in chosen.options for chosen in families() if chosen.name == schedule
     ):
         sentences.append(f"--{GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
     if (
-        given(flags, "save")
-        and given(flags, "use-distributed-optimizer")
-        and not any(given(flags, name) for name in (_RESHARDABLE, "no-save-optim", "use-megatron-fsdp"))
+        is_given(flags, "save")
+        and is_given(flags, "use-distributed-optimizer")
+        and not any(is_given(flags, name) for name in (_RESHARDABLE, "no-save-optim", "use-megatron-fsdp"))
     ):
         sentences.append(
             "the distributed optimizer's state is saved in a form that only a run with the same placement, layout and sizes "

@@ -152,7 +152,7 @@ def why_not_cut(run: Run) -> str | None:
     p, chunks, layers = run.parallelism.pp, run.parallelism.chunks or 1, run.model.layers
     if run.schedule.name != STOCK or run.model.pattern is not None or run_layout.pieces_of(run, p * chunks) is not None:
         return None
-    flags = " and ".join(f"--{flag}" for flag in layout.FLAGS if cut_flags.given(run.flags, flag))
+    flags = " and ".join(f"--{flag}" for flag in layout.FLAGS if cut_flags.is_given(run.flags, flag))
     return (
         cut_flags.why_not_even(run.flags, layers, p, chunks) or f"{flags} cannot divide {layers} layers among {p} ranks"
     )
