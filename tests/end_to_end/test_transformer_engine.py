@@ -217,6 +217,10 @@ def test_recomputes_and_offloads_as_stock(train, assert_same_training, schedule,
     assert run.predicted_peaks == run.counted_peaks
 
 
+KEPT = ("--pipemem-early-weights", "none")
+"""Every W at its place: W would run earlier where gathered tensors wait."""
+
+
 @pytest.mark.parametrize(
     ("way", "schedule"),
     rest_nightly(
@@ -232,7 +236,7 @@ def test_shards_wait_unless_told_otherwise(train, assert_same_training, way, sch
     """
     flags = (*DEFAULTS, *LLAMA, *TP2_SEQUENCE, "+--no-rope-fusion", "--mtp-num-layers", "1")
     more = {
-        "gathered": ("--pipemem-weight-inputs", "gathered"),
+        "gathered": ("--pipemem-weight-inputs", "gathered", *KEPT),
         # The guard fills the memory of tensors that are away.
         "offload": (*OFFLOADED, "--pipemem-offload-option", "min_bytes=1B", "--pipemem-offload-option", "guard=1"),
     }
@@ -241,7 +245,7 @@ def test_shards_wait_unless_told_otherwise(train, assert_same_training, way, sch
     assert run.predicted_peaks == run.counted_peaks
     assert run.of_ranks("predicted_host_peak_bytes") == run.of_ranks("counted_host_peak_bytes")
     if way == "gathered":
-        shards = train(schedule, *flags)
+        shards = train(schedule, *flags, *KEPT)
         assert_same_training(shards, train("stock", *flags))
         assert shards.predicted_peaks == shards.counted_peaks
         # Where the most waits for W.
