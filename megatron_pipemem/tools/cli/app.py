@@ -35,8 +35,8 @@ class CommandWithExamples(TyperCommand):
     """
 
     def __init__(self, *arguments: Any, help: str | None = None, **settings: Any) -> None:
-        told, _, examples = (help or "").partition("\n\nExamples:\n")
-        super().__init__(*arguments, help=told, **settings)
+        description, _, examples = (help or "").partition("\n\nExamples:\n")
+        super().__init__(*arguments, help=description, **settings)
         pairs = batched(map(str.strip, examples.splitlines()), 2)
         self.examples = [(line, purpose.removeprefix("# ")) for purpose, line in pairs]
 

@@ -127,9 +127,9 @@ def check(
     )
     out.print(f"(bubble with F = I = W; peak in {UNITS})", style="dim", soft_wrap=True)
     if written is not None:
-        held = "actions and messages" if written["lowered"] else "actions"
-        summary = f"{target}: {written['actions']} {held} on {schedule.num_devices} devices, in letters of {written['letters']}"
-        print_lines(summary)
+        contents = "actions and messages" if written["lowered"] else "actions"
+        summary = f"{target}: {written['actions']} {contents} on {schedule.num_devices} devices"
+        print_lines(f"{summary}, in letters of {written['letters']}")
 
 
 def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:

@@ -36,10 +36,10 @@ def console() -> Console:
     return out
 
 
-def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
+def print_facts(out: Console, facts: Iterable[tuple[str, str]]) -> None:
     """Print each name with its text in a line. On a terminal, a long text is wrapped in its own column."""
     fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAMES - 1)
-    for name, fact in told:
+    for name, fact in facts:
         lines = [fact] if fits is None else wrap(fact, fits, break_long_words=False, break_on_hyphens=False) or [""]
         for line in lines:
             out.print(f"{name:<{_NAMES}} {line}".rstrip(), soft_wrap=True, markup=False)
@@ -96,7 +96,7 @@ def showing(text: str) -> Iterator[Listener]:
 
     if has_listener():
         with doing(text):
-            yield lambda told: None
+            yield lambda message: None
         return
     line = _Line(text)
     thread = threading.Thread(target=line.show, name="progress", daemon=True)

@@ -18,7 +18,7 @@ from megatron_pipemem.tools.explore.serving import ExplorerServer, Groups, expor
 
 def schedule_groups() -> Groups:
     """Return the names of the schedules that the page offers, under each heading."""
-    names = [each.name for each in families()]
+    names = [family.name for family in families()]
     return {
         "to choose from": [*(name for name in names if name not in RESEARCH), AUTO],
         "for research and comparison": [name for name in names if name in RESEARCH],

@@ -131,7 +131,7 @@ def launch(
         )
     count = min_nodes(run) if nodes is None else nodes
     if launcher == "slurm":
-        sets = [word for each in overrides or () for word in ("--set", each)]
+        sets = [word for text in overrides or () for word in ("--set", text)]
         job = slurm.job(BATCH_FILE, slurm.size(run, count), options, [str(run_file), *sets])
         _submit(job, print_only, as_json)
         return
@@ -156,11 +156,11 @@ def launch(
 
 def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[str] | None) -> slurm.Options:
     """Return the options for sbatch and srun. Raise an ``UnsupportedError`` if they are given for another launcher."""
-    for flag, given in (("--sbatch", sbatch), ("--srun", srun)):
-        if given and launcher != "slurm":
+    for flag, values in (("--sbatch", sbatch), ("--srun", srun)):
+        if values and launcher != "slurm":
             raise UnsupportedError(
                 "conflicting-options",
-                f"{flag}={given[0]} is for --launcher slurm, not {launcher}; leave {flag} out, or pass --launcher "
+                f"{flag}={values[0]} is for --launcher slurm, not {launcher}; leave {flag} out, or pass --launcher "
                 "slurm",
             )
     return slurm.Options(sbatch or (), srun or ())
@@ -258,11 +258,11 @@ def init(
     print_lines(path)
 
 
-def _name(given: str, path: Path) -> str:
+def _name(name_or_path: str, path: Path) -> str:
     """Return the name of a model or cluster for the run file. A path to a YAML file is made relative to the run
     file.
     """
-    return os.path.relpath(given, path.parent) if given.endswith((".yaml", ".yml")) else given
+    return os.path.relpath(name_or_path, path.parent) if name_or_path.endswith((".yaml", ".yml")) else name_or_path
 
 
 def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
@@ -426,7 +426,7 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
     there = slurm.under_way(store, tell_ending) if launcher == "slurm" else set()
     todo = store.open_points()
     with showing("starting points") as show_line:
-        standing = _Standing([label(each) for each in settings], len(settings) - len(todo), show_line, console)
+        standing = _Standing([*map(label, settings)], len(settings) - len(todo), show_line, console)
         if launcher == "local":
             with _terminated_as_interrupt():
                 LocalRunner(store, standing.take).train(todo, max_parallel, standing.stop)

@@ -48,24 +48,25 @@ from megatron_pipemem.tools.cli.common import CANNOT_RUN, report_note
 from megatron_pipemem.tools.cli.options import Dialect, Prices, Question, Size, check_layers, check_size, is_file
 
 
-def price_layers(names: Sequence[str], asked: Question) -> Costs:
+def price_layers(names: Sequence[str], question: Question) -> Costs:
     """Return the costs that the options give, including the seconds of copies to the host.
 
     Raise an UnsupportedError for an offload ratio if none of the schedules ``names`` offloads.
     """
-    check_layers(asked.layers, asked.devices or 1)
-    costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
-    sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
+    check_layers(question.layers, question.devices or 1)
+    ratio = question.offload_ratio
+    costs = with_channel(parse_costs(question.costs, question.p2p), ratio)
+    sends = question.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
     if ratio is not None and not sends:
         raise UnsupportedError(
             "needs-option",
             f"--offload-ratio {ratio:g} is the time of copies to the host, but nothing is offloaded; give --offload too",
         )
-    if asked.exchange_share is None:
+    if question.exchange_share is None:
         return costs
     from megatron_pipemem.features.pairs.orders import with_exchanges  # only where it is needed
 
-    return with_exchanges(costs, asked.exchange_share)
+    return with_exchanges(costs, question.exchange_share)
 
 
 def _is_price(number: float) -> bool:
@@ -87,9 +88,9 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
         return costs
     if ratio is not None:
         _check_price("offload-ratio", ratio, "a number")
-    known = costs.channel or Channel(0.0)
+    link = costs.channel or Channel(0.0)
     try:
-        channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, known.duplex, known.switches)
+        channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, link.duplex, link.switches)
     except CostsError:
         if ratio is None:  # the ratio 1 is only a default
             return costs
@@ -126,56 +127,56 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
     parts = costs.part_prices
     if parts is None:
         return
-    layers, told = len(parts.layers), []
+    layers, splits = len(parts.layers), []
     for stages in sorted({placement.model_stages for placement in placements}):
         counts = Counter(even_layers(layers, stages))
         if len(counts) > 1 and (parts.cut is None or len(parts.cut) != stages):
-            held = " and ".join(f"{number} of {count}" for count, number in counts.items())
-            told.append(f"among {stages} stages ({held})")
-    if told:
-        report_note(f"{layers} layers do not divide {', '.join(told)}; --costs FILE may give layers_per_stage")
+            groups = " and ".join(f"{number} of {count}" for count, number in counts.items())
+            splits.append(f"among {stages} stages ({groups})")
+    if splits:
+        report_note(f"{layers} layers do not divide {', '.join(splits)}; --costs FILE may give layers_per_stage")
 
 
-def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
+def head_seconds(price_options: Prices, costs: Costs, schedule: Schedule) -> float | None:
     """Return the seconds of F, I and W together of the whole LM head, for one microbatch; ``None`` if not given.
 
     If they are given in layers, they are the seconds of so many layers of the schedule's model. Raise an UnsupportedError if
     they are no number, or if the model's number of layers is needed and unknown.
     """
-    if asked.head_cost is None:
+    if price_options.head_cost is None:
         return None if costs.part_prices is None else costs.part_prices.head
     try:
-        amount = float(asked.head_cost.removesuffix("layers"))
+        amount = float(price_options.head_cost.removesuffix("layers"))
     except ValueError:
         amount = -1.0
     if not 0 <= amount <= LARGEST:
         raise UnsupportedError(
             "bad-number",
-            f"--head-cost {shortened(asked.head_cost)}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers",
+            f"--head-cost {shortened(price_options.head_cost)}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers",
         )
-    if not asked.head_cost.endswith("layers"):
+    if not price_options.head_cost.endswith("layers"):
         return amount
-    layers = asked.layers if costs.part_prices is None else len(costs.part_prices.layers)
+    layers = price_options.layers if costs.part_prices is None else len(costs.part_prices.layers)
     if layers is None:
         raise UnsupportedError(
             "needs-option",
-            f"--head-cost {asked.head_cost} counts layers; give the model's number of layers with --layers",
+            f"--head-cost {price_options.head_cost} counts layers; give the model's number of layers with --layers",
         )
     seconds = costs.without_ends().seconds(schedule.placement, schedule.slices)
     return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / layers
 
 
-def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
+def priced_head(price_options: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
     """Return the costs with the LM head: cut over all devices with 1 or 2 barriers, or on the last stage if 0.
 
     If the seconds of the head are not given, the costs stay as they are.
     """
-    seconds = head_seconds(asked, costs, schedule)
+    seconds = head_seconds(price_options, costs, schedule)
     if seconds is None:
         return costs
     if barriers:
         return costs.with_cut_head(seconds, schedule.num_devices, barriers)
-    if asked.head_cost is None:  # the costs already include the head
+    if price_options.head_cost is None:  # the costs already include the head
         return costs
     return head_on_last_stage(costs.without_ends(), schedule.placement, seconds, slices=schedule.slices)
 
@@ -341,21 +342,21 @@ def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
     said = {"chunks": 1, "max_chunks": 1, "slices": 1, "waves": 2}
     if name == AUTO and "slices" in settings:
         settings = {**settings, "slices": max(slice_counts(settings["slices"]))}
-    counts = [settings[option] * each for option, each in said.items() if isinstance(settings.get(option), int)]
+    counts = [settings[option] * factor for option, factor in said.items() if isinstance(settings.get(option), int)]
     return max([*counts, 1]) if counts else 2 if name == AUTO else family(name).chunks or 2
 
 
 def _check_counts(
     name: str, schedule: Schedule, devices: int | None, microbatches: int | None, settings: dict[str, object]
 ) -> None:
-    for unit, wanted, found in (
+    for unit, expected, actual in (
         ("devices", devices, schedule.num_devices),
         ("microbatches", microbatches, schedule.num_microbatches),
         ("chunks", settings.pop("chunks", None), schedule.placement.num_chunks),
     ):
-        if wanted not in (None, found):
+        if expected not in (None, actual):
             raise UnsupportedError(
-                "other-size", f"{name} has {found} {unit}, not {wanted}; leave --{unit} out to take the file's"
+                "other-size", f"{name} has {actual} {unit}, not {expected}; leave --{unit} out to take the file's"
             )
     if settings:
         raise UnsupportedError(
@@ -363,14 +364,14 @@ def _check_counts(
         )
 
 
-def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
+def load_and_simulate(name: str, question: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
     """Return the schedule with its LM head, its simulated timeline, and the reason why ``auto`` placed the head there.
 
     The reason is empty unless ``--vocab-parallel`` is ``auto``.
     """
-    loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
+    loaded = load_schedule(name, question, costs=prices, offload=question.offload, host_memory=question.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
-    loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)
+    loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, question), question)
     return loaded, simulate(loaded.schedule, prices), reason
 
 
@@ -378,50 +379,50 @@ _FINE = 2**20
 """Tokens of a slice if the number is unknown: enough to make rounding of the cuts negligible."""
 
 
-def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
+def _with_attention(loaded: Loaded, prices: Costs, question: Question) -> Costs:
     """Return costs with a price for each slice, if --attention-share makes later slices take longer.
 
     Without that option or slices, return ``prices``. Raise an UnsupportedError if the schedule comes from a search.
     """
-    if asked.slice_cut not in SLICE_CUTS:
+    if question.slice_cut not in SLICE_CUTS:
         raise UnsupportedError(
-            "bad-choice", f"--slice-cut {shortened(asked.slice_cut)} is not one of {', '.join(SLICE_CUTS)}"
+            "bad-choice", f"--slice-cut {shortened(question.slice_cut)} is not one of {', '.join(SLICE_CUTS)}"
         )
-    share, slices = asked.attention_share, loaded.schedule.slices
+    share, slices = question.attention_share, loaded.schedule.slices
     if share is None or slices == 1:
         return prices
-    if loaded.request.searches or asked.vocab_parallel != OFF:
+    if loaded.request.searches or question.vocab_parallel != OFF:
         chooser = "auto searches with" if loaded.request.searches else "--vocab-parallel chooses for"
         raise UnsupportedError(
             "conflicting-options",
             f"--attention-share {share:g} makes slices differ, but {chooser} equal slices; leave one of the two out",
         )
-    tokens = slice_tokens(slices * _FINE, slices, asked.slice_cut, share)
+    tokens = slice_tokens(slices * _FINE, slices, question.slice_cut, share)
     return slice_costs(prices, loaded.schedule.placement, tokens, share)
 
 
-def check_attention(asked: Question, schedules: Iterable[Schedule]) -> None:
+def check_attention(question: Question, schedules: Iterable[Schedule]) -> None:
     """Raise an UnsupportedError for --attention-share without slices, or --slice-cut without --attention-share."""
-    if asked.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
+    if question.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
         raise UnsupportedError(
             "needs-option",
-            f"--attention-share {asked.attention_share:g} prices slices of sequences, but no schedule has slices; add "
+            f"--attention-share {question.attention_share:g} prices slices of sequences, but no schedule has slices; add "
             "-o slices=4 to a schedule that takes it, or leave --attention-share out",
         )
-    if asked.slice_cut != TOKENS and asked.attention_share is None:
+    if question.slice_cut != TOKENS and question.attention_share is None:
         raise UnsupportedError(
             "needs-option",
-            f"--slice-cut {asked.slice_cut} needs the share of attention in a forward; add "
+            f"--slice-cut {question.slice_cut} needs the share of attention in a forward; add "
             "--attention-share .3, for example",
         )
 
 
-def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, Costs, str]:
+def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loaded, Costs, str]:
     schedule, reason = loaded.schedule, ""
-    check_layers(asked.layers, schedule.placement.model_stages)
-    algorithm: str = asked.vocab_parallel
+    check_layers(question.layers, schedule.placement.model_stages)
+    algorithm: str = question.vocab_parallel
     if algorithm == "auto":
-        seconds = head_seconds(asked, prices, schedule)
+        seconds = head_seconds(question, prices, schedule)
         if seconds is None:
             raise UnsupportedError(
                 "needs-option", "--vocab-parallel auto compares the head with the layers; give --head-cost"
@@ -432,12 +433,12 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
         def resolved(request: Request) -> Choice:
             if not request.barriers:
                 return loaded.chosen
-            return loaded.again(request, priced_head(asked, prices, schedule, request.barriers)).chosen
+            return loaded.again(request, priced_head(question, prices, schedule, request.barriers)).chosen
 
         ways = vocabulary_ways(loaded.request, resolved, lambda barriers, error: None)
-        passes = {barriers: found.schedule for barriers, found in ways.items() if barriers}
+        passes = {barriers: way.schedule for barriers, way in ways.items() if barriers}
         alone = replace(prices.without_ends(), vocabulary=None)
-        layers = None if prices.part_prices is not None else asked.layers
+        layers = None if prices.part_prices is not None else question.layers
         choice = choose_vocabulary(schedule, alone, seconds, layers=layers, with_passes=passes)
         algorithm, reason = choice.best.name, choice.reason
         if algorithm == REDISTRIBUTE:
@@ -446,7 +447,7 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
             moved = head_on_last_stage(alone, schedule.placement, seconds, layout, slices=schedule.slices)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
     if algorithm == OFF:
-        return loaded, priced_head(asked, prices, schedule, 0), reason
+        return loaded, priced_head(question, prices, schedule, 0), reason
     barriers = BARRIERS_OF_ALGORITHM[int(algorithm)]
-    priced = priced_head(asked, prices, schedule, barriers)
+    priced = priced_head(question, prices, schedule, barriers)
     return loaded.again(loaded.request.decided(barriers), priced), priced, reason

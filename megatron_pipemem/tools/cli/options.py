@@ -164,21 +164,21 @@ def takes_group(command: Callable[..., None]) -> Callable[..., None]:
     hints, own = get_type_hints(command, include_extras=True), signature(command).parameters
     name, group = next((name, hint) for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint))
     of_group = get_type_hints(group, include_extras=True)
-    members = [Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default) for each in fields(group)]
+    members = [Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default) for field in fields(group)]
 
     @wraps(command)
-    def call(**given: Any) -> None:
-        asked = group(**{each.name: given.pop(each.name) for each in members})
-        command(**{name: asked}, **given)
+    def call(**values: Any) -> None:
+        instance = group(**{member.name: values.pop(member.name) for member in members})
+        command(**{name: instance}, **values)
 
     taken = {
-        each.name: each.replace(kind=Parameter.KEYWORD_ONLY, annotation=(hints | of_group)[each.name])
+        option.name: option.replace(kind=Parameter.KEYWORD_ONLY, annotation=(hints | of_group)[option.name])
         for parameter in own.values()
-        for each in (members if parameter.name == name else [parameter])
+        for option in (members if parameter.name == name else [parameter])
     }
     made: Any = call  # typer reads its options from these attributes
     made.__signature__ = signature(command).replace(parameters=list(taken.values()))
-    made.__annotations__ = {name: each.annotation for name, each in taken.items()}
+    made.__annotations__ = {name: option.annotation for name, option in taken.items()}
     return made
 
 
@@ -192,7 +192,7 @@ _SCHEDULE_FILES = (".csv", ".txt")
 
 def complete_families(incomplete: str) -> list[tuple[str, str]]:
     """Return ``(name, summary)`` of all schedules whose name begins with ``incomplete``."""
-    return [(each.name, each.summary) for each in families() if each.name.startswith(incomplete)]
+    return [(family.name, family.summary) for family in families() if family.name.startswith(incomplete)]
 
 
 def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
@@ -200,16 +200,16 @@ def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
 
     For an empty text there are no files and folders.
     """
-    found = complete_families(incomplete)
+    completions = complete_families(incomplete)
     if AUTO.startswith(incomplete):
-        found.append((AUTO, "the fastest that a search finds"))
+        completions.append((AUTO, "the fastest that a search finds"))
     typed = Path(incomplete)
     folder = typed if incomplete.endswith("/") else typed.parent
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        told = f"{path}/" if path.is_dir() else str(path)
-        if told.startswith(incomplete) and incomplete and (path.is_dir() or path.suffix in _SCHEDULE_FILES):
-            found.append((told, "a folder" if path.is_dir() else "a schedule file"))
-    return found
+        completion = f"{path}/" if path.is_dir() else str(path)
+        if completion.startswith(incomplete) and incomplete and (path.is_dir() or path.suffix in _SCHEDULE_FILES):
+            completions.append((completion, "a folder" if path.is_dir() else "a schedule file"))
+    return completions
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:

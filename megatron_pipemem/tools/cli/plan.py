@@ -115,13 +115,13 @@ def plan_command(
         kept, other = _with_and_without(
             run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace, refused_settings)
         )
-    one_queue = None if all(is_stocks(each.run) for each in answer.plans) else one_queue_of(run.flags)
+    one_queue = None if all(is_stocks(way.run) for way in answer.plans) else one_queue_of(run.flags)
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:
         print_json(
             {
                 "today": today and facts(today),
-                "plans": [facts(each) for each in answer.plans],
+                "plans": [facts(way) for way in answer.plans],
                 "without_overlap": other and facts(other),
                 "one_queue": one_queue,
                 "rejected": dict(answer.rejected.most_common()),
@@ -200,27 +200,27 @@ def _table(plans: Sequence[Way], today: Way | None) -> FittingTable:
         "same cut; binds: the largest loss of time; W earlier: so that no rank holds more than 1F1B's fullest"
     )
     table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
-    contexts = any(each.run.parallelism.cp > 1 for each in plans)
-    for each in plans if today is None else (today, *plans):
-        cut, choice = each.run.parallelism, each.run.schedule
-        is_stock = is_stocks(each.run) or (each is today and choice.name == STOCK)
-        name = "today: " * (each is today) + "stock " * is_stock + each.schedule
+    contexts = any(way.run.parallelism.cp > 1 for way in plans)
+    for way in plans if today is None else (today, *plans):
+        cut, choice = way.run.parallelism, way.run.schedule
+        is_stock = is_stocks(way.run) or (way is today and choice.name == STOCK)
+        name = "today: " * (way is today) + "stock " * is_stock + way.schedule
         name += "" if cut.chunks is None else f" v={cut.chunks}"
         if (choice.slices or 1) > 1:
             name += f" n={choice.slices}" + " by FLOPs" * (choice.slice_cut == FLOPS)
-        name += ", W earlier" * each.has_earlier_weights
+        name += ", W earlier" * way.has_earlier_weights
         table.add_row(
-            name if each.variant == PLAIN else f"{name} + {each.variant}",
+            name if way.variant == PLAIN else f"{name} + {way.variant}",
             *map(str, (cut.tp, cut.pp, cut.dp, cut.cp if contexts else "", cut.micro_batch)),
             choice.recompute,
-            f"{each.seconds:.4g}",
-            "" if today is None else "-" if each is today else f"{1 - each.seconds / today.seconds:.1%}",
-            f"{each.mfu:.1%}",
-            gibibytes(each.peak),
-            "-" if each.share_of_1f1b is None else f"{each.share_of_1f1b:.2f}",
-            f"{each.bubble_rate:.1%}",
-            "" if (gain := each.gain_without_barrier) is None else "none" if gain <= LEAST_GAIN else f"{gain:.3f}",
-            each.binds,
+            f"{way.seconds:.4g}",
+            "" if today is None else "-" if way is today else f"{1 - way.seconds / today.seconds:.1%}",
+            f"{way.mfu:.1%}",
+            gibibytes(way.peak),
+            "-" if way.share_of_1f1b is None else f"{way.share_of_1f1b:.2f}",
+            f"{way.bubble_rate:.1%}",
+            "" if (gain := way.gain_without_barrier) is None else "none" if gain <= LEAST_GAIN else f"{gain:.3f}",
+            way.binds,
         )
     return table
 
@@ -232,8 +232,8 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
     """
     if not any(run.flags.get(flag) for flag in OVERLAPS):
         return None, None
-    kept = next((each for each in answer.plans if each.hides_messages), None)
-    others = [each for each in answer.plans if not each.hides_messages] or [*again(without_overlap(run)).plans]
+    kept = next((way for way in answer.plans if way.hides_messages), None)
+    others = [way for way in answer.plans if not way.hides_messages] or [*again(without_overlap(run)).plans]
     return kept, next(iter(others), None)
 
 
@@ -326,11 +326,11 @@ def layout_command(
     _check_stock_groups(run)
     knows_memory = dp is not None or _is_run(of)
     with showing("weighing layouts"):
-        found = balance(run, beside, None if knows_memory else 0.0)
+        comparison = balance(run, beside, None if knows_memory else 0.0)
     if as_json:
-        print_json(_layout_facts(run, found, of, knows_memory))
+        print_json(_layout_facts(run, comparison, of, knows_memory))
     else:
-        _print_layouts(run, found, knows_memory)
+        _print_layouts(run, comparison, knows_memory)
 
 
 def _is_run(of: str) -> bool:
@@ -408,13 +408,13 @@ def _paste(run: Run, way: Way) -> str:
     return shlex.join(words(flags | of_layout))
 
 
-def _layout_facts(run: Run, found: Balance, of: str, knows_memory: bool) -> dict[str, Any]:
+def _layout_facts(run: Run, comparison: Balance, of: str, knows_memory: bool) -> dict[str, Any]:
     cut = run.parallelism
     return {
         "of": of,
         "schedule": run.schedule.name,
         **{key: getattr(cut, key) for key in ("pp", "chunks", "tp", "dp", "cp", "ep", "microbatches")},
-        "even_is_as_good": found.even_is_as_good,
+        "even_is_as_good": comparison.even_is_as_good,
         "layouts": {
             name: {
                 "layers": list(way.layers),
@@ -426,39 +426,39 @@ def _layout_facts(run: Run, found: Balance, of: str, knows_memory: bool) -> dict
                 "step_seconds": way.seconds,
                 "rank_bytes": list(way.peaks) if knows_memory else None,
             }
-            for name, way in found.layouts.items()
+            for name, way in comparison.layouts.items()
         },
     }
 
 
-def _print_layouts(run: Run, found: Balance, knows_memory: bool) -> None:
+def _print_layouts(run: Run, comparison: Balance, knows_memory: bool) -> None:
     out = console()
-    out.print(_ranks(run, found, knows_memory))
+    out.print(_ranks(run, comparison, knows_memory))
     columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
     table = FittingTable(columns, text=("layout",))
-    for layout_name, way in found.layouts.items():
+    for layout_name, way in comparison.layouts.items():
         table.add_row(
             layout_name,
             _milliseconds(way.slowest),
             f"{way.imbalance:.1%}",
             f"{way.seconds:.4g}",
-            f"{way.seconds / found.best.seconds:.3f}",
+            f"{way.seconds / comparison.best.seconds:.3f}",
             gibibytes(way.peak) if knows_memory else "",
         )
     out.print(table)
-    print_facts(out, [("paste", _paste(run, found.best)), ("even split", _verdict(run, found, knows_memory))])
+    print_facts(out, [("paste", _paste(run, comparison.best)), ("even split", _verdict(run, comparison, knows_memory))])
 
 
-def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
+def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:
     """Return a sentence that compares the even split of layers with the best layout."""
-    stages, room = len(found.best.layers), run.cluster.memory_bytes
-    if found.even.layers == found.best.layers:
+    stages, room = len(comparison.best.layers), run.cluster.memory_bytes
+    if comparison.even.layers == comparison.best.layers:
         text = "is the best layout found"
-    elif found.even_is_as_good:
+    elif comparison.even_is_as_good:
         text = f"is as good, within {AS_GOOD:.1%} of a step"
     else:
-        text = f"takes {found.even.seconds / found.best.seconds - 1:.1%} longer"
-    if knows_memory and found.best.peak <= room < found.even.peak:
+        text = f"takes {comparison.even.seconds / comparison.best.seconds - 1:.1%} longer"
+    if knows_memory and comparison.best.peak <= room < comparison.even.peak:
         text += f", but does not fit into the {gibibytes(room)} GiB of a device"
     if layout.uncut(run.model, stages) is None:
         text += (
@@ -467,12 +467,12 @@ def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
     return text
 
 
-def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
+def _ranks(run: Run, comparison: Balance, knows_memory: bool) -> FittingTable:
     """Return a table with a row for each pipeline rank: its layers, and a bar of its time, for every layout."""
     chosen, cut = run.schedule.name, run.parallelism
     name = chosen if chosen != STOCK else "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
     columns = ["rank"]
-    for layout_name in found.layouts:
+    for layout_name in comparison.layouts:
         columns += [layout_name, f"{layout_name} ms", f"{layout_name} load"]
     columns[4:4] = ["GiB"]
     table = FittingTable(
@@ -482,16 +482,16 @@ def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
         ],
         title=f"{name}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch",
     )
-    longest = max(way.slowest for way in found.layouts.values())
+    longest = max(way.slowest for way in comparison.layouts.values())
     for rank in range(cut.pp):
         cells = [str(rank)]
-        for way in found.layouts.values():
+        for way in comparison.layouts.values():
             stages, placement = layout.stages_of(run.model, way.layers), way.step.placement
             owned = placement.stages[rank]
             bar = _bar([way.stage_seconds[stage] / placement.replicas for stage in owned], longest)
             holds = " ".join(stages[stage % len(stages)] or "-" for stage in owned)
             cells += [holds, _milliseconds(way.step.work[rank]), bar]
-        cells[4:4] = [gibibytes(found.best.peaks[rank]) if knows_memory else ""]
+        cells[4:4] = [gibibytes(comparison.best.peaks[rank]) if knows_memory else ""]
         table.add_row(*cells)
     return table
 

@@ -60,8 +60,8 @@ class _ProfiledCut(CutOptions):
 def check_runs_own(context: typer.Context, cut: CutOptions) -> None:
     """Raise an UnsupportedError if an option of ``cut`` is given, because the run file has its value."""
     for parameter in context.command.params:
-        given = context.get_parameter_source(parameter.name)
-        if hasattr(cut, parameter.name) and given is not None and given.name == "COMMANDLINE":
+        origin = context.get_parameter_source(parameter.name)
+        if hasattr(cut, parameter.name) and origin is not None and origin.name == "COMMANDLINE":
             raise UnsupportedError(
                 "conflicting-options",
                 f"{parameter.opts[0]} is set by the run; change the run, or give a model in place of the run",
@@ -107,9 +107,9 @@ def profile(
         check_writable(output)
     if run is not None:
         check_runs_own(context, cut)
-        asked = load(run, Run)
-        shape, execution = asked.model, asked.execution
-        machine = load(cluster, Cluster) if cluster else asked.cluster
+        loaded_run = load(run, Run)
+        shape, execution = loaded_run.model, loaded_run.execution
+        machine = load(cluster, Cluster) if cluster else loaded_run.cluster
     else:
         assert model is not None, "it is one of the two"
         shape, machine = load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
@@ -118,15 +118,15 @@ def profile(
         shape = replace(shape, sequence=sequence)
     execution.check(shape)
     with showing("loading Megatron"):
-        found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, repeats, verbose)
+        prices = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, repeats, verbose)
         if offload:
-            found = replace(found, bandwidths=_bandwidths())
-    result = found.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
-    result["profile"]["offload_ratio"] = _ratios(found, machine)
+            prices = replace(prices, bandwidths=_bandwidths())
+    result = prices.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
+    result["profile"]["offload_ratio"] = _ratios(prices, machine)
     if as_json:
         print_json(result)
     else:
-        _print(found, result["profile"]["offload_ratio"], run or model)
+        _print(prices, result["profile"]["offload_ratio"], run or model)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
@@ -166,30 +166,30 @@ def _bandwidths() -> Bandwidths | None:
     return Bandwidths(**{name: rate / 1e9 for name, rate in measured.items()})
 
 
-def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
+def _ratios(prices: Profile, cluster: Cluster) -> dict[str, float]:
     """Return the offload ratio k of a layer as it runs, and with recomputed norms and activation functions.
 
     k is the seconds of copying a layer's activations out and back, per second of its F, I and W. Bandwidths are
     measured, or those of the cluster.
     """
-    executions = {"as_is": found.execution, "cheap_recomputed": cheap_recompute(found.execution)}
-    if (measured := found.bandwidths) is None:
-        return {name: cluster_offload_ratio(found.model, each, cluster) for name, each in executions.items()}
+    executions = {"as_is": prices.execution, "cheap_recomputed": cheap_recompute(prices.execution)}
+    if (measured := prices.bandwidths) is None:
+        return {name: cluster_offload_ratio(prices.model, execution, cluster) for name, execution in executions.items()}
     channel = replace(cluster.host, d2h_gb_per_s=measured.d2h_computing, h2d_gb_per_s=measured.h2d_computing)
-    seconds = found.layer.seconds.total
+    seconds = prices.layer.seconds.total
     return {
-        name: offload_ratio(found.model, each, cluster.flops, channel, seconds=seconds)
-        for name, each in executions.items()
+        name: offload_ratio(prices.model, execution, cluster.flops, channel, seconds=seconds)
+        for name, execution in executions.items()
     }
 
 
-def _print(found: Profile, ratios: dict[str, float], name: object) -> None:
+def _print(prices: Profile, ratios: dict[str, float], name: object) -> None:
     columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
-    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {found.source}")
+    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {prices.source}")
     rows: list[tuple[str, Part]] = [
-        *((f"layer {kind}", layer) for kind, layer in found.layers.items()),
-        ("embedding" + ", vision tower" * (found.model.tower is not None), found.first - found.middle),
-        ("head, loss" + ", prediction ahead" * (found.model.mtp_layers > 0), found.last - found.middle),
+        *((f"layer {kind}", layer) for kind, layer in prices.layers.items()),
+        ("embedding" + ", vision tower" * (prices.model.tower is not None), prices.first - prices.middle),
+        ("head, loss" + ", prediction ahead" * (prices.model.mtp_layers > 0), prices.last - prices.middle),
     ]
     for label, part in rows:
         times = (part.seconds.forward, part.seconds.input, part.seconds.weight)
@@ -201,17 +201,17 @@ def _print(found: Profile, ratios: dict[str, float], name: object) -> None:
             f"{part.parameters:,}",
         )
     console().print(table)
-    measured = found.source == "measured"
+    measured = prices.source == "measured"
     seconds = "of computing alone, on" if measured else "by the planner's formulas, messages within layers included, at"
     lines = [
-        f"seconds {seconds} {found.device}",
-        f"message between two stages: {found.message_bytes / MIB:.2f} MiB; optimizer: "
-        f"{found.optimizer_seconds * 1e9:.3f} ns per parameter",
+        f"seconds {seconds} {prices.device}",
+        f"message between two stages: {prices.message_bytes / MIB:.2f} MiB; optimizer: "
+        f"{prices.optimizer_seconds * 1e9:.3f} ns per parameter",
         f"k of a layer (arXiv 2503.01328): {ratios['as_is']:.2f}, {ratios['cheap_recomputed']:.2f} with norms and activation "
         "recomputed; k up to 1 means that computing hides all offload",
     ]
-    if found.bandwidths is not None:
-        rates = found.bandwidths
+    if prices.bandwidths is not None:
+        rates = prices.bandwidths
         lines.append(
             f"host link, GB/s: D2H {rates.d2h:.1f}, H2D {rates.h2d:.1f}, both {rates.both:.1f} each way; while computing "
             f"{rates.d2h_computing:.1f}, {rates.h2d_computing:.1f}, {rates.both_computing:.1f}"

@@ -73,7 +73,7 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
     A point without a result has ``None``. No picture is saved if no point is measured.
     """
     settings, results = store.settings(), store.results()
-    points = [each for each in results if each is not None and each.peak_bytes and each.seconds_per_step]
+    points = [result for result in results if result is not None and result.peak_bytes and result.seconds_per_step]
     drawn = picture if points else None
     missing = [index for index, result in enumerate(results) if result is None]
     if as_json:
@@ -102,12 +102,12 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
 
 def _show_run(path: Path, as_json: bool) -> None:
     with opened_report(path) as report:
-        told, ranks = lines(report), run_table(report)
+        summary, ranks = lines(report), run_table(report)
         page = report["timelines"] and Path(report["timelines"]) / "run.html"
     if as_json:
         print_json(report)
         return
-    print_lines(*told)
+    print_lines(*summary)
     console().print(ranks)
     if page and page.is_file():
         print_lines(page)
@@ -212,8 +212,8 @@ def _save_trace(case: Case, path: Path) -> Path:
     plan, run = case.as_planned, case.as_ran
     name = case.schedule.name
     plan, run = (
-        replace(each, schedule=replace(each.schedule, name=f"{name}, {part}"))
-        for each, part in ((plan, "planned with the run's times"), (run, "as it ran"))
+        replace(timeline, schedule=replace(timeline.schedule, name=f"{name}, {part}"))
+        for timeline, part in ((plan, "planned with the run's times"), (run, "as it ran"))
     )
     with showing(f"drawing {path}"):
         return save_comparison([plan, run], path)

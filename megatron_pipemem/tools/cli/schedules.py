@@ -64,17 +64,17 @@ def schedules(
         raise UnsupportedError(
             "needs-option", "--devices and --microbatches set the size of one schedule's picture; name the schedule"
         )
-    listed = [each for each in families() if every or each.name not in RESEARCH]
+    listed = [candidate for candidate in families() if every or candidate.name not in RESEARCH]
     if as_json:
-        print_json([_row(each) for each in listed])
+        print_json([_row(candidate) for candidate in listed])
         return
     figures = _table("name", "placement", "peak", "bubble")
     origins = _table("name", "backward", "source", "needs and options")
-    for each in listed:
-        name = f"{each.name} (for research)" if each.name in RESEARCH else each.name
-        figures.add_row(name, each.placement, each.peak, each.bubble)
-        needs = [*_needs(each), *(f"{flag}: {text}" for flag, text in _options(each))]
-        origins.add_row(each.name, _backward(each), each.source, "\n".join(needs))
+    for candidate in listed:
+        name = f"{candidate.name} (for research)" if candidate.name in RESEARCH else candidate.name
+        figures.add_row(name, candidate.placement, candidate.peak, candidate.bubble)
+        needs = [*_needs(candidate), *(f"{flag}: {text}" for flag, text in _options(candidate))]
+        origins.add_row(candidate.name, _backward(candidate), candidate.source, "\n".join(needs))
     console().print(figures, origins)
     more = "" if every else f"; --all lists {len(RESEARCH)} more, for research"
     print_lines(f"pipemem schedules NAME explains one{more}")

@@ -85,7 +85,7 @@ def simulate(
             autocompletion=complete_schedules,
         ),
     ],
-    asked: Question,
+    question: Question,
     single_queue: Annotated[
         bool,
         typer.Option("--single-queue", help="Simulate also one hardware queue per rank (one CUDA connection)."),
@@ -134,21 +134,21 @@ def simulate(
         if single_queue or steps > 1:
             option = "--single-queue" if single_queue else "--steps"
             raise UnsupportedError("conflicting-options", f"{option} is for one schedule; name one")
-        _compare(names, asked, as_json)
+        _compare(names, question, as_json)
         return
-    name = named(names[0], asked.chunks)
-    prices = price_layers([name], asked)
+    name = named(names[0], question.chunks)
+    prices = price_layers([name], question)
     with showing(f"building, proving and simulating {name}"):
-        loaded, timeline, reason = load_and_simulate(name, asked, prices)
-        check_attention(asked, [loaded.schedule])
+        loaded, timeline, reason = load_and_simulate(name, question, prices)
+        check_attention(question, [loaded.schedule])
         chosen, costs = loaded.chosen, timeline.costs
         facts = _facts(timeline, loaded)
         if single_queue:
             facts |= _in_single_queues(loaded.schedule, costs)
         if steps > 1:
-            check_steps(loaded.schedule, steps, asked.yes)
+            check_steps(loaded.schedule, steps, question.yes)
             facts |= _without_barrier(loaded, costs, steps)
-    if loaded.schedule.vocabulary_barriers or asked.vocab_parallel != "off":
+    if loaded.schedule.vocabulary_barriers or question.vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
     if reason:
         facts["vocabulary_reason"] = reason
@@ -178,16 +178,17 @@ _OWN = ("1f1b", "interleaved")
 _COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "bytes", "messages")
 
 
-def _compare(names: list[str], asked: Question, as_json: bool) -> None:
+def _compare(names: list[str], question: Question, as_json: bool) -> None:
     """Print a table of several schedules and of Megatron's own, one row each.
 
     Megatron's own are left out if they cannot be built for these sizes.
     """
-    names = [named(name, asked.chunks) for name in names]
-    prices, rows = price_layers(names, asked), []
+    names = [named(name, question.chunks) for name in names]
+    prices, rows = price_layers(names, question), []
+    # Options belong to the schedules that were named. Megatron's own run as they are, where they can.
+    bare = replace(question, options=None, chunks=None, memory_cap=None, offload=OFF)
     for name in [*names, *(own for own in _OWN if own not in names)]:
-        # Options belong to the schedules that were named. Megatron's own run as they are, where they can.
-        options = asked if name in names else replace(asked, options=None, chunks=None, memory_cap=None, offload=OFF)
+        options = question if name in names else bare
         with showing(f"building, proving and simulating {name}"):
             try:
                 loaded, timeline, _ = load_and_simulate(name, options, prices)
@@ -199,7 +200,7 @@ def _compare(names: list[str], asked: Question, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    plain = next(each["makespan"] for each in rows if each["schedule"] == _OWN[0])
+    plain = next(row["makespan"] for row in rows if row["schedule"] == _OWN[0])
     table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=f"peak in {UNITS}; bytes and makespan to those of 1f1b")
     for facts in rows:
         share = facts["share_of_1f1b"]
@@ -229,12 +230,12 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 
     If a run would refuse such steps, the reason is included.
     """
-    found = stream(loaded.schedule, costs, steps=steps)
+    result = stream(loaded.schedule, costs, steps=steps)
     facts: dict[str, Any] = {
         "steps": steps,
-        "steps_makespan": max(found.ends[steps - 1]),
-        "period": found.period,
-        "gain": found.gain,
+        "steps_makespan": max(result.ends[steps - 1]),
+        "period": result.period,
+        "gain": result.gain,
     }
     weights = None if costs.microbatch is None else "tokens"
     try:
@@ -324,20 +325,20 @@ _OF_WHAT = {
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the results as pairs of a name and a text, without those that have the value in ``_USUAL``."""
     for key, fact in facts.items():
-        if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
+        if any(value != _USUAL.get(key) for value in (fact if isinstance(fact, list) else [fact])):
             yield _PRINTED.get(key, key.replace("_", " ")), _text(key, fact)
 
 
 def _text(key: str, fact: Any) -> str:
     if key == "microbatch_weights":
-        spans = ((quantity, min(each), max(each), fmean(each)) for quantity, each in fact.items())
+        spans = ((quantity, min(weights), max(weights), fmean(weights)) for quantity, weights in fact.items())
         return ", ".join(
             f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans
         )
     if isinstance(fact, dict):
         return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
     if isinstance(fact, list):
-        return ", ".join(bytes_text(each) if key == "peak_bytes" else f"{each:.4g}" for each in fact)
+        return ", ".join(bytes_text(value) if key == "peak_bytes" else f"{value:.4g}" for value in fact)
     if key == "peak_activation":
         return f"{fact:.6g} {UNITS}"
     if key == "share_of_1f1b":
@@ -355,7 +356,7 @@ def show(
             metavar="NAME...", help=f"{NAME_HELP} Several make a comparison.", autocompletion=complete_schedules
         ),
     ],
-    asked: Question,
+    question: Question,
     output: Annotated[Path | None, typer.Option(help="File: .png, .svg, .html, or .json for ui.perfetto.dev.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Draw this many steps without a barrier between them.")] = 1,
     as_json: Json = False,
@@ -371,18 +372,18 @@ def show(
         pipemem show zbv -p 8 -m 16 --output zbv.json
     """
     check_output(output, SUFFIXES, "a picture")
-    names = [named(name, asked.chunks) for name in names]
-    prices, timelines = price_layers(names, asked), []
+    names = [named(name, question.chunks) for name in names]
+    prices, timelines = price_layers(names, question), []
     for name in names:
         with showing(f"building, proving and simulating {name}"):
-            _, timeline, reason = load_and_simulate(name, asked, prices)
+            _, timeline, reason = load_and_simulate(name, question, prices)
             if steps > 1:
-                check_steps(timeline.schedule, steps, asked.yes)
+                check_steps(timeline.schedule, steps, question.yes)
                 timeline = draw_steps(timeline, steps)
         timelines.append(timeline)
         if reason and not as_json:
             report_note(f"{name}: {reason}")
-    check_attention(asked, [timeline.schedule for timeline in timelines])
+    check_attention(question, [timeline.schedule for timeline in timelines])
     if as_json:
         print_json([_data(timeline, output) for timeline in timelines])
     elif output is None:
@@ -417,7 +418,7 @@ def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
 def pareto(
     devices: Annotated[int, DEVICES],
     microbatches: Annotated[int, MICROBATCHES],
-    asked: Prices,
+    price_options: Prices,
     caps: Annotated[
         str | None,
         typer.Option(metavar="X,Y,...", help="Memory caps of the searches; 1 is the peak of 1F1B."),
@@ -448,33 +449,35 @@ def pareto(
     check_size(devices, microbatches, MAX_CHUNKS, yes)
     check_output(output, IMAGES, "bubble against peak")
     NOT_NEGATIVE.read("--seconds", seconds)
-    check_layers(asked.layers, devices)
-    prices = _in_shares(parse_costs(asked.costs, asked.p2p), asked, devices, microbatches)
+    check_layers(price_options.layers, devices)
+    prices = _in_shares(parse_costs(price_options.costs, price_options.p2p), price_options, devices, microbatches)
     in_bytes = prices.memory is not None
-    wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
-    switch = asked.vocab_parallel
+    cap_values = useful_caps(devices) if caps is None else _parse_caps(caps)
+    switch = price_options.vocab_parallel
     barriers = {"off": (0,), "auto": (0, 1, 2)}.get(switch) or (BARRIERS_OF_ALGORITHM[int(switch)],)
 
     def priced(schedule: Schedule) -> Costs:
-        return priced_head(asked, prices, schedule, schedule.vocabulary_barriers)
+        return priced_head(price_options, prices, schedule, schedule.vocabulary_barriers)
 
-    layers = asked.layers if prices.part_prices is None else len(prices.part_prices.layers)
+    layers = price_options.layers if prices.part_prices is None else len(prices.part_prices.layers)
     most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
     with showing("families"):
-        found = choices(devices, microbatches, prices, wanted, seconds, ResultCache(), barriers, priced, most)
-    note_uneven_cuts(prices, [choice.schedule.placement for choice in found])
-    for cap in wanted:
-        if all(choice.peak > loosened(cap) for choice in found):
+        candidates = choices(devices, microbatches, prices, cap_values, seconds, ResultCache(), barriers, priced, most)
+    note_uneven_cuts(prices, [choice.schedule.placement for choice in candidates])
+    for cap in cap_values:
+        if all(choice.peak > loosened(cap) for choice in candidates):
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g} of 1F1B's peak")
     # Busy times differ if some schedules cut the head and others do not. All bubbles count from the smallest one.
-    work = min((choice.makespan * (1 - choice.bubble_rate) for choice in found), default=0.0)
-    points = [_point(choice, work) for choice in found]
-    front = [choice for choice in found if not choice.dominated]
+    work = min((choice.makespan * (1 - choice.bubble_rate) for choice in candidates), default=0.0)
+    points = [_point(choice, work) for choice in candidates]
+    front = [choice for choice in candidates if not choice.dominated]
     cheap = trades(front)
     if as_json:
         print_json(
             {
-                "choices": [_choice_facts(choice, in_bytes) for choice in found if show_all or not choice.dominated],
+                "choices": [
+                    _choice_facts(choice, in_bytes) for choice in candidates if show_all or not choice.dominated
+                ],
                 "trades": [str(trade) for trade in cheap],
                 "output": None if output is None else str(output),
             }
@@ -485,24 +488,24 @@ def pareto(
         if layers is None:
             allowed = f"up to {most} chunks per device are allowed, because the number of layers is unknown"
             print_lines(f"{allowed}; --layers N allows up to N/p chunks")
-        hidden = len(found) - len(front)
+        hidden = len(candidates) - len(front)
         if hidden and not show_all:
             print_lines(f"{hidden} dominated schedules are not listed; --all lists them")
     if output is not None:
-        title = f"p = {devices}, m = {microbatches}, costs {asked.costs}"
+        title = f"p = {devices}, m = {microbatches}, costs {price_options.costs}"
         with showing(f"working out the bound, and drawing {output}"):
-            bound = bound_line(found, prices, priced)
+            bound = bound_line(candidates, prices, priced)
             write_picture(lambda: picture.draw(points, bound, title, in_bytes), output, "bubble against peak")
         if not as_json:
             print_lines(output)
 
 
-def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
+def _in_shares(costs: Costs, price_options: Prices, devices: int, microbatches: int) -> Costs:
     """Return costs with memory as a share of 1F1B's bytes, or in activation units.
 
     They are in units if the costs have no bytes, or if the vocabulary is cut.
     """
-    if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
+    if price_options.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
 
