@@ -73,21 +73,21 @@ class Balance:
 
 
 def balance(
-    run: Run, given: str | None = None, room: float | None = None, pace: MeasuredSlowdown | None = None
+    run: Run, layout_text: str | None = None, room: float | None = None, pace: MeasuredSlowdown | None = None
 ) -> Balance:
     """Return the best, the even and the given layout of a run under its schedule.
 
-    ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
-    default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured to
-    predicted seconds. If ``auto`` decides whether the vocabulary is cut, the layouts are those of the setting with
-    the shortest step. Raise a ConfigError if ``given`` does not fit the model and the stages.
+    ``layout_text`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes,
+    by default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured
+    to predicted seconds. If ``auto`` decides whether the vocabulary is cut, the layouts are those of the setting with
+    the shortest step. Raise a ConfigError if ``layout_text`` does not fit the model and the stages.
     """
     run.execution.check(run.model)
     room = run.cluster.memory_bytes if room is None else room
 
     def weighed(request: Request) -> Balance:
         scale = _Scale(run, request, room, pace)
-        counts = _given(run, given, scale.placement.model_stages)
+        counts = _requested_layout(run, layout_text, scale.placement.model_stages)
         return Balance(
             best=scale.layout(scale.best()),
             even=scale.layout(layout.even(run.model, scale.placement.model_stages)),
@@ -128,7 +128,7 @@ class _Scale:
         self._further = cut.microbatches - self._count
         self._moves_weights = moves_weights(run) and request.family is not None
         if request.searches:
-            request = replace(request, file=_found(run, request, self._count))
+            request = replace(request, file=_searched_order(run, request, self._count))
         self._request = request
         self._replay = cache(lambda count: Replay(schedule_of(_with_microbatches(run, count), request)))
         self._order = self._replay(self._count).schedule
@@ -142,15 +142,15 @@ class _Scale:
         """Predict the times and bytes of the run with these layers per stage."""
         step = self._step(layers)
         if self._request.is_asynchronous:
-            step, found = asynchronous_price(self.run, step)
+            step, order_price = asynchronous_price(self.run, step)
         elif self._barriers:
             shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
             whole = choose(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
-            found = Replay(whole).timing(step.costs).price
+            order_price = Replay(whole).timing(step.costs).price
         else:
-            found = self._price(step)
+            order_price = self._price(step)
         order = Order(self.run.schedule.name, self.run.parallelism.chunks)
-        return Way(self.run, order, step, found.seconds, step.held(found.peaks))
+        return Way(self.run, order, step, order_price.seconds, step.held(order_price.peaks))
 
     def _price(self, step: PlannedStep) -> OrderPrice:
         def timing(count: int) -> Timing:
@@ -159,8 +159,8 @@ class _Scale:
         cut = self.run.parallelism
         if self._request.file is None:
             return priced(timing, cut.pp, cut.microbatches)
-        found = timing(self._count).price
-        return found._replace(seconds=found.seconds + self._further * max(step.work))
+        order_price = timing(self._count).price
+        return order_price._replace(seconds=order_price.seconds + self._further * max(step.work))
 
     @cached_property
     def partitioned(self) -> tuple[int, ...]:
@@ -176,8 +176,8 @@ class _Scale:
         own = self._step(None)
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
-        starts = [self.layout(each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
-        start = _shortest([each for each in starts if self._is_full(each.layers)] or starts, self._room)
+        starts = [self.layout(layers) for layers in cuts if self._lacking(layers) <= self._lacking(own.layers)]
+        start = _shortest([way for way in starts if self._is_full(way.layers)] or starts, self._room)
         if not self._is_plain:
             return start.layers
         moved = self._moved(start, starts)
@@ -191,10 +191,10 @@ class _Scale:
         least 1. Embedding and head are not counted.
         """
         share = slowest * self.placement.num_devices / self.stages
-        each = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))
+        per_stage = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))
         left, counts = len(self._loads.seconds), []
         for stage in range(self.stages):
-            counts.append(left if stage == self.stages - 1 else min(each, left))
+            counts.append(left if stage == self.stages - 1 else min(per_stage, left))
             left -= counts[-1]
         return (*counts[:-1], counts[-1] + self._stays)
 
@@ -226,8 +226,8 @@ class _Scale:
             fits = fits and self._lacking(layers) <= lacking
             return timeline.makespan + self._further * max(step.work) + step.outside if fits else inf
 
-        for each in others:
-            seconds(each.layers)
+        for way in others:
+            seconds(way.layers)
         return self.layout(descend(start.layers, bounds, seconds, self._least, _SIMULATED))
 
     @property
@@ -264,10 +264,10 @@ def _shortest(layouts: Sequence[Way], room: float) -> Way:
 
     If none fits, take the layouts with about the shortest step, and of these the one with the lowest peak.
     """
-    if fitting := [each for each in layouts if each.peak <= room]:
-        return min(fitting, key=lambda each: each.seconds)
-    most = min(each.seconds for each in layouts) * (1 + AS_GOOD)
-    return min((each for each in layouts if each.seconds <= most), key=lambda each: (each.peak, each.seconds))
+    if fitting := [way for way in layouts if way.peak <= room]:
+        return min(fitting, key=lambda way: way.seconds)
+    most = min(way.seconds for way in layouts) * (1 + AS_GOOD)
+    return min((way for way in layouts if way.seconds <= most), key=lambda way: (way.peak, way.seconds))
 
 
 def _with_microbatches(run: Run, count: int) -> Run:
@@ -288,7 +288,7 @@ def _request(run: Run) -> Request:
     return replace(request_of(run).without_offload(), recompute="none")
 
 
-def _found(run: Run, request: Request, microbatches: int) -> Schedule:
+def _searched_order(run: Run, request: Request, microbatches: int) -> Schedule:
     """Return the order that ``auto`` finds for a step with that many microbatches, by the costs that the run begins with.
 
     A memory cap in bytes is left out, because only the run counts bytes. A cap that no order keeps is left out
@@ -297,12 +297,12 @@ def _found(run: Run, request: Request, microbatches: int) -> Schedule:
     options = request.options | {"seconds": _UNLIMITED, "effort": min(_EFFORT, request.options.get("effort", _EFFORT))}
     request = replace(request.decided(0), options=options)
     uncapped, shape = replace(request, memory_cap=None), Shape(run.parallelism.pp, None, microbatches)
-    known = Knowledge(*prices_of(request.costs))
-    found = choose(uncapped if request.in_bytes else request, shape, known)
-    return (choose(uncapped, shape, known) if found.notes else found).schedule
+    knowledge = Knowledge(*prices_of(request.costs))
+    choice = choose(uncapped if request.in_bytes else request, shape, knowledge)
+    return (choose(uncapped, shape, knowledge) if choice.notes else choice).schedule
 
 
-def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
+def _requested_layout(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
     """Return the number of pieces of every stage in the user's layout ``text``, or else in the run's.
 
     Return ``None`` if neither is given, or if the run's hybrid pattern is not cut into stages. Raise a ConfigError if
@@ -310,14 +310,14 @@ def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
     """
     pattern = run.model.pattern is not None
     key = layout.PATTERN if pattern else layout.FLAG
-    asked = text if text is not None else run.flags.get(key)
-    if asked is None or (text is None and pattern and not layout.is_cut(str(asked))):
+    requested = text if text is not None else run.flags.get(key)
+    if requested is None or (text is None and pattern and not layout.is_cut(str(requested))):
         return None
-    counts = run_layout.pieces_of(replace(run, megatron={key: asked}), stages)
+    counts = run_layout.pieces_of(replace(run, megatron={key: requested}), stages)
     if counts is None:
         raise ConfigError(
             "bad-layout",
-            f"{shortened(asked)} is not a layout of {run.model.pieces} pieces (layers, and multi-token "
+            f"{shortened(requested)} is not a layout of {run.model.pieces} pieces (layers, and multi-token "
             f"prediction as one) on {stages} "
             "stages; write one stage per pipeline rank and chunk, with | between them",
             key=key,

@@ -30,7 +30,7 @@ class Bounds:
 
     def __init__(self, pieces: Sequence[Passes], placement: Placement, further: int) -> None:
         self.stages, self._further = placement.model_stages, further
-        first, *layers, last = [(each.forward, each.input, each.weight) for each in pieces]
+        first, *layers, last = [(piece.forward, piece.input, piece.weight) for piece in pieces]
         self._ends = np.zeros((self.stages, len(_PASSES)))
         self._ends[0] += first
         self._ends[-1] += last
@@ -104,16 +104,16 @@ def descend(
                 break
             left -= 1
             layout = tuple(map(int, layouts[at]))
-            if (found := simulate(layout)) < shortest * (1 - _TOLERANCE):
-                shortest = found
+            if (step_seconds := simulate(layout)) < shortest * (1 - _TOLERANCE):
+                shortest = step_seconds
                 return layout
             lowest = np.maximum(lowest, bounds.of(seconds, newest=True))
             lowest[at] = np.inf
         return None
 
     def moved(layouts: np.ndarray) -> np.ndarray:
-        found = (layouts[:, None] + moves).reshape(-1, bounds.stages)
-        return found[(found >= least).all(axis=1)]
+        neighbours = (layouts[:, None] + moves).reshape(-1, bounds.stages)
+        return neighbours[(neighbours >= least).all(axis=1)]
 
     while True:
         near = moved(np.array([best]))

@@ -109,7 +109,9 @@ def case_of_report(report: Mapping[str, Any]) -> Case | None:
     if not all(0 <= count <= MOST_LAYERS for count in layers or ()):
         raise ValueError(f"layers of last_step are not numbers from 0 to {MOST_LAYERS}")
     stages, slices = schedule.num_stages, schedule.slices
-    if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
+    if len(layers or (0,) * stages) != stages or any(
+        len(changes) != stages * slices for changes in (memory or {}).values()
+    ):
         cut = f" of {slices} slices" * (slices > 1)
         raise ValueError(f"layers or memory of last_step do not have one value for each of {stages} stages{cut}")
     iteration, of_1f1b = recorded["iteration_seconds"], report.get("bytes_of_1f1b")
@@ -128,10 +130,10 @@ def _counted(
     recorded: Mapping[str, Any], schedule: Schedule
 ) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[int, ...]]:
     """Return the bytes that every device held after its passes, and its peaks; nothing if the report lacks them."""
-    held = recorded.get("held")
-    if held is None:
+    device_bytes = recorded.get("held")
+    if device_bytes is None:
         return None, ()
-    levels = tuple(tuple(map(int, each)) for each in held)
+    levels = tuple(tuple(map(int, row)) for row in device_bytes)
     passes = [sum(action.kind in COMPUTE for action in order) for order in schedule.orders]
     peaks = tuple(map(int, recorded["peaks"]))
     if [*map(len, levels)] != passes or len(peaks) != len(passes):
@@ -226,11 +228,11 @@ def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
     work: Sequence[int] = step.work_of(step.seconds)
     return [
         {
-            "device": each.device,
-            "work_ns": work[each.device],
-            "idle_ns": each.idle,
-            "causes_ns": {cause: each.causes[cause] for cause in CAUSES},
-            "late_ns": {str(device): nanoseconds for device, nanoseconds in each.late.items()},
+            "device": device_idle.device,
+            "work_ns": work[device_idle.device],
+            "idle_ns": device_idle.idle,
+            "causes_ns": {cause: device_idle.causes[cause] for cause in CAUSES},
+            "late_ns": {str(device): nanoseconds for device, nanoseconds in device_idle.late.items()},
         }
-        for each in idle_causes(step)
+        for device_idle in idle_causes(step)
     ]

@@ -68,11 +68,15 @@ def request_of(run: Run) -> Request:
     """Return the schedule request of a run. Stock's schedule becomes our schedule with the same order."""
     choice, cut = run.schedule, run.parallelism
     recompute = "selective" if choice.recomputes_by_action else str(run.flags.get(RECOMPUTE_FLAG, "none"))
-    given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
-    given |= {"options": run.schedule_options, "microbatch_costs": choice.microbatch_costs, "offload": choice.offload}
-    given |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
-    given["pairs"] = choice.name != STOCK and run.pairs
-    request = requested(choice.name, **given)
+    settings = {option.name: getattr(choice, option.name) for option in fields(ScheduleOptions)}
+    settings |= {
+        "options": run.schedule_options,
+        "microbatch_costs": choice.microbatch_costs,
+        "offload": choice.offload,
+    }
+    settings |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
+    settings["pairs"] = choice.name != STOCK and run.pairs
+    request = requested(choice.name, **settings)
     if choice.name != STOCK:
         return request
     return replace(request, schedule=megatrons_own(cut.chunks))
@@ -90,14 +94,14 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
     There are several only for ``auto``. One pipeline rank has 0, and a schedule file with vocabulary passes has its own.
     """
-    asked = run.schedule.vocab_parallel
+    setting = run.schedule.vocab_parallel
     if run.parallelism.pp == 1:
         return (0,)
     if schedule is not None and schedule.vocabulary_barriers:
         return (schedule.vocabulary_barriers,)
-    if asked == AUTO:
+    if setting == AUTO:
         return (0, *BARRIERS_OF_ALGORITHM.values())
-    return (0,) if asked == OFF else (BARRIERS_OF_ALGORITHM[int(asked)],)
+    return (0,) if setting == OFF else (BARRIERS_OF_ALGORITHM[int(setting)],)
 
 
 def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:

@@ -102,27 +102,27 @@ def choices(
     costs.require_alike("the table of all schedules")
     size, shape = (num_devices, num_microbatches), Shape(num_devices, None, num_microbatches)
     options = {"max_chunks": max_chunks, "seconds": seconds}
-    found: list[tuple[Schedule, float | None]] = []
+    candidates: list[tuple[Schedule, float | None]] = []
     for count in barriers:
         tell(lambda: f"families; {len(caps)} searches to come")
         if count:
-            known = families_with_passes(*size, costs, count, max_chunks)
+            family_schedules = families_with_passes(*size, costs, count, max_chunks)
         else:
-            known = list(synchronous_schedules(*size, costs, max_chunks))
-        found += ((schedule, None) for schedule in known)
-        knowledge = Knowledge(costs, with_passes=tuple(known) if count else None, cache=cache)
+            family_schedules = list(synchronous_schedules(*size, costs, max_chunks))
+        candidates += ((schedule, None) for schedule in family_schedules)
+        knowledge = Knowledge(costs, with_passes=tuple(family_schedules) if count else None, cache=cache)
         for number, cap in enumerate(caps):
             at_most = (len(caps) - number) * seconds
             request = Request.for_search(MemoryCap(cap, costs.memory is not None), options, count)
             progress = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
             with suppress(PipememError), doing(progress):
-                found.append((choose(request, shape, knowledge).schedule, cap))
-    timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in found]
+                candidates.append((choose(request, shape, knowledge).schedule, cap))
+    timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in candidates]
     rows = [(t.peak, t.makespan) for t in timelines]
     return sorted(
         (
             ParetoPoint(schedule, t.peak, t.makespan, t.bubble_rate, cap, _dominated(index, rows))
-            for index, ((schedule, cap), t) in enumerate(zip(found, timelines, strict=True))
+            for index, ((schedule, cap), t) in enumerate(zip(candidates, timelines, strict=True))
         ),
         key=lambda choice: (choice.peak, choice.makespan),
     )
@@ -158,29 +158,30 @@ def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
 
 
 def bound_line(
-    found: Sequence[ParetoPoint],
+    points: Sequence[ParetoPoint],
     costs: Costs | None = None,
     priced: Callable[[Schedule], Costs] | None = None,
     levels: int = 64,
 ) -> list[tuple[float, float]]:
     """Return pairs ``(memory, bubble rate)`` by memory: no order within that memory has a lower bubble rate.
 
-    That holds for all orders with a placement and a number of barriers that ``found`` has. The bubble rate is 1 - (work
-    of the busiest device / least time within that memory). If that work differs between placements, the least counts.
-    The memory values are ``levels`` evenly spread ones, and the peaks of ``found``.
+    That holds for all orders with a placement and a number of barriers that ``points`` have. The bubble rate is
+    1 - (work of the busiest device / least time within that memory). If that work differs between placements, the least
+    counts. The memory values are ``levels`` evenly spread ones, and the peaks of ``points``.
     """
     costs = costs or Costs()
-    peaks = {choice.peak for choice in found}
+    peaks = {choice.peak for choice in points}
     least, most = min(peaks), max(peaks)
     peaks |= {least + (most - least) * level / levels for level in range(levels)}
     kinds = {
-        (each.schedule.placement, each.schedule.vocabulary_barriers, _is_plain(each.schedule)): each for each in found
+        (point.schedule.placement, point.schedule.vocabulary_barriers, _is_plain(point.schedule)): point
+        for point in points
     }
-    prices = {kind: priced(each.schedule) if priced else costs for kind, each in kinds.items()}
-    work = min(_work(choice) for choice in found)
+    prices = {kind: priced(point.schedule) if priced else costs for kind, point in kinds.items()}
+    work = min(_work(choice) for choice in points)
     line = []
     for peak in sorted(peaks):
-        least = min(_least_seconds(each, prices[kind], peak) for kind, each in kinds.items())
+        least = min(_least_seconds(point, prices[kind], peak) for kind, point in kinds.items())
         line.append((peak, 1 - work / least if least else 0.0))
     return line
 
