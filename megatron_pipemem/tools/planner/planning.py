@@ -80,25 +80,25 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
     """
     named = limits.allowed.get("schedule", ())
     p = run.parallelism.pp
-    for each in families():
-        if not each.asynchronous or each.name not in named or p == 1 or not limits.admits(chunks=1):
+    for candidate in families():
+        if not candidate.asynchronous or candidate.name not in named or p == 1 or not limits.admits(chunks=1):
             continue
-        per_batch = updates_per_batch(each.name)
+        per_batch = updates_per_batch(candidate.name)
         dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
         clipping = {} if per_batch else {"clip-grad": 0}
         flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
-        own = replace(run, megatron=flags, schedule=replace(run.schedule, name=each.name))
+        own = replace(run, megatron=flags, schedule=replace(run.schedule, name=candidate.name))
         try:
-            request = Request(each.name, overlap_steps=run.schedule.overlap_steps)
+            request = Request(candidate.name, overlap_steps=run.schedule.overlap_steps)
             assumed = {"rerun-mode": "disabled"}  # as ``pipemem launch`` passes it
             check_gates(Wish(request, flag_values(assumed | flags | {run.precision: True})))
-            check_asynchronous(own, each.name)
+            check_asynchronous(own, candidate.name)
         except UnsupportedError as error:
-            rejected[f"{each.name}: {error}"] += 1
+            rejected[f"{candidate.name}: {error}"] += 1
             continue
-        step, found = asynchronous_price(own, price(own, Placement.linear(p), pace=pace))
-        group = Group(own, step, (), None, found.seconds + step.outside, 0.0)
-        yield Base(group, Order(each.name)), found.seconds, found.peaks
+        step, order_price = asynchronous_price(own, price(own, Placement.linear(p), pace=pace))
+        group = Group(own, step, (), None, order_price.seconds + step.outside, 0.0)
+        yield Base(group, Order(candidate.name)), order_price.seconds, order_price.peaks
 
 
 def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderPrice]:
@@ -171,7 +171,7 @@ def plan(
         plans = planner.best(top)
         if search_seconds > 0 and limits.admits(schedule=SEARCHED):
             plans += planner.search(plans, search_seconds)
-    plans = sorted(plans, key=lambda each: each.seconds)[:top]
+    plans = sorted(plans, key=lambda way: way.seconds)[:top]
     rejected = planner.rejected + Counter({SLOWER: _count(planner.queue), UNTRIED: _count(planner.aside)})
     return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
 
@@ -205,15 +205,15 @@ class _Planner:
 
     def best(self, count: int) -> list[Way]:
         """Return the next ``count`` plans, the fastest first; fewer if no entry is left."""
-        found: list[Way] = []
-        while (self.queue or self.aside) and len(found) < count:
+        plans: list[Way] = []
+        while (self.queue or self.aside) and len(plans) < count:
             if not self.queue:
                 self.queue, self.aside, self._effort = self.aside, [], float("inf")
             bound, _, entry = heapq.heappop(self.queue)
             if isinstance(entry, Way):
-                found.append(entry)
+                plans.append(entry)
                 continue
-            tell(partial(_standing, len(found), count, len(self.queue), bound))
+            tell(partial(_standing, len(plans), count, len(self.queue), bound))
             if isinstance(entry, Group | Base) and not self._affords(entry):
                 heapq.heappush(self.aside, (bound, next(self._serial), entry))
             elif isinstance(entry, Group):
@@ -222,7 +222,7 @@ class _Planner:
                 self._vary(entry)
             else:
                 self._price(entry)
-        return found
+        return plans
 
     def search(self, plans: list[Way], seconds: float) -> Iterator[Way]:
         """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
@@ -231,8 +231,8 @@ class _Planner:
         """
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
-        for each in plans:
-            reached[id(each.step)] = min(each.seconds, reached.get(id(each.step), float("inf")))
+        for way in plans:
+            reached[id(way.step)] = min(way.seconds, reached.get(id(way.step), float("inf")))
         hopeful = [
             group
             for group in sorted(self._groups, key=lambda group: group.bound)
@@ -254,12 +254,12 @@ class _Planner:
                     }
                     request = Request.for_search(MemoryCap(group.step.room(self._memory), True), options)
                     request = replace(request, pairs=group.run.pairs)
-                    known = Knowledge(group.step.costs, placement=group.step.placement)
-                    found = choose(request, Shape(p, None, m), known)
+                    knowledge = Knowledge(group.step.costs, placement=group.step.placement)
+                    choice = choose(request, Shape(p, None, m), knowledge)
             except PipememError as error:
                 logger.info("no order found: %s", error)
                 continue
-            if (made := self._found(Base(group, Order(SEARCHED)), found.schedule)) is not None:
+            if (made := self._plan_of_schedule(Base(group, Order(SEARCHED)), choice.schedule)) is not None:
                 yield made
 
     def _put(self, seconds: float, entry: Run | Group | Base | Way) -> None:
@@ -274,20 +274,20 @@ class _Planner:
 
     def _price(self, run: Run) -> None:
         varies = not (run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run))
-        for placement, found in orders(run, self.limits, self.rejected).items():
+        for placement, candidates in orders(run, self.limits, self.rejected).items():
             if run.schedule.overlap_steps and placement.replicas > 1:
-                self.rejected[WAITS] += len(found)
+                self.rejected[WAITS] += len(candidates)
                 continue
             if run.pairs:
                 if self.limits.admits(variant=IN_PAIRS.name):
-                    self._bound(run, placement, found, IN_PAIRS)
+                    self._bound(run, placement, candidates, IN_PAIRS)
                 continue
             if self.limits.admits(variant=PLAIN):
-                self._bound(run, placement, found, None)
+                self._bound(run, placement, candidates, None)
             for variant in variants() if varies and placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 is_whole = run.model.tower is not None and variant.cuts_vocabulary
                 if self.limits.admits(variant=variant.name) and not is_whole:
-                    self._bound(run, placement, found, variant)
+                    self._bound(run, placement, candidates, variant)
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected) if varies else ():
             self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))
 
@@ -309,17 +309,17 @@ class _Planner:
             return variant.prepare(run, placement, self._pace)
         return (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
 
-    def _bound(self, run: Run, placement: Placement, found: list[Order], variant: Variant | None) -> None:
+    def _bound(self, run: Run, placement: Placement, candidates: list[Order], variant: Variant | None) -> None:
         """Queue the orders of a placement with a variant that a start accepts, by a lower bound of their seconds."""
-        refusals = [self._refusal_of(run, order.name, variant) for order in found]
+        refusals = [self._refusal_of(run, order.name, variant) for order in candidates]
         self.rejected.update(str(error) for error in refusals if error is not None)
-        found = [order for order, error in zip(found, refusals, strict=True) if error is None]
-        if not found:
+        candidates = [order for order, error in zip(candidates, refusals, strict=True) if error is None]
+        if not candidates:
             return
         step = self._step(run, placement, variant)
         room = step.room(self._memory)
         if min(room) <= 0:
-            self.rejected[TOO_MUCH_STATIC] += len(found)
+            self.rejected[TOO_MUCH_STATIC] += len(candidates)
             return
         m, slices, pairs = run.parallelism.microbatches, _slices(run), variant is IN_PAIRS
         if step.placement.replicas > 1:  # the orders decide how replicas share the microbatches
@@ -332,7 +332,7 @@ class _Planner:
         bound = free
         if variant is not None and variant.frees_memory:
             if any(step.saved[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
-                self.rejected[TOO_MUCH_KEPT] += len(found)
+                self.rejected[TOO_MUCH_KEPT] += len(candidates)
                 return
         elif step.placement.replicas == 1:
             try:
@@ -340,9 +340,9 @@ class _Planner:
                 if run.schedule.overlap_steps:
                     bound = free
             except PipememError:
-                self.rejected[TOO_MUCH_KEPT] += len(found)
+                self.rejected[TOO_MUCH_KEPT] += len(candidates)
                 return
-        group = Group(run, step, tuple(found), variant, bound + step.outside, bound - free)
+        group = Group(run, step, tuple(candidates), variant, bound + step.outside, bound - free)
         self._groups.append(group)
         self._put(group.bound, group)
 
@@ -374,10 +374,10 @@ class _Planner:
             alone = family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
             return with_earlier_weights(alone, group.step.costs) if _moves_weights(group.run, None) else alone
 
-        found = self._built(Base(group, order), build, cut.microbatches)
-        if found is None or slices == 1:
-            return found
-        return replace(found, passes=None)  # its name and the number of slices are enough
+        way = self._built(Base(group, order), build, cut.microbatches)
+        if way is None or slices == 1:
+            return way
+        return replace(way, passes=None)  # its name and the number of slices are enough
 
     def _measured(self, group: Group, order: Order, moves_weights: bool) -> OrderPrice:
         """Return the time and peaks of an order without a variant, from a cache. W may move with ``moves_weights``.
@@ -443,18 +443,18 @@ class _Planner:
             return variant.apply(alone, group.step, group.step.room(self._memory))
 
         try:
-            found = self._built(base, build, microbatches)
+            way = self._built(base, build, microbatches)
         except PipememError as error:
             self.rejected[f"{variant.name} cannot be combined with {order.name}: {error}"] += 1
             return
-        if found is not None and variant is IN_PAIRS and found.passes is not None and not found.passes.pairs:
+        if way is not None and variant is IN_PAIRS and way.passes is not None and not way.passes.pairs:
             self.rejected[NO_PAIRS] += 1
             return
-        if found is not None and microbatches < most:
-            makespan = found.makespan + (most - microbatches) * _busiest(group.step)
+        if way is not None and microbatches < most:
+            makespan = way.makespan + (most - microbatches) * _busiest(group.step)
             self._put(makespan + group.step.outside, replace(base, whole=True))
         else:
-            self._wait(found)
+            self._wait(way)
 
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Way | None:
         """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
@@ -463,7 +463,7 @@ class _Planner:
         """
         run, step = base.group.run, base.group.step
         if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
-            return self._found(base, build(microbatches))
+            return self._plan_of_schedule(base, build(microbatches))
         overlaps = run.schedule.overlap_steps
 
         def timing(count: int) -> Timing:
@@ -471,7 +471,7 @@ class _Planner:
 
         return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
 
-    def _found(self, base: Base, schedule: Schedule) -> Way | None:
+    def _plan_of_schedule(self, base: Base, schedule: Schedule) -> Way | None:
         """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""
         costs, overlaps = base.group.step.costs, base.group.run.schedule.overlap_steps
         return self._plan(base, schedule, Replay(schedule).timing(costs, overlaps).price)
@@ -492,8 +492,8 @@ class _Planner:
         return max(group.step.held(peaks)) <= self._memory
 
 
-def _standing(found: int, count: int, waiting: int, bound: float) -> str:
-    return f"{found} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
+def _standing(plans: int, count: int, waiting: int, bound: float) -> str:
+    return f"{plans} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
 
 
 def _moves_weights(run: Run, variant: Variant | None) -> bool:

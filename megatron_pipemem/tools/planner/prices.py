@@ -114,7 +114,8 @@ class MeasuredSlowdown:
 
 def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
     """Apply ``function`` to the F values of ``passes``, to their I values and to their W values."""
-    return Passes(*(function(*(getattr(each, kind) for each in passes)) for kind in ("forward", "input", "weight")))
+    kinds = ("forward", "input", "weight")
+    return Passes(*(function(*(getattr(operand, kind) for operand in passes)) for kind in kinds))
 
 
 @lru_cache(maxsize=1024)
@@ -129,7 +130,7 @@ def layer(
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
-    touched = sum(each.nbytes for each in activations.layer_tensors(model, execution, kind))
+    touched = sum(tensor.nbytes for tensor in activations.layer_tensors(model, execution, kind))
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
     of_blocks = [(block, _block_messages(model, execution, cluster, Sublayer(block))) for block in kind]
     messages = sum(sum(seconds) for _, seconds in of_blocks)
@@ -182,9 +183,10 @@ def _adapters(model: Model, execution: Execution, cluster: Cluster, kind: str) -
     experts of a rank share an adapter. I leaves it the layer's inputs and output gradients until W.
     """
     tp, n, rank = execution.tp, execution.tokens(model), execution.adapters
-    adapted = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
+    adapted = [matrix for block in kind for matrix in counts.matrices(model, execution, block) if matrix.waits]
     inputs, outputs = (
-        sum(side(each, tp) * each.visits for each in adapted) for side in (counts.Matrix.depth, counts.Matrix.width)
+        sum(side(matrix, tp) * matrix.visits for matrix in adapted)
+        for side in (counts.Matrix.depth, counts.Matrix.width)
     )
     products = 2 * n * rank * (inputs + outputs) / cluster.flops
     moved = n * execution.element / (cluster.memory_gb_per_s * 1e9)
@@ -196,7 +198,7 @@ def _adapters(model: Model, execution: Execution, cluster: Cluster, kind: str) -
     return Price(
         seconds=seconds,
         kept=activations.Kept(0.0, activations.layer_bytes(model, execution, kind).after_input),
-        parameters=sum(rank * (each.inputs + each.outputs) // (each.ranks or tp) for each in adapted),
+        parameters=sum(rank * (matrix.inputs + matrix.outputs) // (matrix.ranks or tp) for matrix in adapted),
     )
 
 
@@ -288,7 +290,7 @@ def gather(nbytes: float, ranks: int, link: Link) -> float:
 
 def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: str, products: float) -> float:
     """Return the seconds by which the gathers of W exceed ``products``, the seconds of W's products that hide them."""
-    layers = [each for block in kind for each in counts.matrices(model, execution, block)]
+    layers = [matrix for block in kind for matrix in counts.matrices(model, execution, block)]
     gathered = activations.gathered_in_weight(model, execution, layers)
     gathers = sum(gather(nbytes, execution.tp, cluster.link(execution.tp)) for nbytes in gathered)
     return max(0.0, gathers - products)
@@ -305,16 +307,16 @@ def _tails(model: Model, execution: Execution, kind: str) -> Passes:
     The products of all experts count once, because they are computed in groups.
     """
     tp, n = execution.tp, execution.tokens(model)
-    products = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
-    forward, backward = sum(each.depth(tp) for each in products), sum(each.width(tp) for each in products)
+    products = [matrix for block in kind for matrix in counts.matrices(model, execution, block) if matrix.waits]
+    forward, backward = sum(matrix.depth(tp) for matrix in products), sum(matrix.width(tp) for matrix in products)
     return Passes(forward, backward, len(products) * n) * (2 * _HALF_WAVE)
 
 
 def _cached_bytes(model: Model, execution: Execution, kind: str) -> float:
     if execution.fp8 == "none":
         return 0.0
-    matrices = (each for block in kind for each in counts.matrices(model, execution, block) if each.waits)
-    return 2 * execution.product_element * sum(each.parameters(execution.tp) for each in matrices)
+    matrices = (matrix for block in kind for matrix in counts.matrices(model, execution, block) if matrix.waits)
+    return 2 * execution.product_element * sum(matrix.parameters(execution.tp) for matrix in matrices)
 
 
 def _product_seconds(execution: Execution, cluster: Cluster, flops: Passes, tails: Passes) -> Passes:
@@ -339,10 +341,10 @@ def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, ki
     """
     if execution.fp8 == "none":
         return Passes()
-    products = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
+    products = [matrix for block in kind for matrix in counts.matrices(model, execution, block) if matrix.waits]
     moved = execution.tokens(model) * (execution.element + 2 * execution.product_element)
     inputs, outputs = (
-        moved * sum(side(each, execution.tp) * each.visits for each in products)
+        moved * sum(side(matrix, execution.tp) * matrix.visits for matrix in products)
         for side in (counts.Matrix.depth, counts.Matrix.width)
     )
     return Passes(inputs, outputs) * (1 / (cluster.memory_gb_per_s * 1e9))
@@ -357,8 +359,8 @@ def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]
     shown = Passes()
     for tensor, expert in messages:
         # No product hides the first part that a ring sends. The messages of all blocks overlap with the products evenly.
-        beside = (each / len(messages) for each in (products.forward, products.input + products.weight))
-        hidden = Passes(*(min(tensor - tensor / execution.tp, each) for each in beside))
+        beside = (seconds / len(messages) for seconds in (products.forward, products.input + products.weight))
+        hidden = Passes(*(min(tensor - tensor / execution.tp, seconds) for seconds in beside))
         shown += Passes(tensor + expert, tensor + expert) + hidden * -float(execution.tp_overlap)
     return shown
 
@@ -464,12 +466,12 @@ def _patches(tower: Tower, own: Execution, cluster: Cluster) -> Price:
 def _projections(model: Model, tower: Tower, own: Execution, cluster: Cluster, frozen: bool) -> Price:
     matrices, tp, count = counts.projection_matrices(model), own.tp, 1 + tower.deepstack
     tokens = own.tokens(tower.model()) / tower.merge
-    seconds = 2 * tokens * sum(each.products(tp) for each in matrices) / cluster.flops * count
+    seconds = 2 * tokens * sum(matrix.products(tp) for matrix in matrices) / cluster.flops * count
     inputs, outputs = (
-        tokens * own.element * sum(side(each, tp) for each in matrices) * count
+        tokens * own.element * sum(side(matrix, tp) for matrix in matrices) * count
         for side in (counts.Matrix.depth, counts.Matrix.width)
     )
-    parameters = sum(each.parameters(tp) for each in matrices) * count
+    parameters = sum(matrix.parameters(tp) for matrix in matrices) * count
     # The norm's input and the activation's input are kept until I, and the inputs of both matrices until W.
     saved = 2 * inputs
     if frozen:

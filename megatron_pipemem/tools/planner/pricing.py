@@ -41,8 +41,8 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
     chunks = run.parallelism.chunks
     name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
     order = Order(name, chunks)
-    found = orders(run, Limits({"schedule": [name], **({"chunks": [chunks]} if chunks else {})}), Counter())
-    placement = next((each for each, listed in found.items() if order in listed), None)
+    placements = orders(run, Limits({"schedule": [name], **({"chunks": [chunks]} if chunks else {})}), Counter())
+    placement = next((candidate for candidate, listed in placements.items() if order in listed), None)
     if placement is None and run.schedule.name == STOCK:
         raise UnsupportedError(
             "does-not-fit",
@@ -68,8 +68,8 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[
     if choice.name != run.schedule.name:
         choice = replace(choice, options={})
     base, memory = replace(run, schedule=choice), run.cluster.memory_bytes
-    for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():
-        for order in found:
+    for placement, candidates in orders(base, Limits({"schedule": [name]}), Counter()).items():
+        for order in candidates:
             chunked = (order.chunks or 1) > 1
             if is_stock and chunked and run.parallelism.microbatches % run.parallelism.pp:
                 continue
@@ -127,12 +127,12 @@ def priced(
         return Timing(timeline, timeline.makespan)
 
     if run.pairs:
-        found = extended(in_pairs, cut.pp, cut.microbatches)
+        order_price = extended(in_pairs, cut.pp, cut.microbatches)
     elif slices == 1:
-        found = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs, moves_weights=moves)
+        order_price = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs, moves_weights=moves)
     else:
-        found = Replay(alone(cut.microbatches)).timing(step.costs).price
+        order_price = Replay(alone(cut.microbatches)).timing(step.costs).price
     if layers is None:
         run = run_layout.with_cut(run, step.layers)
     variant = IN_PAIRS.name if run.pairs else PLAIN
-    return Way(run, order, step, found.seconds, step.held(found.peaks), found.hidden, variant)
+    return Way(run, order, step, order_price.seconds, step.held(order_price.peaks), order_price.hidden, variant)

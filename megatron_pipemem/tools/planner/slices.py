@@ -137,24 +137,24 @@ def sliced_step(
     whole, model = price(run, placement, layers, pace, shared_ends), run.model
     tokens = run_slices(run, run.schedule.slices or 1)
     short = {
-        each: price(replace(run, model=replace(model, sequence=each)), placement, whole.layers, pace, shared_ends)
-        for each in dict.fromkeys(tokens)
+        length: price(replace(run, model=replace(model, sequence=length)), placement, whole.layers, pace, shared_ends)
+        for length in dict.fromkeys(tokens)
     }
     slices = [
-        _Slice(short[each], end - each, end, model.sequence)
-        for each, end in zip(tokens, accumulate(tokens), strict=True)
+        _Slice(short[length], end - length, end, model.sequence)
+        for length, end in zip(tokens, accumulate(tokens), strict=True)
     ]
     slower = (pace or MeasuredSlowdown()).layer
-    per_layer = {each: attention(model, run.execution, run, each, slower) for each in dict.fromkeys(model.kinds)}
+    per_layer = {kind: attention(model, run.execution, run, kind, slower) for kind in dict.fromkeys(model.kinds)}
     ends = list(accumulate(whole.layers))
     shared = [
-        sum((per_layer[each] for each in model.kinds[end - count : end]), Attention())
+        sum((per_layer[kind] for kind in model.kinds[end - count : end]), Attention())
         for end, count in zip(ends, whole.layers, strict=True)
     ]
-    forward = _seconds(slices, Kind.F, [each.seconds.forward for each in shared])
-    inputs = _seconds(slices, Kind.I, [each.seconds.input for each in shared])
-    weights = _seconds(slices, Kind.W, [each.seconds.weight for each in shared])
-    memory = _memory(slices, [each.keys for each in shared], run.execution.recompute == "full")
+    forward = _seconds(slices, Kind.F, [s.seconds.forward for s in shared])
+    inputs = _seconds(slices, Kind.I, [s.seconds.input for s in shared])
+    weights = _seconds(slices, Kind.W, [s.seconds.weight for s in shared])
+    memory = _memory(slices, [s.keys for s in shared], run.execution.recompute == "full")
     n = len(slices)
     work = tuple(
         sum(sum(table[stage * n : stage * n + n]) for table in (forward, inputs, weights) for stage in owned)
@@ -170,8 +170,8 @@ def sliced_step(
             p2p=_links(slices),
             memory=memory,
         ),
-        buffers=_each(max, [each.step.buffers for each in slices]),
-        communication=_each(sum, [each.step.communication for each in slices]),
+        buffers=_per_device(max, [slice_.step.buffers for slice_ in slices]),
+        communication=_per_device(sum, [slice_.step.communication for slice_ in slices]),
         again=_again(run, placement, slices, shared),
         work=work,
     )
@@ -197,7 +197,7 @@ class _Slice:
         return (self.end**2 - self.begin**2) / self.sequence**2 - self.share**2
 
 
-def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def _per_device(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(combine, zip(*tables, strict=True)))
 
 
@@ -207,11 +207,11 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
     They are those of a sequence as long as the slice, plus those of attention to earlier slices. ``square`` has the
     seconds of attention of the whole sequence on each stage.
     """
-    parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
+    tables = [slice_.step.costs.seconds(slice_.step.placement)[kind] for slice_ in slices]
     return tuple(
-        part[stage] + of_whole * each.earlier
+        table[stage] + of_whole * slice_.earlier
         for stage, of_whole in enumerate(square)
-        for part, each in zip(parts, slices, strict=True)
+        for table, slice_ in zip(tables, slices, strict=True)
     )
 
 
@@ -222,10 +222,11 @@ def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Seq
     """
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # Pass I has twice the products of attention in F, and recomputation has them once.
-    rest = sum(each.earlier for each in slices) / 3 * runs_again
+    earlier_share = sum(slice_.earlier for slice_ in slices) / 3 * runs_again
+    alone = _per_device(sum, [slice_.step.again for slice_ in slices])
     return tuple(
-        again + rest * sum(shared[stage].seconds.input for stage in owned)
-        for again, owned in zip(_each(sum, [each.step.again for each in slices]), placement.stages, strict=True)
+        again + earlier_share * sum(shared[stage].seconds.input for stage in owned)
+        for again, owned in zip(alone, placement.stages, strict=True)
     )
 
 
@@ -234,12 +235,12 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
 
     The costs give each slice an equal share.
     """
-    found: dict[tuple[int, int], float] = {}
-    for each in slices:
-        assert isinstance(each.step.costs.p2p, Mapping), "the planner prices every link"
-        for link, seconds in each.step.costs.p2p.items():
-            found[link] = found.get(link, 0.0) + seconds
-    return found
+    links: dict[tuple[int, int], float] = {}
+    for slice_ in slices:
+        assert isinstance(slice_.step.costs.p2p, Mapping), "the planner prices every link"
+        for link, seconds in slice_.step.costs.p2p.items():
+            links[link] = links.get(link, 0.0) + seconds
+    return links
 
 
 def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
@@ -250,10 +251,10 @@ def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dic
     """
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for stage, cached in enumerate(keys):
-        for place, each in enumerate(slices):
+        for place, slice_ in enumerate(slices):
             first, last = place == 0, place == len(slices) - 1
-            part = each.step.costs.memory_changes(each.step.placement)
-            own = 0.0 if apart else cached * each.share
+            part = slice_.step.costs.memory_changes(slice_.step.placement)
+            own = 0.0 if apart else cached * slice_.share
             changes[Kind.F].append(part[Kind.F][stage] - own + cached * first)
             changes[Kind.I].append(part[Kind.I][stage] + own + cached * last - 2 * cached * first)
             changes[Kind.W].append(part[Kind.W][stage])
