@@ -158,14 +158,14 @@ class Profile:
             fields = whole["profile"] | {key: value for key, value in parts.items() if key != "order"}
             check_magnitudes(fields)
             apart = ("layers_per_stage", "offload_ratio")
-            found = typed({key: value for key, value in fields.items() if key not in apart}, cls)
-            if missing := set(found.model.kinds) - set(found.layers):
+            profile = typed({key: value for key, value in fields.items() if key not in apart}, cls)
+            if missing := set(profile.model.kinds) - set(profile.layers):
                 raise ConfigError(
                     "missing-option",
                     f"lacks the model's layers of kind {min(missing)!r}; profile the model again",
                     key="layers",
                 )
-            return found
+            return profile
         except ConfigError as error:
             within = "parts" if (error.key or "").partition(".")[0] in parts else "profile"
             where = "" if error.key is None else f"{within}.{error.key}: "

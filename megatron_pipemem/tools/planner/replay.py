@@ -99,16 +99,16 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
     Peaks are those of the longer step. If a device holds all microbatches at once, its peak grows with their number.
     """
-    before, held_before, hidden_before = shorter.price
-    after, held_after, hidden_after = longer.price
-    few, many = (each.timeline.schedule.num_microbatches for each in (shorter, longer))
+    before, peaks_before, hidden_before = shorter.price
+    after, peaks_after, hidden_after = longer.price
+    few, many = (timing.timeline.schedule.num_microbatches for timing in (shorter, longer))
     more = (num_microbatches - many) / (many - few)
     hidden = (b + more * (b - a) for a, b in zip(hidden_before, hidden_after, strict=False))
-    held = (
+    peaks = (
         b * num_microbatches / many if isclose(b * few, a * many) else b
-        for a, b in zip(held_before, held_after, strict=True)
+        for a, b in zip(peaks_before, peaks_after, strict=True)
     )
-    return OrderPrice(after + more * (after - before), tuple(held), tuple(hidden))
+    return OrderPrice(after + more * (after - before), tuple(peaks), tuple(hidden))
 
 
 def _rhythm(num_devices: int) -> int:
@@ -145,10 +145,10 @@ class Replay:
     """Simulates one schedule under many costs. Its dependencies are computed once."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self._found = schedule, Dependencies.of_schedule(schedule)
+        self.schedule, self._dependencies = schedule, Dependencies.of_schedule(schedule)
 
     def timeline(self, costs: Costs, begins: Sequence[float] = ()) -> Timeline:
-        return simulated(self.schedule, costs, self._found, begins)
+        return simulated(self.schedule, costs, self._dependencies, begins)
 
     def with_earlier_weights(self, costs: Costs) -> Replay:
         """Return the replay of the schedule whose W run as early as the bytes of ``costs`` need; itself if none moves."""
@@ -166,9 +166,9 @@ class Replay:
 
     def longest_chain(self, timeline: Timeline) -> LongestChain:
         """Return a chain that takes as long as a simulated step, which must have no vocabulary passes and no pairs."""
-        graph = self._found.graph
+        graph = self._dependencies.graph
         starts, ends = ([span[at] for spans in timeline.spans for span in spans] for at in (0, 1))
-        lags = [timeline.costs.link_seconds(*link) for link in self._found.links]
+        lags = [timeline.costs.link_seconds(*link) for link in self._dependencies.links]
         node = max(range(len(ends)), key=ends.__getitem__)
         passes, total = Counter([graph.prices[node]]), 0.0
         while start := starts[node]:
@@ -179,7 +179,7 @@ class Replay:
                 node, lag = next((n, lags[link]) for n, link in graph.waits[node] if ends[n] + lags[link] == start)
             passes[graph.prices[node]] += 1
             total += lag
-        return LongestChain({self._found.kinds[price]: count for price, count in passes.items()}, total)
+        return LongestChain({self._dependencies.kinds[price]: count for price, count in passes.items()}, total)
 
 
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:

@@ -81,11 +81,11 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     may run in pairs, it is yielded for that too, with the schedule ``auto``. If its steps overlap, only the run without
     these flags is yielded. ``rejected`` counts impossible runs by reason.
     """
-    given, devices = run.parallelism, run.cluster.num_devices
-    if devices % given.cp and "cp" not in limits.allowed:
-        rejected[f"cp {given.cp} does not divide {devices} devices"] += 1
+    parallelism, devices = run.parallelism, run.cluster.num_devices
+    if devices % parallelism.cp and "cp" not in limits.allowed:
+        rejected[f"cp {parallelism.cp} does not divide {devices} devices"] += 1
         return
-    contexts = KEYS["cp"](run) if "cp" in limits.allowed else (given.cp,)
+    contexts = KEYS["cp"](run) if "cp" in limits.allowed else (parallelism.cp,)
     for tp, pp, cp in product(KEYS["tp"](run), KEYS["pp"](run), contexts):
         dp = devices // (cp * tp * pp)
         if dp * cp * tp * pp != devices or not limits.admits(tp=tp, pp=pp, dp=dp, cp=cp):
@@ -97,7 +97,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
             if not limits.admits(micro_batch=micro_batch, recompute=recompute):
                 continue
             cut = replace(
-                given, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1
+                parallelism, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1
             )
             choice = replace(
                 ScheduleChoice(recompute=recompute),
@@ -119,19 +119,19 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
 
 
 def _slicings(
-    whole: Run, asked: ScheduleChoice, limits: Limits, rejected: Counter[str]
+    whole: Run, choice: ScheduleChoice, limits: Limits, rejected: Counter[str]
 ) -> Iterator[tuple[int, SliceCut]]:
     """Yield the numbers of slices to try for a run without slices, and the ways to cut them.
 
-    ``asked`` is the schedule for which the user asks. If neither it nor the limits name a number, those are tried that
+    ``choice`` is the schedule that the user requests. If neither it nor the limits name a number, those are tried that
     may shorten steps.
     """
     counts = _SLICES
     if "slices" not in limits.allowed:
-        proposed, reason = ((), None) if asked.slices else proposed_slices(without_overlap(whole))
-        counts = (asked.slices or 1, *proposed)
+        proposed, reason = ((), None) if choice.slices else proposed_slices(without_overlap(whole))
+        counts = (choice.slices or 1, *proposed)
         rejected.update([reason] if reason else [])
-    ways = SLICE_CUTS if "slice_cut" in limits.allowed else (asked.slice_cut,)
+    ways = SLICE_CUTS if "slice_cut" in limits.allowed else (choice.slice_cut,)
     for count, way in product(counts, ways):
         if count == 1 and way == ways[0] and limits.admits(slices=1):
             yield 1, TOKENS
@@ -198,8 +198,8 @@ def _impossible(run: Run) -> str | None:
     if execution.recompute == "selective":
         kinds = Counter(run.model.all_kinds).items()
         everything, kept = (
-            sum(layer_bytes(run.model, each, kind).saved * count for kind, count in kinds)
-            for each in (replace(execution, recompute="none"), execution)
+            sum(layer_bytes(run.model, settings, kind).saved * count for kind, count in kinds)
+            for settings in (replace(execution, recompute="none"), execution)
         )
         if kept > everything * (1 - _LEAST_SAVED):
             modules = ", ".join(execution.recompute_modules)
@@ -221,37 +221,37 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     Families with ``outclassed_by`` are left out unless the limits name them. So are all but 1f1b if there is one pipeline
     rank. ``rejected`` counts those left out, by reason, except those that the limits exclude.
     """
-    found: dict[Placement, list[Order]] = {}
+    by_placement: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
     stock = _stock_orders(run) if is_stocks(run) else None
     named, sliced = limits.allowed.get("schedule", ()), tuple(synchronous_families(sliced=True))
-    for each in families():
-        if not (_runs_whole(each) if slices == 1 else each in sliced) or not limits.admits(schedule=each.name):
+    for family in families():
+        if not (_runs_whole(family) if slices == 1 else family in sliced) or not limits.admits(schedule=family.name):
             continue
-        if stock is not None and each.name not in stock:
+        if stock is not None and family.name not in stock:
             continue
-        if each.outclassed_by and each.name not in named and not (run.pairs and each.has_room_for_pairs):
-            rejected[f"{each.name}: {each.outclassed_by}"] += 1
+        if family.outclassed_by and family.name not in named and not (run.pairs and family.has_room_for_pairs):
+            rejected[f"{family.name}: {family.outclassed_by}"] += 1
             continue
-        if pp < each.min_devices or (pp == 1 and each.name != "1f1b" and each.name not in named):
+        if pp < family.min_devices or (pp == 1 and family.name != "1f1b" and family.name not in named):
             rejected["the schedule is for more pipeline ranks"] += 1
             continue
-        if run.pairs and stock is None and each.name in _stock_orders(run) and each.name not in named:
-            rejected[f"{each.name}: Megatron's own schedule runs the same order in pairs"] += 1
+        if run.pairs and stock is None and family.name in _stock_orders(run) and family.name not in named:
+            rejected[f"{family.name}: Megatron's own schedule runs the same order in pairs"] += 1
             continue
-        for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
-            if not limits.admits(chunks=chunks or each.chunks):
+        for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in family.options else (None,):
+            if not limits.admits(chunks=chunks or family.chunks):
                 continue
             try:
-                placement = each.placement_on(pp, family_options(chunks, slices))
+                placement = family.placement_on(pp, family_options(chunks, slices))
             except PipememError:
-                rejected[f"{each.name} has no schedule for the number of pipeline ranks or chunks"] += 1
+                rejected[f"{family.name} has no schedule for the number of pipeline ranks or chunks"] += 1
                 continue
             if placement.model_stages > max(layers + 2, pp):
                 rejected["more stages than layers, embedding and head"] += 1
             else:
-                found.setdefault(placement, []).append(Order(each.name, chunks))
-    return found
+                by_placement.setdefault(placement, []).append(Order(family.name, chunks))
+    return by_placement
 
 
 def _stock_orders(run: Run) -> tuple[str, ...]:
@@ -269,17 +269,17 @@ def _stock_orders(run: Run) -> tuple[str, ...]:
     return interleaved if run.pairs else ("1f1b", *interleaved)
 
 
-def _runs_whole(each: Family) -> bool:
+def _runs_whole(family: Family) -> bool:
     """Return whether a family is synchronous and does not cut microbatches into slices."""
-    return not (each.asynchronous or each.slices > 1)
+    return not (family.asynchronous or family.slices > 1)
 
 
 def _names() -> list[str]:
-    return [each.name for each in families()]
+    return [family.name for family in families()]
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _pipelines(run: Run) -> list[int]:
@@ -297,6 +297,6 @@ KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "slices": lambda run: _SLICES,
     "slice_cut": lambda run: SLICE_CUTS,
     "schedule": lambda run: [SEARCHED, *_names()],
-    "variant": lambda run: [PLAIN, IN_PAIRS.name, *(each.name for each in variants())],
+    "variant": lambda run: [PLAIN, IN_PAIRS.name, *(variant.name for variant in variants())],
 }
 """Functions from a run to the possible values of a key, by the keys that may be limited."""

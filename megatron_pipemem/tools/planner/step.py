@@ -91,11 +91,11 @@ class PlannedStep:
     @property
     def exchange_share(self) -> float:
         """The share of the work of all devices in which experts' tokens travel."""
-        return sum(each.total for each in self.exchange) / self.placement.replicas / sum(self.work)
+        return sum(passes.total for passes in self.exchange) / self.placement.replicas / sum(self.work)
 
     def in_pairs(self) -> PlannedStep:
         """Return the step with costs that price pairs, in which the experts' tokens travel while the device computes."""
-        forward, inputs = (tuple(getattr(each, kind) for each in self.exchange) for kind in ("forward", "input"))
+        forward, inputs = (tuple(getattr(passes, kind) for passes in self.exchange) for kind in ("forward", "input"))
         return replace(self, costs=replace(self.costs, forward_exchange=forward, backward_exchange=inputs))
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
@@ -192,8 +192,8 @@ class _Cut:
         """
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
         gradients = (part.parameters - part.frozen) * self.gradients * GRADIENT
-        held = part.parameters * element + gradients + part.cached
-        return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
+        nbytes = part.parameters * element + gradients + part.cached
+        return nbytes + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
 
     def updated(self, part: Price) -> float:
         """Return the number of a part's parameters that one rank's optimizer updates.
@@ -338,34 +338,34 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     seconds = [sum((part.seconds for part in stage), Passes()) for stage in stages]
     kept = [sum((part.kept for part in stage), Kept()) for stage in stages]
     costs = Costs(
-        forward=tuple(each.forward for each in seconds),
-        backward_input=tuple(each.input for each in seconds),
-        backward_weight=tuple(each.weight for each in seconds),
+        forward=tuple(s.forward for s in seconds),
+        backward_input=tuple(s.input for s in seconds),
+        backward_weight=tuple(s.weight for s in seconds),
         p2p=_links(cut, placement),
         memory={
-            Kind.F: tuple(each.saved for each in kept),
-            Kind.I: tuple(each.after_input - each.saved for each in kept),
-            Kind.W: tuple(-each.after_input for each in kept),
+            Kind.F: tuple(s.saved for s in kept),
+            Kind.I: tuple(s.after_input - s.saved for s in kept),
+            Kind.W: tuple(-s.after_input for s in kept),
         },
     )
     share = cut.share(placement.num_devices)
-    held = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
+    device_parts = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
     replicas = placement.replicas
-    updated = [sum(cut.updated(part) for part in device) for device in held]
+    updated = [sum(cut.updated(part) for part in device) for device in device_parts]
     return PlannedStep(
         placement=placement,
         layers=layers,
         moved=tuple(sum(part.moved for part in stage) for stage in stages),
         costs=costs,
-        weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in held),
-        static=tuple(sum(cut.static(part) for part in device) for device in held),
+        weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in device_parts),
+        static=tuple(sum(cut.static(part) for part in device) for device in device_parts),
         buffers=_buffers(cut, placement, layers),
-        communication=tuple(sum(part.communication.total for part in device) / replicas for device in held),
+        communication=tuple(sum(part.communication.total for part in device) / replicas for device in device_parts),
         exchange=tuple(sum((part.exchange for part in stage), Passes()) for stage in stages),
-        again=tuple(sum(part.again for part in device) / replicas for device in held),
-        work=tuple(sum(part.seconds.total for part in device) / replicas for device in held),
-        reduction=max(_exposed(cut, device, replicas) for device in held)
-        + max(_sums(cut, device, placement) for device in held),
+        again=tuple(sum(part.again for part in device) / replicas for device in device_parts),
+        work=tuple(sum(part.seconds.total for part in device) / replicas for device in device_parts),
+        reduction=max(_exposed(cut, device, replicas) for device in device_parts)
+        + max(_sums(cut, device, placement) for device in device_parts),
         optimizer=max(updated) * prices.adam_seconds(cut.cluster),
         rollback=tuple(_ROLLBACK * cut.rolls_back * count for count in updated),
     )

@@ -102,10 +102,10 @@ def host_bytes(run: Run) -> float:
     The ranks of a node divide the memory that the flag ``HOST_MEMORY`` gives. Without it, each rank
     may use a fixed share of its part of the host's memory.
     """
-    given = run.flags.get(HOST_MEMORY)
-    if given is None:
+    limit = run.flags.get(HOST_MEMORY)
+    if limit is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes
-    return parse_cap(str(given)).amounts[0] / run.cluster.devices_per_node
+    return parse_cap(str(limit)).amounts[0] / run.cluster.devices_per_node
 
 
 def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
@@ -133,8 +133,8 @@ def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Ti
     It has no pairs if none makes it shorter.
     """
 
-    def fits(each: Schedule) -> bool:
-        return all(held <= there for held, there in zip(peaks(each, step.costs), room, strict=True))
+    def fits(candidate: Schedule) -> bool:
+        return all(peak <= limit for peak, limit in zip(peaks(candidate, step.costs), room, strict=True))
 
     return with_pairs(schedule, step.costs, fits)
 
@@ -191,8 +191,8 @@ def vocabulary_step(
     embedding, head = ends_seconds(run, pace)
     costs = VocabularyCosts.of_head(head, p, barriers, embedding=embedding, collectives=collectives)
     # Held from S to T: a shard's logits and the head's input; with one barrier also both halves of the input's gradient.
-    held = depths * logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
-    memory = {**(step.costs.memory or {}), Kind.S: (held,) * p, Kind.T: (-held,) * p}
+    head_bytes = depths * logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
+    memory = {**(step.costs.memory or {}), Kind.S: (head_bytes,) * p, Kind.T: (-head_bytes,) * p}
     return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
 
 

@@ -106,7 +106,7 @@ class Way:
     @cached_property
     def has_earlier_weights(self) -> bool:
         """Whether W run earlier than the family's schedule says (``schedule.earlier_weights``)."""
-        is_family = any(self.order.name == known.name for known in families())
+        is_family = any(self.order.name == candidate.name for candidate in families())
         if not (is_family and moves_weights(self.run) and self.variant in (PLAIN, IN_PAIRS.name)):
             return False
         cut, order, costs = self.run.parallelism, self.order, self.step.costs
@@ -126,7 +126,7 @@ class Way:
         linear = Placement.linear(cut.pp)
         whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
         besides = self.step.held((0.0,) * cut.pp)
-        return max(peak - rest for peak, rest in zip(self.peaks, besides, strict=True)) / whole if whole else None
+        return max(peak - static for peak, static in zip(self.peaks, besides, strict=True)) / whole if whole else None
 
     @property
     def mfu(self) -> float:
@@ -184,7 +184,7 @@ class Way:
         """Seconds of a step beyond the model's evenly divided computation, by cause, the largest first."""
         m, step = self.run.parallelism.microbatches, self.step
         busiest = step.busiest
-        found = {
+        seconds_by_cause = {
             "bubble": self.makespan - self.work,
             "uneven stages": m * (step.work[busiest] - sum(step.work) / len(step.work)),
             "messages within layers": m * step.communication[busiest] - self.hides,
@@ -192,7 +192,7 @@ class Way:
             "gradient reduction": step.reduction,
             "optimizer": step.optimizer,
         }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(seconds_by_cause.items(), key=lambda item: -item[1]))
 
     @property
     def binds(self) -> str:
