@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.tools.config.arguments import FROZEN, PLAIN, attribute_of
 from megatron_pipemem.tools.megatron.known_flags import described
 
@@ -30,7 +31,7 @@ def main() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    FROZEN.write_text(frozen(described(parser)), encoding="utf-8")
+    write_whole(FROZEN, frozen(described(parser)))
 
 
 if __name__ == "__main__":

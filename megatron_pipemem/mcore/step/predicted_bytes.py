@@ -14,7 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.choose.knowledge import MemoryDeltas
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import decided_by_first, gather, is_on_one_host, tell
+from megatron_pipemem.mcore.agreement import decided_by_first, gather, groups_of_copy, is_on_one_host, tell
 from megatron_pipemem.mcore.model.whole_model import look_into
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.model.activations import stage_bytes
@@ -49,7 +49,10 @@ class PredictedBytes(Extension):
         step.programs.stages_change(self._of_models[model])
 
     def _predict(self, step: Step) -> MemoryDeltas | None:
-        """Return the change of bytes by F, I and W per stage, the same on every rank of the model; ``None`` if unknown."""
+        """Return the change of bytes by F, I and W per stage, the same on every rank of this copy; ``None`` if unknown.
+
+        Other copies of the model find the same by themselves: they may step at another time.
+        """
         layers = _pieces_of_stages(step)
         if layers is None:
             tell(logger, "%s: its layers have no numbers", _UNKNOWN)
@@ -68,7 +71,7 @@ class PredictedBytes(Extension):
             except (PipememError, AttributeError) as error:  # sizes that do not fit together, or some are missing
                 return f"{error}"
 
-        predicted = decided_by_first(predict, step.programs.groups)
+        predicted = decided_by_first(predict, groups_of_copy(step.groups, step.pipeline.group))
         if isinstance(predicted, str):
             tell(logger, "%s: %s", _UNKNOWN, predicted)
             return None
