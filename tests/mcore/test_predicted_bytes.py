@@ -51,7 +51,7 @@ def step_of(model: Model, execution: Execution) -> Any:
         groups=SimpleNamespace(tp=group, cp=SimpleNamespace(size=lambda: execution.cp)),
         full_microbatch=SimpleNamespace(sequences=execution.micro_batch, length=model.sequence),
         shape=SimpleNamespace(num_microbatches=4),
-        pipeline=SimpleNamespace(placement=Placement.linear(2)),
+        pipeline=SimpleNamespace(placement=Placement.linear(2), group=None),
     )
 
 
@@ -72,10 +72,15 @@ def test_gathered_inputs_wait_where_ranks_are_on_several_hosts(together, kept):
     assert execution.weight_inputs == kept
 
 
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A copy of the model on this process alone, on one host."""
+    monkeypatch.setattr(predicted_bytes, "groups_of_copy", lambda groups, pipeline: [])
+    monkeypatch.setattr(predicted_bytes, "is_on_one_host", lambda group: True)
+
+
 class Programs:
     """Stands for the programs of a run, which take the bytes over."""
-
-    groups = ()
 
     def __init__(self) -> None:
         self.memory: Any = "not set"
@@ -84,9 +89,8 @@ class Programs:
         self.memory = memory
 
 
-def test_the_programs_hear_of_the_bytes_once_for_each_model(monkeypatch):
+def test_the_programs_hear_of_the_bytes_once_for_each_model(monkeypatch, one_rank):
     monkeypatch.setattr(predicted_bytes, "_pieces_of_stages", lambda step: LAYERS)
-    monkeypatch.setattr(predicted_bytes, "is_on_one_host", lambda group: True)
     model, execution = MODELS["gpt"]
     step, extension = step_of(model, execution), PredictedBytes(Request("zb-h1"))
     step.programs = Programs()
@@ -100,9 +104,8 @@ def test_the_programs_hear_of_the_bytes_once_for_each_model(monkeypatch):
     assert step.programs.memory is None, "nothing waits"
 
 
-def test_a_model_without_sizes_keeps_every_w(monkeypatch, caplog):
+def test_a_model_without_sizes_keeps_every_w(monkeypatch, caplog, one_rank):
     """A configuration of another program lacks what a description needs; training goes on."""
-    monkeypatch.setattr(predicted_bytes, "is_on_one_host", lambda group: True)
     for layers, named in ((None, "no numbers"), ((9, 9), "18 layers"), (LAYERS, "sequence_parallel")):
         monkeypatch.setattr(predicted_bytes, "_pieces_of_stages", lambda step, layers=layers: layers)
         step = step_of(*MODELS["gpt"])
