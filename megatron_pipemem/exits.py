@@ -28,6 +28,11 @@ def print_error(text: str) -> None:
     sys.stderr.write(f"\x1b[1;31m{text}\x1b[0m\n" if is_coloured else f"{text}\n")
 
 
+def report_error(message: str) -> None:
+    """Print the message of a user's error on stderr."""
+    print_error(f"error: {message}")
+
+
 @contextmanager
 def exits_for_errors(command: Callable[[], str]) -> Iterator[None]:
     """Run a command in the block. Report a user's error or an interrupt in one line on stderr, without a traceback.
@@ -38,14 +43,14 @@ def exits_for_errors(command: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except PipememError as error:
-        print_error(f"error: {with_code(error)}")
+        report_error(with_code(error))
         sys.exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE)
     except OSError as error:
         if error.errno not in _OF_PATHS:
             raise
         path = "the output" if error.filename is None else str(error.filename)[:80]
-        print_error(f"error: {path}: {error.strerror}; give another path [{_OF_PATHS[error.errno]}]")
+        report_error(f"{path}: {error.strerror}; give another path [{_OF_PATHS[error.errno]}]")
         sys.exit(UNUSABLE)
     except KeyboardInterrupt:
-        print_error(f"error: {command()} was interrupted and wrote nothing")
+        report_error(f"{command()} was interrupted and wrote nothing")
         sys.exit(INTERRUPTED)

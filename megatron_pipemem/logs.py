@@ -8,8 +8,7 @@ import sys
 
 from megatron_pipemem.errors import printable
 
-PACKAGE = __name__.partition(".")[0]
-logger = logging.getLogger(PACKAGE)
+logger = logging.getLogger(__name__.partition(".")[0])
 
 
 class _Lines(logging.Formatter):
@@ -28,15 +27,14 @@ def show_log() -> None:
     Only the logger of this package changes, and only if it has no handler yet. A program that calls ``enable()`` sets
     up its own logging and does not call this.
     """
-    ours = logging.getLogger(PACKAGE)
-    if ours.handlers:
+    if logger.handlers:
         return
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Lines())
     handler.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def log_on_first_rank(line: str, *values: object, level: int = logging.INFO) -> None:

@@ -1,4 +1,4 @@
-"""Run an unchanged Megatron script with the plugin, on CPU ranks if asked: what a rank needs of ``pipemem run``."""
+"""Run an unchanged Megatron script with the plugin, on CPU ranks if asked: the part of ``pipemem run`` that ranks need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of steps with experts, and what they are made of."""
+"""The cases of steps with experts: sizes, seconds of layers and exchanges, and schedules."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class _Enabled:
 
 
 class _ExtensionParts(NamedTuple):
-    """What the extensions of a run are made of."""
+    """The parts from which the extensions of a run are made."""
 
     request: Request
     programs: Programs

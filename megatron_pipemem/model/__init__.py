@@ -1,1 +1,1 @@
-"""What a model is: its sizes, its layers and their weights of time, and how flags cut it into stages."""
+"""Describe a model: its sizes, its layers and their weights of time, and its stages by the flags that cut it."""

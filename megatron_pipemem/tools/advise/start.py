@@ -1,4 +1,4 @@
-"""What the start of a run asks of the planner: the flags of a plan's file, and the best layout."""
+"""Change the command line of a run at its start: add the flags of a plan's file, or the best layout."""
 
 from __future__ import annotations
 

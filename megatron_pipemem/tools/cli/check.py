@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.exits import INVALID
+from megatron_pipemem.exits import INVALID, report_error
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters, write_header, write_table
@@ -26,7 +26,6 @@ from megatron_pipemem.tools.cli.common import (
     print_facts,
     print_json,
     print_lines,
-    report_error,
     report_lines,
     report_note,
     showing,

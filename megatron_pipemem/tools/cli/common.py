@@ -62,10 +62,6 @@ def print_json(result: object) -> None:
         ) from None
 
 
-def report_error(message: str) -> None:
-    report_lines([f"error: {message}"], "red")
-
-
 def report_note(message: str) -> None:
     report_lines([f"note: {message}"], "yellow")
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.exits import INTERRUPTED
+from megatron_pipemem.exits import INTERRUPTED, report_error
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.model import layout
@@ -29,7 +29,6 @@ from megatron_pipemem.tools.cli.common import (
     duration,
     print_json,
     print_lines,
-    report_error,
     report_note,
     showing,
 )

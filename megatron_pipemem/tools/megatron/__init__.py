@@ -1,1 +1,1 @@
-"""What the tools ask of an installed Megatron: its flags, the recipes of Megatron-Bridge, and the times of its layers."""
+"""Read the flags of an installed Megatron and the recipes of Megatron-Bridge, and measure the times of layers."""
