@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
+from rich.text import Text
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.exits import INVALID, report_error
@@ -22,10 +24,9 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.tools.cli.common import (
     CANNOT_RUN,
-    console,
-    print_facts,
+    Shown,
+    print_answer,
     print_json,
-    print_lines,
     report_lines,
     report_note,
     showing,
@@ -108,27 +109,26 @@ def check(
     if fault is not None:
         assert table is not None, "only a file has faults"
         _refuse(source, fault, table, facts, as_json)
-    if as_json:
-        output = {} if written is None else {"written": written}
-        print_json({"valid": True, "cannot_run": obstacle and _headline(obstacle), **facts, **output})
-        return
-    if obstacle is not None:
+    if obstacle is not None and not as_json:
         report_note(f"{source} {CANNOT_RUN}: {_headline(obstacle)}")
-    out = console()
-    out.print(f"{source} is valid.", style="green", soft_wrap=True, markup=False)
-    print_facts(
-        out,
-        (
-            (name.replace("_", " "), f"{fact:.6g}" if isinstance(fact, float) else str(fact))
-            for name, fact in facts.items()
-            if name not in ("file", "schedule")
-        ),
-    )
-    out.print(f"(bubble with F = I = W; peak in {UNITS})", style="dim", soft_wrap=True)
+    output = {} if written is None else {"written": written}
+    answer = {"valid": True, "cannot_run": obstacle and _headline(obstacle), **facts, **output}
+    print_answer(answer, _shown(source, facts, written), as_json)
+
+
+def _shown(source: str, facts: Mapping[str, object], written: Mapping[str, object] | None) -> Iterator[Shown]:
+    """Yield the facts about a valid schedule for people, and about the file that it is written to."""
+    yield Text(f"{source} is valid.", style="green")
+    yield [
+        (name.replace("_", " "), f"{fact:.6g}" if isinstance(fact, float) else str(fact))
+        for name, fact in facts.items()
+        if name not in ("file", "schedule")
+    ]
+    yield Text(f"(bubble with F = I = W; peak in {UNITS})", style="dim")
     if written is not None:
         contents = "actions and messages" if written["lowered"] else "actions"
-        summary = f"{target}: {written['actions']} {contents} on {schedule.num_devices} devices"
-        print_lines(f"{summary}, in letters of {written['letters']}")
+        summary = f"{written['output']}: {written['actions']} {contents} on {facts['devices']} devices"
+        yield f"{summary}, in letters of {written['letters']}"
 
 
 def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:

@@ -6,12 +6,15 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from megatron_pipemem.errors import CostsError
@@ -26,6 +29,38 @@ CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to s
 _WIDTH_OF_FILES = 130
 _NAMES = 20
 """Width in columns of the names that ``print_facts`` prints."""
+
+
+type Shown = list[tuple[str, str]] | Path | RenderableType
+"""A part of an answer for people: names with texts (``print_facts``), a line, a path, or a table or picture of rich."""
+
+
+def print_answer(answer: object, shown: Iterable[Shown], as_json: bool) -> None:
+    """Print the answer of a command: as JSON (``print_json``), or as the parts ``shown`` for people.
+
+    ``shown`` may be a generator. It is not used for JSON.
+    """
+    if as_json:
+        print_json(answer)
+        return
+    out = console()
+    for part in shown:
+        if isinstance(part, list):
+            print_facts(out, part)
+        elif isinstance(part, str | Path):
+            print_lines(part)
+        elif isinstance(part, Text):
+            out.print(part, soft_wrap=True)
+        else:
+            out.print(part)
+
+
+def print_file(path: Path, write: Callable[[], object], as_json: bool) -> None:
+    """Draw a picture into a file, and print its path for people. ``write`` draws it."""
+    with showing(f"drawing {path}"):
+        write()
+    if not as_json:
+        print_lines(path)
 
 
 def console() -> Console:
@@ -53,13 +88,22 @@ def print_lines(*lines: object) -> None:
 
 
 def print_json(result: object) -> None:
-    """Print a result as JSON. Raise a ``CostsError`` if it has infinite numbers."""
+    """Print a result as JSON. Dataclasses in it are objects with their fields, and paths are texts.
+
+    Raise a ``CostsError`` if it has infinite numbers.
+    """
     try:
-        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+        typer.echo(json.dumps(result, indent=2, allow_nan=False, default=_plain))
     except ValueError:
         raise CostsError(
             "bad-number", "the result holds infinite numbers, which JSON cannot hold; give costs nearer to 1"
         ) from None
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def report_note(message: str) -> None:
@@ -121,17 +165,17 @@ class _Line:
             self._show_in_place()
 
     def _show_in_place(self) -> None:
-        with self._console.status(Text(self._told()), refresh_per_second=1 / _REFRESH_SECONDS) as status:
+        with self._console.status(Text(self._line()), refresh_per_second=1 / _REFRESH_SECONDS) as status:
             while not self.done.wait(_REFRESH_SECONDS):
-                status.update(Text(self._told()))
+                status.update(Text(self._line()))
 
     def _show_now_and_then(self) -> None:
         wait = _FIRST_LINE_SECONDS
         while not self.done.wait(wait):
-            self._console.print(Text(self._told()), soft_wrap=True)
+            self._console.print(Text(self._line()), soft_wrap=True)
             wait = min(2 * wait, _MOST_SECONDS)
 
-    def _told(self) -> str:
+    def _line(self) -> str:
         return f"{self._text} [{duration(time.monotonic() - self._started)}]"
 
 

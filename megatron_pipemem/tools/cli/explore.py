@@ -10,7 +10,7 @@ import typer
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
-from megatron_pipemem.tools.cli.common import print_json, print_lines, showing
+from megatron_pipemem.tools.cli.common import print_answer, showing
 from megatron_pipemem.tools.cli.options import PORT, Json, ScheduleModules
 from megatron_pipemem.tools.cli.schedules import RESEARCH
 from megatron_pipemem.tools.explore.serving import ExplorerServer, Groups, export
@@ -67,18 +67,12 @@ def explore(
             )
         with showing(f"writing {folder}"):
             page = export(folder, schedule_groups(), pyodide)
-        if as_json:
-            print_json({"output": str(page)})
-        else:
-            print_lines(page)
+        print_answer({"output": page}, [page], as_json)
         return
     if pyodide is not None:
         raise UnsupportedError("needs-option", f"--pyodide {pyodide} is for an exported page; give --export too")
     with ExplorerServer(port or 0, schedule_groups()) as server:
-        if as_json:
-            print_json({"url": server.url})
-        else:
-            print_lines(f"{server.url} shows the schedules until Ctrl-C")
+        print_answer({"url": server.url}, [f"{server.url} shows the schedules until Ctrl-C"], as_json)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

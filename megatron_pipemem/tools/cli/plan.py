@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,9 +21,10 @@ from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, NOT_NEGATIVE, OFF, STOCK
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 from megatron_pipemem.tools.advise.advice import refusal_of
-from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
+from megatron_pipemem.tools.cli.common import Shown, print_answer, print_lines, showing
 from megatron_pipemem.tools.cli.launch import Set
 from megatron_pipemem.tools.cli.options import (
     Devices,
@@ -117,22 +118,18 @@ def plan_command(
         )
     one_queue = None if all(is_stocks(way.run) for way in answer.plans) else one_queue_of(run.flags)
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
-    if as_json:
-        print_json(
-            {
-                "today": today and facts(today),
-                "plans": [facts(way) for way in answer.plans],
-                "without_overlap": other and facts(other),
-                "one_queue": one_queue,
-                "rejected": dict(answer.rejected.most_common()),
-                "considered": answer.considered,
-                "seconds": answer.seconds,
-                "output": [str(path) for path in files],
-            }
-        )
-    else:
-        notes = (one_queue, None if other is None else _worth_of_overlap(kept, other))
-        _print_answer(answer, today, [note for note in notes if note is not None])
+    result = {
+        "today": today and facts(today),
+        "plans": [facts(way) for way in answer.plans],
+        "without_overlap": other and facts(other),
+        "one_queue": one_queue,
+        "rejected": dict(answer.rejected.most_common()),
+        "considered": answer.considered,
+        "seconds": answer.seconds,
+        "output": [*files],
+    }
+    notes = (one_queue, None if other is None else _worth_of_overlap(kept, other))
+    print_answer(result, _shown(answer, today, [note for note in notes if note is not None]), as_json)
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -155,19 +152,18 @@ def _whole(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
-def _print_answer(answer: Answer, today: Way | None, notes: Sequence[str]) -> None:
-    out = console()
+def _shown(answer: Answer, today: Way | None, notes: Sequence[str]) -> Iterator[Shown]:
     if answer.plans:
-        out.print(_table(answer.plans, today))
-        print_lines(*notes)
+        yield _table(answer.plans, today)
+        yield from notes
     reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
     common = answer.rejected.most_common()
     for reason, count in common[:_REASONS]:
         reasons.add_row(str(count), reason)
     if len(common) > _REASONS:
         reasons.add_row(str(sum(count for _, count in common[_REASONS:])), "other reasons; --json lists all")
-    out.print(reasons)
-    print_lines(f"{answer.considered} combinations considered in {answer.seconds:.1f} s")
+    yield reasons
+    yield f"{answer.considered} combinations considered in {answer.seconds:.1f} s"
 
 
 def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Way | None:
@@ -327,10 +323,15 @@ def layout_command(
     knows_memory = dp is not None or _is_run(of)
     with showing("weighing layouts"):
         comparison = balance(run, beside, None if knows_memory else 0.0)
-    if as_json:
-        print_json(_layout_facts(run, comparison, of, knows_memory))
-    else:
-        _print_layouts(run, comparison, knows_memory)
+    layouts = {name: _Layout.of(run, way, knows_memory) for name, way in comparison.layouts.items()}
+    answer = {
+        "of": of,
+        "schedule": run.schedule.name,
+        **{key: getattr(parts, key) for key in ("pp", "chunks", "tp", "dp", "cp", "ep", "microbatches")},
+        "even_is_as_good": comparison.even_is_as_good,
+        "layouts": layouts,
+    }
+    print_answer(answer, _shown_layouts(run, comparison, layouts), as_json)
 
 
 def _is_run(of: str) -> bool:
@@ -408,45 +409,42 @@ def _paste(run: Run, way: Way) -> str:
     return shlex.join(words(flags | of_layout))
 
 
-def _layout_facts(run: Run, comparison: Balance, of: str, knows_memory: bool) -> dict[str, Any]:
-    cut = run.parallelism
-    return {
-        "of": of,
-        "schedule": run.schedule.name,
-        **{key: getattr(cut, key) for key in ("pp", "chunks", "tp", "dp", "cp", "ep", "microbatches")},
-        "even_is_as_good": comparison.even_is_as_good,
-        "layouts": {
-            name: {
-                "layers": list(way.layers),
-                "stages": layout.stages_of(run.model, way.layers),
-                "flags": _paste(run, way),
-                "stage_seconds": list(way.stage_seconds),
-                "rank_seconds": list(way.step.work),
-                "imbalance": way.imbalance,
-                "step_seconds": way.seconds,
-                "rank_bytes": list(way.peaks) if knows_memory else None,
-            }
-            for name, way in comparison.layouts.items()
-        },
-    }
+@dataclass(frozen=True)
+class _Layout:
+    """A layout of the model's layers, with the flags that set it, and its predicted seconds and bytes."""
+
+    layers: tuple[int, ...]
+    stages: list[str]
+    flags: str
+    stage_seconds: tuple[float, ...]
+    rank_seconds: tuple[float, ...]
+    imbalance: float
+    step_seconds: float
+    rank_bytes: tuple[float, ...] | None  # ``None`` if the number of data-parallel ranks is unknown
+
+    @classmethod
+    def of(cls, run: Run, way: Way, knows_memory: bool) -> _Layout:
+        stages, peaks = layout.stages_of(run.model, way.layers), way.peaks if knows_memory else None
+        seconds = (way.stage_seconds, way.step.work, way.imbalance, way.seconds)
+        return cls(way.layers, stages, _paste(run, way), *seconds, peaks)
 
 
-def _print_layouts(run: Run, comparison: Balance, knows_memory: bool) -> None:
-    out = console()
-    out.print(_ranks(run, comparison, knows_memory))
+def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]) -> Iterator[Shown]:
+    best = layouts["best"]
+    yield _ranks(run, comparison.best.step.placement, layouts)
     columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
     table = FittingTable(columns, text=("layout",))
-    for layout_name, way in comparison.layouts.items():
+    for name, one in layouts.items():
         table.add_row(
-            layout_name,
-            _milliseconds(way.slowest),
-            f"{way.imbalance:.1%}",
-            f"{way.seconds:.4g}",
-            f"{way.seconds / comparison.best.seconds:.3f}",
-            gibibytes(way.peak) if knows_memory else "",
+            name,
+            _milliseconds(max(one.rank_seconds)),
+            f"{one.imbalance:.1%}",
+            f"{one.step_seconds:.4g}",
+            f"{one.step_seconds / best.step_seconds:.3f}",
+            "" if one.rank_bytes is None else gibibytes(max(one.rank_bytes)),
         )
-    out.print(table)
-    print_facts(out, [("paste", _paste(run, comparison.best)), ("even split", _verdict(run, comparison, knows_memory))])
+    yield table
+    yield [("paste", best.flags), ("even split", _verdict(run, comparison, best.rank_bytes is not None))]
 
 
 def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:
@@ -467,31 +465,28 @@ def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:
     return text
 
 
-def _ranks(run: Run, comparison: Balance, knows_memory: bool) -> FittingTable:
+def _ranks(run: Run, placement: Placement, layouts: Mapping[str, _Layout]) -> FittingTable:
     """Return a table with a row for each pipeline rank: its layers, and a bar of its time, for every layout."""
-    chosen, cut = run.schedule.name, run.parallelism
-    name = chosen if chosen != STOCK else "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
-    columns = ["rank"]
-    for layout_name in comparison.layouts:
-        columns += [layout_name, f"{layout_name} ms", f"{layout_name} load"]
+    schedule, cut = run.schedule.name, run.parallelism
+    if schedule == STOCK:
+        schedule = "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
+    columns, text = ["rank"], []
+    for name in layouts:
+        text += [name, f"{name} load"]
+        columns += [name, f"{name} ms", f"{name} load"]
     columns[4:4] = ["GiB"]
-    table = FittingTable(
-        columns,
-        text=[
-            column for column in columns if column.split()[0] in ("best", "even", "given") and not column.endswith("ms")
-        ],
-        title=f"{name}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch",
-    )
-    longest = max(way.slowest for way in comparison.layouts.values())
+    title = f"{schedule}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch"
+    table = FittingTable(columns, text=text, title=title)
+    longest = max(max(one.rank_seconds) for one in layouts.values())
     for rank in range(cut.pp):
         cells = [str(rank)]
-        for way in comparison.layouts.values():
-            stages, placement = layout.stages_of(run.model, way.layers), way.step.placement
+        for one in layouts.values():
             owned = placement.stages[rank]
-            bar = _bar([way.stage_seconds[stage] / placement.replicas for stage in owned], longest)
-            holds = " ".join(stages[stage % len(stages)] or "-" for stage in owned)
-            cells += [holds, _milliseconds(way.step.work[rank]), bar]
-        cells[4:4] = [gibibytes(comparison.best.peaks[rank]) if knows_memory else ""]
+            bar = _bar([one.stage_seconds[stage] / placement.replicas for stage in owned], longest)
+            layers = " ".join(one.stages[stage % len(one.stages)] or "-" for stage in owned)
+            cells += [layers, _milliseconds(one.rank_seconds[rank]), bar]
+        bytes_of_ranks = layouts["best"].rank_bytes
+        cells[4:4] = ["" if bytes_of_ranks is None else gibibytes(bytes_of_ranks[rank])]
         table.add_row(*cells)
     return table
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.display import doing
-from megatron_pipemem.tools.cli.common import console, print_json, print_lines, report_note, showing
+from megatron_pipemem.tools.cli.common import Shown, print_answer, report_note, showing
 from megatron_pipemem.tools.cli.options import Json, takes_group
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, typed
@@ -122,11 +123,8 @@ def profile(
         if offload:
             prices = replace(prices, bandwidths=_bandwidths())
     result = prices.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
-    result["profile"]["offload_ratio"] = _ratios(prices, machine)
-    if as_json:
-        print_json(result)
-    else:
-        _print(prices, result["profile"]["offload_ratio"], run or model)
+    result["profile"]["offload_ratio"] = ratios = _ratios(prices, machine)
+    print_answer(result, _shown(prices, ratios, run or model), as_json)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
@@ -142,8 +140,8 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
         from megatron_pipemem.tools.cpu import activate, missing_packages
 
         activate(verbose=verbose)
-        if not verbose and (said := missing_packages()) is not None:
-            report_note(said)
+        if not verbose and (missing := missing_packages()) is not None:
+            report_note(missing)
         report_note("no GPU here: the seconds are of this CPU, and its kernels save other bytes than a GPU's")
     from megatron_pipemem.tools.megatron.profiling import profile as profile_stages
 
@@ -183,7 +181,7 @@ def _ratios(prices: Profile, cluster: Cluster) -> dict[str, float]:
     }
 
 
-def _print(prices: Profile, ratios: dict[str, float], name: object) -> None:
+def _shown(prices: Profile, ratios: dict[str, float], name: object) -> Iterator[Shown]:
     columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
     table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {prices.source}")
     rows: list[tuple[str, Part]] = [
@@ -200,20 +198,20 @@ def _print(prices: Profile, ratios: dict[str, float], name: object) -> None:
             f"{part.released_at_input / MIB:z.2f}",
             f"{part.parameters:,}",
         )
-    console().print(table)
+    yield table
     measured = prices.source == "measured"
     seconds = "of computing alone, on" if measured else "by the planner's formulas, messages within layers included, at"
-    lines = [
-        f"seconds {seconds} {prices.device}",
+    yield f"seconds {seconds} {prices.device}"
+    yield (
         f"message between two stages: {prices.message_bytes / MIB:.2f} MiB; optimizer: "
-        f"{prices.optimizer_seconds * 1e9:.3f} ns per parameter",
+        f"{prices.optimizer_seconds * 1e9:.3f} ns per parameter"
+    )
+    yield (
         f"k of a layer (arXiv 2503.01328): {ratios['as_is']:.2f}, {ratios['cheap_recomputed']:.2f} with norms and activation "
-        "recomputed; k up to 1 means that computing hides all offload",
-    ]
-    if prices.bandwidths is not None:
-        rates = prices.bandwidths
-        lines.append(
+        "recomputed; k up to 1 means that computing hides all offload"
+    )
+    if (rates := prices.bandwidths) is not None:
+        yield (
             f"host link, GB/s: D2H {rates.d2h:.1f}, H2D {rates.h2d:.1f}, both {rates.both:.1f} each way; while computing "
             f"{rates.d2h_computing:.1f}, {rates.h2d_computing:.1f}, {rates.both_computing:.1f}"
         )
-    print_lines(*lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ import typer
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_exists
 from megatron_pipemem.results import lines
-from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, showing
+from megatron_pipemem.tools.cli.common import Shown, print_answer, print_file, showing
 from megatron_pipemem.tools.cli.options import Json, check_output
 from megatron_pipemem.tools.config.runs import REPORT
 from megatron_pipemem.tools.launch.grid.comparison import draw, front, table
@@ -76,54 +76,44 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
     points = [result for result in results if result is not None and result.peak_bytes and result.seconds_per_step]
     drawn = picture if points else None
     missing = [index for index, result in enumerate(results) if result is None]
-    if as_json:
-        chosen = {point.index for point in front(points)}
-        rows = [
-            asdict(result)
-            | {
-                "peak_bytes": result.peak_bytes,
-                "share_of_1f1b": result.share_of_1f1b,
-                "peaks_agree": result.peaks_agree,
-                "front": result.index in chosen,
-            }
-            for result in results
-            if result is not None
-        ]
-        print_json({"results": rows, "missing": missing, "picture": None if drawn is None else str(drawn)})
-    else:
-        _print(points, results, [label(settings[index]) for index in missing])
+    chosen = {point.index for point in front(points)}
+    rows = [
+        asdict(result)
+        | {
+            "peak_bytes": result.peak_bytes,
+            "share_of_1f1b": result.share_of_1f1b,
+            "peaks_agree": result.peaks_agree,
+            "front": result.index in chosen,
+        }
+        for result in results
+        if result is not None
+    ]
+    facts = {"results": rows, "missing": missing, "picture": drawn}
+    print_answer(facts, _compared(points, results, [label(settings[index]) for index in missing]), as_json)
     if drawn is not None:
-        with showing(f"drawing {drawn}"):
-            write_picture(lambda: draw(points, store.folder.name), drawn, "a comparison of runs")
-        if not as_json:
-            print_lines(drawn)
+        write = lambda: write_picture(lambda: draw(points, store.folder.name), drawn, "a comparison of runs")  # noqa: E731
+        print_file(drawn, write, as_json)
     return results
 
 
 def _show_run(path: Path, as_json: bool) -> None:
     with opened_report(path) as report:
-        summary, ranks = lines(report), run_table(report)
+        shown: list[Shown] = [*lines(report), run_table(report)]
         page = report["timelines"] and Path(report["timelines"]) / "run.html"
-    if as_json:
-        print_json(report)
-        return
-    print_lines(*summary)
-    console().print(ranks)
-    if page and page.is_file():
-        print_lines(page)
+    print_answer(report, shown + [page] * bool(page and page.is_file()), as_json)
 
 
-def _print(points: Sequence[Result], results: Sequence[Result | None], missing: Sequence[str]) -> None:
+def _compared(points: Sequence[Result], results: Sequence[Result | None], missing: Sequence[str]) -> Iterator[Shown]:
     if points:
-        console().print(table(points))
+        yield table(points)
     by_reason: dict[tuple[str, str | None], list[Settings]] = {}  # one paragraph per reason
     for result in results:
         if result is not None and result.status != "done":
             by_reason.setdefault((result.status, result.reason), []).append(result.settings)
     for (status, reason), settings in sorted(by_reason.items(), key=lambda item: item[0][0]):
-        print_lines(f"{status}: {'; '.join(map(label, settings))}\n    {reason or ''}")
+        yield f"{status}: {'; '.join(map(label, settings))}\n    {reason or ''}"
     if missing:
-        print_lines(f"without a result: {'; '.join(missing)}")
+        yield f"without a result: {'; '.join(missing)}"
 
 
 def explain_command(
@@ -162,12 +152,7 @@ def explain_command(
         from megatron_pipemem.tools.cli.advise import advise_measured  # only here, because it imports the planner
 
         answer, facts["advice"] = advise_measured(source, report / REPORT if report.is_dir() else report)
-    if as_json:
-        print_json(facts)
-        return
-    print_lines(*explanation_lines(facts))
-    console().print(idle_table(facts))
-    print_facts(console(), answer)
+    print_answer(facts, [*explanation_lines(facts), idle_table(facts), answer], as_json)
 
 
 _DRAWN = (".json", ".html", ".png", ".svg")
@@ -199,12 +184,8 @@ def trace(
     check_output(output, _DRAWN, "plan and run")
     case = read_case(report)
     path = _save_trace(case, output or (report if report.is_dir() else report.parent) / "trace.json")
-    if as_json:
-        print_json(
-            {"output": str(path), "planned_seconds": case.own.makespan, "measured_seconds": case.step.length / 1e9}
-        )
-    else:
-        print_lines(path)
+    facts = {"output": path, "planned_seconds": case.own.makespan, "measured_seconds": case.step.length / 1e9}
+    print_answer(facts, [path], as_json)
 
 
 def _save_trace(case: Case, path: Path) -> Path:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines
+from megatron_pipemem.tools.cli.common import Shown, print_answer
 from megatron_pipemem.tools.cli.loading import with_channel
 from megatron_pipemem.tools.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
 from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline
@@ -58,36 +59,36 @@ def schedules(
         pipemem schedules v-half
     """
     if name is not None:
-        _explain(family(name), devices, microbatches, as_json)
+        chosen = family(name)
+        print_answer(_row(chosen), _explained(chosen, devices, microbatches), as_json)
         return
     if devices is not None or microbatches is not None:
         raise UnsupportedError(
             "needs-option", "--devices and --microbatches set the size of one schedule's picture; name the schedule"
         )
     listed = [candidate for candidate in families() if every or candidate.name not in RESEARCH]
-    if as_json:
-        print_json([_row(candidate) for candidate in listed])
-        return
+    print_answer([_row(candidate) for candidate in listed], _listed(listed, every), as_json)
+
+
+def _listed(candidates: Sequence[Family], every: bool) -> Iterator[Shown]:
     figures = _table("name", "placement", "peak", "bubble")
     origins = _table("name", "backward", "source", "needs and options")
-    for candidate in listed:
+    for candidate in candidates:
         name = f"{candidate.name} (for research)" if candidate.name in RESEARCH else candidate.name
         figures.add_row(name, candidate.placement, candidate.peak, candidate.bubble)
         needs = [*_needs(candidate), *(f"{flag}: {text}" for flag, text in _options(candidate))]
         origins.add_row(candidate.name, _backward(candidate), candidate.source, "\n".join(needs))
-    console().print(figures, origins)
+    yield from (figures, origins)
     more = "" if every else f"; --all lists {len(RESEARCH)} more, for research"
-    print_lines(f"pipemem schedules NAME explains one{more}")
+    yield f"pipemem schedules NAME explains one{more}"
 
 
 def _table(*columns: str) -> FittingTable:
     return FittingTable(columns, text=columns)
 
 
-def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_json: bool) -> None:
-    if as_json:
-        print_json(_row(chosen))
-        return
+def _explained(chosen: Family, devices: int | None, microbatches: int | None) -> Iterator[Shown]:
+    """Yield a family's facts, and the picture of its example, or of the size that the user gives."""
     if devices is None and microbatches is None:
         p, m = chosen.example.num_devices, chosen.example.num_microbatches
     else:
@@ -95,11 +96,9 @@ def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_j
     costs = with_channel(Costs(), None)
     fitted: dict[str, Any] = {"costs": costs} if "costs" in chosen.options else {}
     timeline = simulate(build_schedule(chosen.name, num_devices=p, num_microbatches=m, **fitted), costs)
-    out = console()
-    out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
-    print_facts(out, _facts(chosen))
-    out.print()
-    out.print(TerminalTimeline(timeline))
+    yield Text(f"{chosen.name}: {chosen.summary}", style="bold")
+    yield [*_facts(chosen), ("", "")]
+    yield TerminalTimeline(timeline)
 
 
 def _facts(chosen: Family) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +30,7 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import MAX_CHUNKS
 from megatron_pipemem.search.result import ResultCache
-from megatron_pipemem.tools.cli.common import console, print_facts, print_json, print_lines, report_note, showing
+from megatron_pipemem.tools.cli.common import Shown, print_answer, print_file, report_note, showing
 from megatron_pipemem.tools.cli.loading import (
     Loaded,
     check_attention,
@@ -141,37 +141,45 @@ def simulate(
     with showing(f"building, proving and simulating {name}"):
         loaded, timeline, reason = load_and_simulate(name, question, prices)
         check_attention(question, [loaded.schedule])
-        chosen, costs = loaded.chosen, timeline.costs
         facts = _facts(timeline, loaded)
         if single_queue:
-            facts |= _in_single_queues(loaded.schedule, costs)
+            facts |= _in_single_queues(loaded.schedule, timeline.costs)
         if steps > 1:
             check_steps(loaded.schedule, steps, question.yes)
-            facts |= _without_barrier(loaded, costs, steps)
+            facts |= _without_barrier(loaded, timeline.costs, steps)
     if loaded.schedule.vocabulary_barriers or question.vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
     if reason:
         facts["vocabulary_reason"] = reason
-    if as_json:
-        print_json(facts)
-        return
-    out = console()
-    print_facts(out, [*_told(facts), ("time", DrawnRun(timeline).time_unit)])
-    if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
-        print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
+    print_answer(facts, _simulated(facts, timeline, loaded), as_json)
+
+
+def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iterator[Shown]:
+    """Yield the results of a simulation for people: ``facts``, and the placements that a search tried."""
+    chosen, request = loaded.chosen, loaded.request
+    lines = [
+        (_PRINTED.get(key, key.replace("_", " ")), _text(key, fact))
+        for key, fact in facts.items()
+        if any(value != _USUAL.get(key) for value in (fact if isinstance(fact, list) else [fact]))
+    ]
+    lines.append(("time", DrawnRun(timeline).time_unit))
+    if request.searches and not {"chunks", "max_chunks", "placement"} & set(request.options):
+        lines.append(("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks)))
     if (search := chosen.search) is not None:
-        measure = "period" if loaded.request.searches_period else "makespan"
+        measure = "period" if request.searches_period else "makespan"
         if chosen.offload is not None:
             gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound has no memory cap"
         elif search.is_optimal:
             gap = "0, optimal among the placements tried"
         else:
             gap = f"{search.gap:.2%} of the {measure} at most"
-        print_facts(out, [("gap to the bound", gap)])
-        out.print(placements_table(search.candidates, measure))
+        yield [*lines, ("gap to the bound", gap)]
+        yield placements_table(search.candidates, measure)
+    else:
+        yield lines
     if chosen.offload is not None and chosen.offload.kept:
         reasons = Counter(chosen.offload.kept.values()).most_common()
-        print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
+        yield [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))]
 
 
 _OWN = ("1f1b", "interleaved")
@@ -197,9 +205,10 @@ def _compare(names: list[str], question: Question, as_json: bool) -> None:
                     raise
                 continue
             rows.append(_facts(timeline, loaded))
-    if as_json:
-        print_json(rows)
-        return
+    print_answer(rows, _comparison(rows), as_json)
+
+
+def _comparison(rows: Sequence[Mapping[str, Any]]) -> Iterator[Shown]:
     plain = next(row["makespan"] for row in rows if row["schedule"] == _OWN[0])
     table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=f"peak in {UNITS}; bytes and makespan to those of 1f1b")
     for facts in rows:
@@ -214,7 +223,7 @@ def _compare(names: list[str], question: Question, as_json: bool) -> None:
             "" if share is None else f"{share:.2f}",
             str(facts["messages"]),
         )
-    console().print(table)
+    yield table
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
@@ -322,13 +331,6 @@ _OF_WHAT = {
 }
 
 
-def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the results as pairs of a name and a text, without those that have the value in ``_USUAL``."""
-    for key, fact in facts.items():
-        if any(value != _USUAL.get(key) for value in (fact if isinstance(fact, list) else [fact])):
-            yield _PRINTED.get(key, key.replace("_", " ")), _text(key, fact)
-
-
 def _text(key: str, fact: Any) -> str:
     if key == "microbatch_weights":
         spans = ((quantity, min(weights), max(weights), fmean(weights)) for quantity, weights in fact.items())
@@ -384,22 +386,14 @@ def show(
         if reason and not as_json:
             report_note(f"{name}: {reason}")
     check_attention(question, [timeline.schedule for timeline in timelines])
-    if as_json:
-        print_json([_data(timeline, output) for timeline in timelines])
-    elif output is None:
-        for timeline in timelines:
-            console().print(TerminalTimeline(timeline, timelines))
+    pictures = (TerminalTimeline(timeline, timelines) for timeline in timelines if output is None)
+    print_answer([_drawn(timeline, output) for timeline in timelines if as_json], pictures, as_json)
     if output is not None:
-        with showing(f"drawing {output}"):
-            save_comparison(timelines, output)
-        if not as_json:
-            print_lines(output)
+        print_file(output, lambda: save_comparison(timelines, output), as_json)
 
 
-def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
-    """Return the drawn schedule as data. ``timeline`` has, for each device, ``[action, start, end, memory after
-    it]``.
-    """
+def _drawn(timeline: Timeline, output: Path | None) -> dict[str, object]:
+    """Return the drawn schedule for JSON. ``timeline`` has, for each device, ``[action, start, end, memory after it]``."""
     return {
         "schedule": timeline.schedule.name,
         "devices": timeline.schedule.num_devices,
@@ -407,7 +401,7 @@ def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble_rate,
         "peak": timeline.peak,
-        "output": None if output is None else str(output),
+        "output": output,
         "timeline": [
             [[str(box.action), box.start, box.end, box.held] for box in row] for row in DrawnRun(timeline).rows
         ],
@@ -470,34 +464,32 @@ def pareto(
     # Busy times differ if some schedules cut the head and others do not. All bubbles count from the smallest one.
     work = min((choice.makespan * (1 - choice.bubble_rate) for choice in candidates), default=0.0)
     points = [_point(choice, work) for choice in candidates]
-    front = [choice for choice in candidates if not choice.dominated]
-    cheap = trades(front)
-    if as_json:
-        print_json(
-            {
-                "choices": [
-                    _choice_facts(choice, in_bytes) for choice in candidates if show_all or not choice.dominated
-                ],
-                "trades": [str(trade) for trade in cheap],
-                "output": None if output is None else str(output),
-            }
-        )
-    else:
-        console().print(picture.table([point for point in points if show_all or not point.dominated], in_bytes))
-        print_lines(*cheap)
+    listed = [number for number, choice in enumerate(candidates) if show_all or not choice.dominated]
+    cheap = [str(trade) for trade in trades([choice for choice in candidates if not choice.dominated])]
+    facts = {
+        "choices": [_choice_facts(candidates[number], in_bytes) for number in listed],
+        "trades": cheap,
+        "output": output,
+    }
+
+    def shown() -> Iterator[Shown]:
+        yield picture.table([points[number] for number in listed], in_bytes)
+        yield from cheap
         if layers is None:
             allowed = f"up to {most} chunks per device are allowed, because the number of layers is unknown"
-            print_lines(f"{allowed}; --layers N allows up to N/p chunks")
-        hidden = len(candidates) - len(front)
-        if hidden and not show_all:
-            print_lines(f"{hidden} dominated schedules are not listed; --all lists them")
+            yield f"{allowed}; --layers N allows up to N/p chunks"
+        if len(listed) < len(candidates):
+            yield f"{len(candidates) - len(listed)} dominated schedules are not listed; --all lists them"
+
+    print_answer(facts, shown(), as_json)
     if output is not None:
         title = f"p = {devices}, m = {microbatches}, costs {price_options.costs}"
-        with showing(f"working out the bound, and drawing {output}"):
+
+        def draw() -> None:
             bound = bound_line(candidates, prices, priced)
             write_picture(lambda: picture.draw(points, bound, title, in_bytes), output, "bubble against peak")
-        if not as_json:
-            print_lines(output)
+
+        print_file(output, draw, as_json)
 
 
 def _in_shares(costs: Costs, price_options: Prices, devices: int, microbatches: int) -> Costs:
