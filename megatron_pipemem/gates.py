@@ -7,7 +7,8 @@ training loop have no flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from megatron_pipemem import refusals
 from megatron_pipemem.conflicts import conflicts, updates_per_microbatch
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.refusals import Refusals, Rule
+from megatron_pipemem.refusals import Refusals, Rule, of_several
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.options import LAYERWISE
 from megatron_pipemem.schedule.placement import Placement
@@ -120,3 +121,36 @@ def check_gates(wish: Wish) -> None:
     """Raise the first error of ``gates``, if there is one."""
     for error in gates(wish):
         raise error
+
+
+class PassedGates:
+    """A request and a placement that have passed the gates, and the values of Megatron's configuration that were read.
+
+    To ask the gates again takes longer than a step may wait, and to compare the values does not.
+
+    Raises:
+        UnsupportedError: as ``check_gates``.
+    """
+
+    def __init__(self, request: Request, placement: Placement, configurations: Sequence[object]):
+        self._request, self._placement = request, placement
+        value_of, names = of_several(*configurations), set()
+
+        def read(attribute: str) -> Any:
+            names.add(attribute)
+            return value_of(attribute)
+
+        check_gates(Wish(request, read, placement=placement))
+        self._values = [
+            [(name, deepcopy(getattr(configuration, name, None))) for name in names] for configuration in configurations
+        ]
+
+    def hold_for(self, request: Request, placement: Placement, configurations: Sequence[object]) -> bool:
+        """Return whether the gates would be passed again, because none of the values that were read has changed."""
+        if request is not self._request or placement is not self._placement or len(configurations) != len(self._values):
+            return False
+        for configuration, values in zip(configurations, self._values, strict=True):
+            for name, value in values:
+                if getattr(configuration, name, None) != value:
+                    return False
+        return True

@@ -451,25 +451,22 @@ DELAYED_SCALES = Rule(
 )
 
 
-def refuse(value_of: ValueOf, *tables: Refusals) -> None:
-    """Raise an UnsupportedError if one of the tables refuses the value of an attribute.
-
-    ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
-    exist.
-    """
-    for table in tables:
-        for error in table.errors(value_of):
-            raise error
-
-
 def of_config(config: object) -> ValueOf:
     """Return a function that returns the value of an attribute of one of Megatron's configuration objects, or ``None``."""
     return lambda attribute: getattr(config, attribute, None)
 
 
-def of_several(*holders: object) -> ValueOf:
-    """Return a function that returns the first value of an attribute in several objects that is true, or ``None``."""
-    return lambda attribute: next(filter(None, (getattr(holder, attribute, None) for holder in holders)), None)
+def of_several(*configurations: object) -> ValueOf:
+    """Return a function that returns the value of an attribute in several of Megatron's configuration objects.
+
+    It is the first value that is true, else the first that is not ``None``.
+    """
+
+    def value_of(attribute: str) -> Any:
+        values = [getattr(configuration, attribute, None) for configuration in configurations]
+        return next(filter(None, values), next((value for value in values if value is not None), None))
+
+    return value_of
 
 
 def flag_values(flags: Mapping[str, object]) -> ValueOf:

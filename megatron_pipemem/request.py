@@ -424,8 +424,9 @@ class Request(ScheduleOptions):
 
     @property
     def outputs(self) -> list[Path]:
-        """Return the files of report and timelines to check before a run (see the function ``outputs``)."""
-        return outputs(self.report, self.trace)
+        """Return the files to check before a run: if they can be written, its report and timelines can be written, too."""
+        files = [] if self.report is None else [Path(self.report)]
+        return files if self.trace is None else [*files, Path(self.trace) / "run.html"]
 
     @property
     def cuts_vocabulary(self) -> bool:
@@ -577,15 +578,6 @@ class Request(ScheduleOptions):
         if self.family is None:
             return self.options.get("placement") in ("interleaved", "linear") or self.chunks == 1
         return self.options.get("placement", self.family.placement) in ("linear", "interleaved")
-
-
-def outputs(report: str | Path | None, trace: str | Path | None) -> list[Path]:
-    """Return the files to check before a run: if they can be written, its report and timelines can be written, too.
-
-    ``report`` is the file of the report, and ``trace`` the folder of the timelines. Either is ``None`` if not wanted.
-    """
-    files = [] if report is None else [Path(report)]
-    return files if trace is None else [*files, Path(trace) / "run.html"]
 
 
 def prices_of(costs: str) -> tuple[Costs, str]:

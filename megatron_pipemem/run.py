@@ -10,14 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.files import check_writable
 from megatron_pipemem.flags import CHECK
 from megatron_pipemem.logs import show_log
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.mcore.launch import add_virtual_stages, enable_in_script, take_flags
 from megatron_pipemem.ranks import rank_guard, refused_together
 from megatron_pipemem.request import Request
-from megatron_pipemem.tools_by_flag import load_tool
+from megatron_pipemem.tools_by_flag import check_outputs, load_tool
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
 
@@ -39,8 +38,7 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
     with rank_guard() if not alike else refused_together() if launched else nullcontext():
         request, others = checked(cpu, script, arguments)
         if request is not None and (alike or job["RANK"] == "0"):  # rank 0 writes the outputs
-            for path in request.outputs:
-                check_writable(path)
+            check_outputs(request)
         if cpu:
             others += load_tool("--cpu").cpu_flags(others)
     with rank_guard() if launched else nullcontext():

@@ -6,17 +6,23 @@ The core imports no module of ``tools``. What stands here is imported when the f
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_writable
+
+if TYPE_CHECKING:
+    from megatron_pipemem.request import Request
 
 _TOOLS = "megatron_pipemem.tools"
+_DRAWS = "--pipemem-trace"
 _HOME = {
     "--cpu": "cpu",
     "--pipemem-check": "cli.run",
     "--pipemem-layout": "advise.start",
     "--pipemem-plan": "advise.start",
-    "--pipemem-trace": "report",
+    _DRAWS: "report",
     "pipemem": "cli.app",
 }
 """The module within ``tools`` by the flag that asks for it; for ``pipemem``, that of all commands."""
@@ -32,7 +38,22 @@ def load_tool(flag: str) -> Any:
     try:
         return import_module(f"{_TOOLS}.{_HOME[flag]}")
     except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            "not-installed",
-            f"{flag} needs the package {error.name}, which is not installed; pip install megatron-pipemem brings it",
-        ) from error
+        raise _not_installed(flag, error.name) from error
+
+
+def check_outputs(request: Request) -> None:
+    """Raise an error if this process could not write the report of a run, or not draw and write its timelines.
+
+    A run calls it on rank 0 before the model is built.
+    """
+    if request.trace is not None and find_spec("matplotlib") is None:
+        raise _not_installed(_DRAWS, "matplotlib")
+    for path in request.outputs:
+        check_writable(path)
+
+
+def _not_installed(flag: str, package: str | None) -> UnsupportedError:
+    return UnsupportedError(
+        "not-installed",
+        f"{flag} needs the package {package}, which is not installed; pip install megatron-pipemem brings it",
+    )

@@ -14,9 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.conflicts import requested
-from megatron_pipemem.errors import OutputError, UnsupportedError
+from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.features import Position, features_at
-from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.agreement import is_first_rank, tell
 from megatron_pipemem.mcore.checkpoints import FilesOfRanks
 from megatron_pipemem.mcore.compat import ReshardableState
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
@@ -32,6 +32,7 @@ from megatron_pipemem.mcore.symbols import USED, Feature, PatchSet, is_imported,
 from megatron_pipemem.request import PROFILE, Request, prices_of
 from megatron_pipemem.runtime.first_failure import leave_job, watch_job
 from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.tools_by_flag import check_outputs
 
 if TYPE_CHECKING:  # loaded for runs that ask for a report
     from megatron_pipemem.mcore.report.run_record import RunRecord
@@ -58,7 +59,7 @@ class _Enabled:
     def of(cls, request: Request) -> _Enabled:
         """Create the features and extensions that a checked request needs. No function of Megatron is replaced yet.
 
-        Raise an OutputError if the report or the timelines cannot be written, and there is no process group yet.
+        Raise an error if the report or the timelines cannot be written, and there is no process group yet.
         """
         record: RunRecord | None = None
         recording: list[Extension] = []
@@ -69,7 +70,7 @@ class _Enabled:
             report, trace = (None if path is None else Path(path) for path in (request.report, request.trace))
             record = RunRecord(report, trace)
             recording.append(Recording(record))
-        settings = SharedSettings(request, None if record is None else _failure_of_outputs(record))
+        settings = SharedSettings(request, _failure_of_outputs(request))
         if request.is_stock:
             measured: list[Feature] = []
             prices = prices_of(request.costs)
@@ -172,11 +173,12 @@ _ORDER: tuple[tuple[Callable[[_ExtensionParts], list[Extension]], str], ...] = (
 """The order in which a step calls its extensions, and the reason for each one's place. Later handlers wrap earlier ones."""
 
 
-def _failure_of_outputs(record: RunRecord) -> OutputError | None:
-    """Return why this rank cannot write the report or the timelines, for all ranks; raise it without a process group."""
+def _failure_of_outputs(request: Request) -> PipememError | None:
+    """Return why rank 0 cannot write the report or the timelines, for all ranks; raise it without a process group."""
     try:
-        record.check_outputs()
-    except OutputError as error:
+        if is_first_rank():
+            check_outputs(request)
+    except PipememError as error:
         if not dist.is_initialized():
             raise
         return error
@@ -208,8 +210,8 @@ def enable(schedule: str, **settings: Any) -> None:
         UnknownScheduleError: there is no such family.
         UnsupportedError: the plugin is enabled with other settings, or the settings do not go together, or they differ
             between ranks (raised by ``initialize_model_parallel()`` if that comes later).
-        OutputError: rank 0 cannot write the report or trace. In a process group, all ranks raise an error for that, here or
-            in ``initialize_model_parallel()``.
+        OutputError: rank 0 cannot write the report or trace, or lacks a package that draws timelines (UnsupportedError).
+            In a process group, all ranks raise an error for that, here or in ``initialize_model_parallel()``.
         ScheduleError: the schedule of the file is invalid.
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """

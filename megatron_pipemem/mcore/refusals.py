@@ -22,7 +22,7 @@ from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore import on_cpu_ranks
 from megatron_pipemem.mcore.compat import counts_all_experts
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
-from megatron_pipemem.refusals import FSDP, SCHEDULES, Refusals, of_config, refuse
+from megatron_pipemem.refusals import FSDP, of_config
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 
@@ -94,16 +94,6 @@ OLDEST_SPLITTING = "2.8"
 """The oldest version of Transformer Engine whose modules tell which weight gradients they defer."""
 
 
-def check_config(config, *tables: Refusals) -> None:
-    """Raise an UnsupportedError if the configuration has an option that one of the ``tables`` refuses."""
-    refuse(of_config(config), *tables)
-
-
-def check_settings(config, request: Request, placement: Placement) -> None:
-    """Raise an UnsupportedError if the configuration has an option that the request or the model's placement refuses."""
-    check_gates(Wish(request, of_config(config), placement=placement))
-
-
 def check_sharing(config, schedule: str, placement: Placement) -> None:
     """Raise an UnsupportedError if options for the layers of the first or last stage do not fit the placement.
 
@@ -153,13 +143,12 @@ def check_model(config, request: Request) -> None:
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:
     """Raise an UnsupportedError if the built model cannot run, or cannot be saved by a loop that saves or loads.
 
-    It cannot run with FSDP, with a refused option of DDP, or with another number of chunks than ``num_chunks``. This is
-    the number of chunks per rank that the schedule needs, in all replicas together.
+    It cannot run with FSDP, or with another number of chunks than ``num_chunks``. This is the number of chunks per rank
+    that the schedule needs, in all replicas together.
     """
     for chunk in chunks:
         if "FullyShardedDataParallel" in type(chunk).__name__:
             raise UnsupportedError("unsupported-setting", FSDP)
-        check_config(getattr(chunk, "ddp_config", None), SCHEDULES)
         if _cannot_be_saved(chunk) and keeps_checkpoints():
             raise UnsupportedError(
                 "tied-embedding",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from refusals import refused
 
 from megatron_pipemem import gates as room
 from megatron_pipemem import refusals
-from megatron_pipemem.gates import Wish, check_gates, gates
+from megatron_pipemem.gates import PassedGates, Wish, check_gates, gates
+from megatron_pipemem.mcore import refusals as refusals_of_models
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.refusals import check_model
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 
-TABLES = {name: each for name, each in vars(refusals).items() if isinstance(each, refusals.Refusals | refusals.Rule)}
+TABLES = {name: table for name, table in vars(refusals).items() if isinstance(table, refusals.Refusals | refusals.Rule)}
 ENGINE = {"transformer_impl": "transformer_engine"}
 GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 LATE_SCALES = {"fp8": "e4m3", "fp8_recipe": "delayed"}
@@ -75,6 +79,33 @@ WISHES = {
 }
 
 
+VALUES = {
+    "rerun_mode": "validate_results",
+    "optimizer": "muon",
+    "grad_norm_skip_threshold": 10.0,
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_token_dispatcher_type": "flex",
+    "recompute_granularity": "full",
+    "recompute_modules": ["core_attn", "moe"],
+    "cuda_graph_impl": "local",
+    "cuda_graph_warmup_steps": 0,
+    "loss_scale": 128.0,
+    "rampup_batch_size": ["4", "4", "100"],
+    "step_batch_size_schedule": "0:4 100:8",
+    **dict.fromkeys(("context_parallel_size", "num_distributed_optimizer_instances"), 2),
+    **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 2),
+}
+"""Values that are refused, where ``True`` is none."""
+BESIDE = {
+    "CAPTURED": GRAPHS,
+    "GRAPHS": GRAPHS,
+    "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
+    "ROLLED_BACK": {"clip_grad": 1.0},
+    "SPLIT_BACKWARD": ENGINE,
+}
+"""Settings with which a table is asked, or that it refuses itself."""
+
+
 def sentences(table: refusals.Refusals | refusals.Rule) -> list[str]:
     return [table.sentence] if isinstance(table, refusals.Rule) else [*table.sentences.values()]
 
@@ -91,15 +122,43 @@ def test_a_table_is_for_the_runs_that_its_feature_is_in(name):
     own = sentences(TABLES[name])
     assert any(str(error).endswith(tuple(own)) for error in gates(Wish(closed, settings.get)))
     assert not any(str(error).endswith(tuple(own)) for error in gates(Wish(open_to, settings.get)))
-    assert [*gates(Wish(closed, {}.get))] == []
+    assert [*gates(Wish(closed, {"moe_router_load_balancing_type": "aux_loss", "cuda_graph_impl": "none"}.get))] == []
 
 
-def test_kernels_of_a_gpu_are_refused_on_cpu_ranks_under_every_schedule():
-    settings = {"moe_permute_fusion": True}
-    for name in ("stock", "1f1b"):
-        check_gates(Wish(Request(name), settings.get))
-        with refused("unsupported-setting", "--moe-permute-fusion"):
-            check_gates(Wish(Request(name), settings.get, on_cpu=True))
+@pytest.mark.parametrize("name", [name for name in TABLES if isinstance(TABLES[name], refusals.Refusals)])
+def test_every_row_of_a_table_refuses_its_attribute(name):
+    request, on_cpu = (Request("1f1b"), True) if name == "CPU" else (WISHES[name][0], False)
+    for attribute, sentence in TABLES[name].sentences.items():
+        settings = {attribute: VALUES.get(attribute, True)} | BESIDE.get(name, {})
+        errors = [*gates(Wish(request, settings.get, on_cpu=on_cpu))]
+        (message,) = [str(error) for error in errors if str(error).endswith(f"{TABLES[name].feature}: {sentence}")]
+        assert message.startswith(f"{attribute} = ") and {error.code for error in errors} == {"unsupported-setting"}
+
+
+@pytest.mark.parametrize(
+    ("impl", "captured", "refused_by"),
+    [
+        (
+            "transformer_engine",
+            [Request(name) for name in ("1f1b", "interleaved", "1f1b-v")],
+            [Request("1f1b", recompute="full"), Request("interleaved", microbatch_costs="tokens"), Request("v-half")],
+        ),
+        (
+            "full_iteration",
+            [Request(name) for name in ("1f1b", "gpipe", "zb-h1", "zb-h2")],
+            [Request("1f1b", offload="full"), Request("zb-h1", report="r"), Request("auto"), Request("interleaved")],
+        ),
+    ],
+)
+def test_graphs_go_with_the_schedules_that_they_can_hold(impl, captured, refused_by):
+    """Those of layers with whole backwards alone, and those of a step with one stage per rank."""
+    settings = {"cuda_graph_impl": impl, "cuda_graph_warmup_steps": 3}
+    for request in captured:
+        check_gates(Wish(request, settings.get))
+        check_gates(Wish(request, {"cuda_graph_impl": "none", "cuda_graph_warmup_steps": 0}.get))
+    for request in refused_by:
+        with refused("unsupported-setting", "cuda_graph_impl"):
+            check_gates(Wish(request, settings.get))
 
 
 def test_a_chosen_schedule_says_more_than_the_request():
@@ -128,20 +187,94 @@ def test_features_that_exclude_each_other_come_first():
     assert codes == ["conflicting-features", "unsupported-setting"]
 
 
+# One start for every gate: by flags, when a model is built, and in each of its steps.
+
+
+SIZES = "--pipeline-model-parallel-size 4 --num-layers 24 --micro-batch-size 1"
+FREE = "--pipemem-overlap-steps --rerun-mode disabled"
+
+
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "code", "words"),
     [
-        ("v-half --pipemem-vocab-parallel 1 --fp32-residual-connection", ("fp32_residual_connection",)),
-        ("chimera --qk-clip", ("qk_clip",)),
-        ("pipedream-2bw --use-distributed-optimizer", ("--use-distributed-optimizer",)),
-        ("pipedream", ("--clip-grad", 0)),
-        ("seq1f1b --attention-dropout 0.1", ("--attention-dropout", 0)),
-        ("1f1b --pipemem-random layerwise --te-rng-tracker", ("use_te_rng_tracker",)),
+        ("v-half --pipemem-vocab-parallel 1 --fp32-residual-connection", "unsupported-setting", ()),
+        ("chimera --qk-clip", "unsupported-setting", ("qk_clip",)),
+        ("pipedream-2bw --use-distributed-optimizer", "unsupported-setting", ("--use-distributed-optimizer",)),
+        ("pipedream", "unsupported-setting", ("--clip-grad", 0)),
+        ("seq1f1b --attention-dropout 0.1", "unsupported-setting", ("--attention-dropout", 0)),
+        ("1f1b --pipemem-random layerwise --te-rng-tracker", "unsupported-setting", ("use_te_rng_tracker",)),
+        ("zb-h2 --pipemem-overlap-steps", "unsupported-setting", ("--rerun-mode",)),
+        (f"zb-h2 {FREE}", None, ()),
+        (f"zb-h2 {FREE} --qk-clip --clip-grad 0", None, ()),
+        (f"zb-h2 {FREE} --fp16", "unsupported-setting", ("fp16",)),
+        (f"zb-h2 {FREE} --qk-clip", "unsupported-setting", ("--qk-clip",)),
+        (f"zb-h2 {FREE} --fp8-format hybrid", "fp8-delayed-scaling", ("--fp8-recipe", "--clip-grad", 0)),
+        ("zb-h1 --sft", None, ()),
+        ("zb-h1 --sft --context-parallel-size 2", None, ()),
+        ("zb-h1 --sft --micro-batch-size 2", "unsupported-setting", ("--micro-batch-size",)),
+        (
+            "zb-h1 --dataloader-inter-document-masking --micro-batch-size 2",
+            "unsupported-setting",
+            ("--micro-batch-size",),
+        ),
+        (
+            "zb-h1 --dataloader-inter-document-masking --context-parallel-size 2",
+            "unsupported-setting",
+            ("--context-parallel-size",),
+        ),
+        (
+            "zb-h1 --recompute-granularity selective --recompute-modules mlp",
+            "unsupported-setting",
+            ("--disable-bias-linear",),
+        ),
+        ("zb-h1 --recompute-granularity selective --recompute-modules mlp --disable-bias-linear", None, ()),
+        ("zb-h1 --overlap-moe-expert-parallel-comm --recompute-granularity full", "unsupported-setting", ()),
     ],
 )
-def test_a_start_by_flags_asks_for_all_features_before_anything_is_built(flags, words):
+def test_a_start_by_flags_asks_before_anything_is_built(flags, code, words):
     """What follows is refused when the model or the optimizer is built, if there are no flags."""
-    sizes = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]
-    request, others = take_flags([*sizes, "--pipemem-schedule", *flags.split()])
-    with refused("unsupported-setting", *words):
-        add_virtual_stages(request, others)
+    request, others = take_flags([*SIZES.split(), "--pipemem-schedule", *flags.split()])
+    if code is None:
+        assert add_virtual_stages(request, others) == others
+    else:
+        with refused(code, *words):
+            add_virtual_stages(request, others)
+
+
+def test_a_model_asks_before_it_is_built_also_whether_its_kernels_need_a_gpu(monkeypatch):
+    config = SimpleNamespace(moe_permute_fusion=True)
+    for name in ("stock", "1f1b"):
+        monkeypatch.setattr(refusals_of_models, "on_cpu_ranks", lambda: False)
+        check_model(config, Request(name))
+        monkeypatch.setattr(refusals_of_models, "on_cpu_ranks", lambda: True)
+        with refused("unsupported-setting", "--moe-permute-fusion"):
+            check_model(config, Request(name))
+
+
+def test_a_step_asks_again_if_a_value_has_changed_and_only_then(monkeypatch):
+    counted, ask = [], check_gates
+    monkeypatch.setattr(room, "check_gates", lambda wish: (counted.append(wish), ask(wish)))
+    config = SimpleNamespace(recompute_granularity="selective", recompute_modules=[])
+    ddp = SimpleNamespace(use_megatron_fsdp=False)
+    request = Request("pipedream-2bw")
+    passed = PassedGates(request, V, [config, ddp])
+    assert passed.hold_for(request, V, [config, ddp]) and len(counted) == 1
+    config.loss_of_another_program = 1  # no gate reads it
+    assert passed.hold_for(request, V, [config, ddp])
+    config.recompute_modules.append("mlp")
+    assert not passed.hold_for(request, V, [config, ddp])
+    config.recompute_modules.clear()
+    assert not passed.hold_for(Request("pipedream"), V, [config, ddp])
+    assert not passed.hold_for(request, Placement.linear(4), [config, ddp])
+    assert not passed.hold_for(request, V, [config])
+    for holder, attribute in ((ddp, "use_distributed_optimizer"), (config, "fp8"), (ddp, "use_megatron_fsdp")):
+        setattr(holder, attribute, "hybrid")
+        assert not passed.hold_for(request, V, [config, ddp])
+        with refused("unsupported-setting", attribute):
+            PassedGates(request, V, [config, ddp])
+        setattr(holder, attribute, None)
+
+
+def test_the_value_of_several_objects_is_the_first_true_one_else_the_first():
+    value_of = refusals.of_several(SimpleNamespace(a=0, b=None, c=0), SimpleNamespace(a=2, b=0), SimpleNamespace(a=3))
+    assert [value_of(name) for name in "abcd"] == [2, 0, 0, None]

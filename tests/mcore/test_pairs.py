@@ -10,7 +10,7 @@ from refusals import refused
 
 from megatron_pipemem.features.pairs.megatron import PairedSteps, check_model
 from megatron_pipemem.mcore import refusals
-from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.launch import take_flags
 from megatron_pipemem.request import Request
 
 OVERLAP, SIZES = "--overlap-moe-expert-parallel-comm", ("--pipeline-model-parallel-size", "2", "--num-layers", "8")
@@ -22,9 +22,6 @@ def test_megatrons_flag_asks_for_pairs_and_goes_no_further():
     assert request.pairs and others == [*SIZES]
     request, others = take_flags(["--pipemem-schedule", "stock", OVERLAP, *SIZES])
     assert not request.pairs and OVERLAP in others
-    request, others = take_flags(["--pipemem-schedule", "zb-h1", OVERLAP, *SIZES, "--recompute-granularity", "full"])
-    with refused("unsupported-setting", "recompute_granularity"):
-        add_virtual_stages(request, others)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +31,6 @@ def test_megatrons_flag_asks_for_pairs_and_goes_no_further():
         ("moe_token_dispatcher_type", "allgather"),
         ("bf16", False),
         ("recompute_granularity", "full"),
-        ("recompute_modules", ["core_attn", "moe"]),
-        ("moe_shared_expert_overlap", True),
-        ("mtp_num_layers", 1),
     ],
 )
 def test_models_that_cannot_run_in_pieces_are_refused_before_they_are_built(name, value):

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from refusals import refused
 
+from megatron_pipemem import tools_by_flag
 from megatron_pipemem.choose.knowledge import Choice as Plan
 from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.errors import OutputError
+from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.mcore import plugin
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.report import recording
@@ -38,7 +39,6 @@ from megatron_pipemem.tools.report.run import explanation_lines, table
 @pytest.fixture
 def record(world, tmp_path) -> RunRecord:
     record = RunRecord(tmp_path / "out" / "report.json", tmp_path / "out" / "timelines")
-    record.check_outputs()
     record.group = world
     return record
 
@@ -251,6 +251,15 @@ def test_outputs_are_checked_before_anything_is_replaced(tmp_path, monkeypatch, 
     assert plugin._enabled is None
     monkeypatch.setenv("RANK", "1")  # rank 0 writes, perhaps where this rank cannot
     plugin.enable("1f1b", **wrong)
+    plugin.disable()
+
+
+def test_timelines_that_nothing_can_draw_are_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tools_by_flag, "find_spec", lambda name: None)
+    with refused("not-installed", "--pipemem-trace", "matplotlib", kind=UnsupportedError):
+        plugin.enable("1f1b", trace=str(tmp_path))
+    assert plugin._enabled is None
+    plugin.enable("1f1b", report=str(tmp_path / "report.json"))
     plugin.disable()
 
 

@@ -12,7 +12,6 @@ from megatron.core.pipeline_parallel import schedules
 from quantised import Quantised, WithEmptyStorage, eight_bits
 from refusals import refused
 
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.megatron.step import LastStage
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
@@ -84,16 +83,24 @@ def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "other_order"), [("v-half", True), ("gis", True), ("interleaved", False), ("zb-h1", False)]
+    ("name", "settings", "of_ddp", "words"),
+    [
+        ("v-half", {"moe_enable_routing_replay": True}, {}, ("moe_enable_routing_replay",)),
+        ("gis", {"moe_enable_routing_replay": True}, {}, ("moe_enable_routing_replay",)),
+        ("1f1b", {}, {"num_distributed_optimizer_instances": 2}, ("--num-distributed-optimizer-instances", 1)),
+        ("pipedream-2bw", {}, {"use_distributed_optimizer": True}, ("--use-distributed-optimizer",)),
+        ("interleaved", {"moe_enable_routing_replay": True}, {}, None),
+        ("zb-h1", {"moe_enable_routing_replay": True}, {"use_distributed_optimizer": True}, None),
+    ],
 )
-def test_routers_are_not_replayed_where_forwards_come_in_another_order(world, name, other_order):
+def test_a_first_step_asks_the_gates_about_the_model_and_ddp(name, settings, of_ddp, words):
+    """Where they are passed, the next refusal is that of missing data iterators."""
     programs = programs_for(Request(name))
     function = ForwardBackward(programs, ChunkPlacement(programs.placement, True))
-    chunks = [torch.nn.Linear(1, 1)] * programs.placement(1, None).num_chunks
-    config = SimpleNamespace(moe_enable_routing_replay=True)
-    words = ("unsupported-setting", "moe_enable_routing_replay") if other_order else ("wrong-count",)
-    with refused(*words, kind=UnsupportedError):
-        function._check(chunks, [], config, world)
+    placement, chunk = programs.placement(1, None), torch.nn.Linear(1, 1)
+    chunk.ddp_config = SimpleNamespace(**of_ddp)
+    with refused(*(("wrong-count",) if words is None else ("unsupported-setting", *words))):
+        function._check([chunk] * placement.num_chunks, [], SimpleNamespace(**settings), placement, None)
 
 
 @pytest.mark.parametrize("kind", [Quantised, WithEmptyStorage])

@@ -193,14 +193,7 @@ def test_ranks_without_an_iterator_get_none():
     assert calls == [(1, 5), (1, 5)]
 
 
-def test_flags_that_do_not_go_together_are_refused(tmp_path):
-    with refused("bad-choice", 1, 2, kind=UnsupportedError):
-        take_flags(["--pipemem-schedule", "1f1b", "--pipemem-vocab-parallel", "3"])
-    pieces = ["--pipemem-schedule", "1f1b", "--pipemem-vocab-piece-tokens"]
-    with refused("needs-option", "--pipemem-vocab-parallel", 1, 2, kind=UnsupportedError):
-        take_flags([*pieces, "16"])
-    with refused("bad-number", 1, kind=UnsupportedError):
-        take_flags([*pieces, "0", "--pipemem-vocab-parallel", "2"])
+def test_a_file_with_passes_and_another_cut_are_refused(tmp_path):
     file = tmp_path / "order.csv"
     plan = programs_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
     file.write_text(plan.schedule.to_csv())

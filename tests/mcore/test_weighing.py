@@ -10,11 +10,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from refusals import refused
 
-from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.features.unequal.megatron import weigher_of
 from megatron_pipemem.mcore.step.extension import FullMicrobatch
-from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 
 FULL = FullMicrobatch(1, 8)
@@ -137,14 +135,6 @@ def test_batches_that_cannot_be_weighed_are_refused(asked, batch, words):
 def test_what_nobody_can_weigh_by_is_refused(asked, words):
     with refused(*words):
         weigher_of(asked)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "words"), [("stock", ("not-for-stock",)), ("pipedream-2bw", ("conflicting-features",))]
-)
-def test_schedules_that_cannot_be_planned_per_step_are_refused(schedule, words):
-    with refused(*words, kind=UnsupportedError):
-        check(Request(schedule, microbatch_costs="tokens"))
 
 
 def test_hybrid_models_are_weighed_by_something_else_than_flops():

@@ -103,7 +103,7 @@ MAY_IMPORT = {
     "model": {*CHOOSING, "values", "model"},
     "runtime": {"errors", "schedule", "runtime"},
     "features/runtime": {"errors", "schedule", "features", "runtime", "features/runtime"},
-    "tools_by_flag": {"errors"},
+    "tools_by_flag": {"errors", "files", "request"},
     "tools/config": {*CORE, "tools/config"},
     "tools/console": {"errors"},
     "tools/report": {*BASE, "results", "schedule", "search", "tools/console", "tools/report"},

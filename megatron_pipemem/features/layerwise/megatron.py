@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import torch
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore.loop_arguments import iteration_and_seed
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import (
@@ -40,9 +42,11 @@ from megatron_pipemem.mcore.symbols import (
     MLP,
     Replacements,
 )
-from megatron_pipemem.refusals import LAYERWISE, refuse
+from megatron_pipemem.refusals import of_several
+from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.options import LAYERWISE, STOCK
 
 _KEY = "pipemem-key"
 """Name of the key among the tracker's states."""
@@ -221,13 +225,11 @@ def extensions(*_: object) -> list[Extension]:
 def _check(config) -> None:
     """Raise an UnsupportedError if the configuration or Megatron's random tracker rules out a stream per layer."""
     tracker = random.get_cuda_rng_tracker()
-    of_tracker = {
-        "use_te_rng_tracker": not isinstance(
-            tracker, random.CudaRNGStatesTracker
-        ),  # flags do not reach the configuration
-        "is_inference_rng_tracker": tracker.is_inference_rng_tracker,
-    }
-    refuse(lambda attribute: of_tracker.get(attribute, getattr(config, attribute, None)), LAYERWISE)
+    of_tracker = SimpleNamespace(  # its flags do not reach the configuration
+        use_te_rng_tracker=not isinstance(tracker, random.CudaRNGStatesTracker),
+        is_inference_rng_tracker=tracker.is_inference_rng_tracker,
+    )
+    check_gates(Wish(Request(STOCK, random=LAYERWISE), of_several(of_tracker, config)))
 
 
 def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:

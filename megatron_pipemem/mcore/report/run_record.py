@@ -20,12 +20,11 @@ import torch.distributed as dist
 
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import OutputError, with_code
-from megatron_pipemem.files import check_writable, write_whole
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.report.action_bytes import ActionBytes, has_sizes
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
-from megatron_pipemem.request import outputs
 from megatron_pipemem.results import lines, measured_bubble
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.trace import TracedAction
@@ -75,12 +74,6 @@ class RunRecord:
     _layers: dict[int, int] = field(default_factory=dict)
     _begun: list[float] = field(default_factory=list)
     _together: bool = True
-
-    def check_outputs(self) -> None:
-        """Raise an OutputError if this is rank 0 and it cannot write the report or the pictures."""
-        if is_first_rank():
-            for path in outputs(self.report, self.trace):
-                check_writable(path)
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.gates import PassedGates
 from megatron_pipemem.mcore.agreement import agree, done_by_all
 from megatron_pipemem.mcore.compat import message_channels, message_shapes
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -29,7 +30,7 @@ from megatron_pipemem.mcore.model.stages import (
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.refusals import check_chunks, check_settings
+from megatron_pipemem.mcore.refusals import check_chunks
 from megatron_pipemem.mcore.step.extension import (
     Extension,
     FullMicrobatch,
@@ -66,7 +67,8 @@ class ForwardBackward(Feature):
     # called before a step communicates, with the model's process groups and its pipeline
     joins: Callable[[ProcessGroupCollection, dist.ProcessGroup], None] = lambda groups, pipeline: None
     _pipelines: dict[tuple[dist.ProcessGroup, Placement], Pipeline] = field(default_factory=dict)
-    _known_models: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
+    _passed: WeakKeyDictionary[torch.nn.Module, PassedGates] = field(default_factory=WeakKeyDictionary)
+    """The gates that each model has passed, by its first chunk on this rank."""
     _in_step: bool = False
 
     def replacements(self) -> Replacements:
@@ -150,24 +152,34 @@ class ForwardBackward(Feature):
 
         In a model's first step, all ranks of the pipeline raise it.
         """
-        if chunks[0] in self._known_models:
-            return self._check(chunks, iterators, config, group)
+        earlier = self._passed.get(chunks[0])
 
-        def check() -> Placement:
-            placement = self._check(chunks, iterators, config, group)
-            self.chunk_placement.check_built(chunks, placement, group.rank())
-            return placement
+        def check() -> tuple[Placement, PassedGates]:
+            placement = self.chunk_placement.placement(group.size(), len(chunks))
+            passed = self._check(chunks, iterators, config, placement, earlier)
+            if earlier is None:
+                self.chunk_placement.check_built(chunks, placement, group.rank())
+            return placement, passed
 
-        placement = done_by_all(check, [group])
-        check_whole_model(chunks, placement, group)
-        self._known_models.add(chunks[0])
+        placement, passed = done_by_all(check, [group]) if earlier is None else check()
+        if earlier is None:
+            check_whole_model(chunks, placement, group)
+        self._passed[chunks[0]] = passed
         return placement
 
-    def _check(self, chunks: list[torch.nn.Module], iterators: list, config, group: dist.ProcessGroup) -> Placement:
-        """Return the placement of the stages; raise an UnsupportedError for faults of this rank's model or settings."""
-        placement = self.chunk_placement.placement(group.size(), len(chunks))
-        check_settings(config, self.programs.request, placement)
-        check_chunks(chunks, placement.num_chunks, self.programs.name, placement.replicas)
+    def _check(
+        self, chunks: list[torch.nn.Module], iterators: list, config, placement: Placement, passed: PassedGates | None
+    ) -> PassedGates:
+        """Return the gates that the model has passed; raise an UnsupportedError for faults of the model or settings.
+
+        ``passed`` are the gates that it passed in its last step; ``None`` in its first.
+        """
+        request = self.programs.request
+        of_ddp = {id(ddp): ddp for chunk in chunks if (ddp := getattr(chunk, "ddp_config", None)) is not None}
+        configurations = [config, *of_ddp.values()]
+        if passed is None or not passed.hold_for(request, placement, configurations):
+            passed = PassedGates(request, placement, configurations)
+            check_chunks(chunks, placement.num_chunks, self.programs.name, placement.replicas)
         known_chunks = len(chunks) // placement.replicas
         if len(iterators) != known_chunks:
             raise UnsupportedError(
@@ -175,7 +187,7 @@ class ForwardBackward(Feature):
                 f"{known_chunks} model chunks need {known_chunks} data iterators, not {len(iterators)}; pass a list with one "
                 "iterator per chunk",
             )
-        return placement
+        return passed
 
     def _perform(self, step: Step) -> None:
         """Choose the program of the step, run it, and finish the step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_pipemem.flags import Flags, values_by_flag, words
 from megatron_pipemem.logs import log_on_first_rank
-from megatron_pipemem.refusals import CPU, flag_values, refuse
+from megatron_pipemem.refusals import CPU, flag_values
 
 _LAYERS = "transformer-impl"
 CPU_FLAGS: Flags = {
@@ -35,7 +35,8 @@ def cpu_flags(arguments: list[str]) -> list[str]:
     flags = values_by_flag(arguments)
     if "micro-batch-size" not in flags:
         return []
-    refuse(flag_values(flags), CPU)
+    for error in CPU.errors(flag_values(flags)):
+        raise error
     lacking = {name: value for name, value in CPU_FLAGS.items() if name not in flags}
     if flags.get(_LAYERS) != CPU_FLAGS[_LAYERS]:
         lacking[_LAYERS] = CPU_FLAGS[_LAYERS]  # the last one counts

@@ -20,9 +20,11 @@ from itertools import accumulate
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.model import counts
 from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
-from megatron_pipemem.refusals import SLICED, flag_values, refuse
+from megatron_pipemem.refusals import flag_values
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.options import AUTO, TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
@@ -93,7 +95,7 @@ def why_not_sliced(run: Run) -> str | None:
     if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
         return f"{slices} equal slices of a sequence would not have an even number of tokens on every rank"
     try:
-        refuse(flag_values({"attention-dropout": model.dropout} | run.flags), SLICED)
+        check_gates(Wish(Request("seq1f1b"), flag_values({"attention-dropout": model.dropout} | run.flags)))
         run_slices(run, slices)
     except UnsupportedError as error:
         return f"{error}"

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
 
-from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.gates import Wish, gates
 from megatron_pipemem.model.activations import layer_bytes
 from megatron_pipemem.model.layout import needed_layers
 from megatron_pipemem.model.model import Execution, Recompute
-from megatron_pipemem.refusals import PAIRS, flag_values, refuse
+from megatron_pipemem.refusals import flag_values
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, STOCK, TOKENS, SliceCut
@@ -158,11 +160,7 @@ def may_pair(run: Run) -> bool:
         return False
     if not _exchanges(execution) or execution.precision == "fp32" or dispatcher == "allgather":
         return False
-    try:
-        refuse(flag_values(run.flags), PAIRS)
-    except UnsupportedError:
-        return False
-    return True
+    return not any(gates(Wish(Request("1f1b", pairs=True), flag_values(run.flags))))
 
 
 def _exchanges(execution: Execution) -> bool:

@@ -33,7 +33,7 @@ from megatron_pipemem.mcore.loop_arguments import checkpoint_folder, steps_left
 from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
 from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes, untimed
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE, Replacements
-from megatron_pipemem.refusals import TIED, of_config, of_several
+from megatron_pipemem.refusals import TIED, of_config
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
@@ -259,11 +259,11 @@ class AsynchronousTraining(Extension):
         """Return the program of the step. It continues with the microbatches that the previous step left in flight.
 
         Raises:
-            UnsupportedError: asynchronous schedules do not support the configuration, the batch size has changed, or
-                the number of steps is wrong.
+            UnsupportedError: the embedding is tied to the head, the batch size has changed, or the number of steps is
+                wrong.
         """
         chunks, shape, device = step.chunks, step.shape, step.pipeline.device
-        check_asynchronous(self._programs.request, step.context.config, chunks)
+        check_untied(self._programs.request, chunks)
         if not self._loop_updates:
             self._optimizer.require()
             step.context.num_microbatches = 1  # an update averages over one microbatch
@@ -465,9 +465,8 @@ class AsynchronousTraining(Extension):
         self._plans.clear()
 
 
-def check_asynchronous(request: Request, config, chunks: list[torch.nn.Module]) -> None:
-    """Raise an UnsupportedError if the configuration or model cannot train with the requested asynchronous schedule."""
-    check_gates(Wish(request, of_several(config, *(getattr(chunk, "ddp_config", None) for chunk in chunks))))
+def check_untied(request: Request, chunks: list[torch.nn.Module]) -> None:
+    """Raise an UnsupportedError if the schedule updates after every microbatch, and the embedding is tied to the head."""
     for chunk in chunks if updates_per_microbatch(request) else ():
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         if getattr(model, "share_embeddings_and_output_weights", False):

@@ -27,16 +27,17 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyShards
 from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
+from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.compat import is_plain_head
 from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.counts import layer_weight
 from megatron_pipemem.model.model import Sizes, Sublayer
-from megatron_pipemem.refusals import VOCABULARY
+from megatron_pipemem.refusals import of_config
+from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.weight_gradients import AccumulatorHooks, is_plain
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -429,7 +430,7 @@ _HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hook
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
     """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut."""
-    check_config(model.config, VOCABULARY)
+    check_gates(Wish(Request("1f1b", vocab_parallel="1"), of_config(model.config)))
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(
             "vocabulary-model",
