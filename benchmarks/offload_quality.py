@@ -49,7 +49,7 @@ PUBLISHED_SCHEDULED = "244 of 690 (even p only; the rest refused or failed)"
 
 
 def costs_of(ratio: float) -> Costs:
-    return replace(Costs(), channel=Channel.of_ratio(ratio, Costs()))
+    return replace(Costs(), channel=Channel(ratio=ratio))
 
 
 def timeline(schedule: Schedule, ratio: float) -> Timeline:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.request import FILE_SUFFIX, PROFILE, Request, algorithm_of, prices_of
+from megatron_pipemem.part_costs import prices_of
+from megatron_pipemem.request import FILE_SUFFIX, PROFILE, Request, algorithm_of
 from megatron_pipemem.schedule.costs_file import read_microbatch_costs
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import AUTO, LAYERWISE, TOKENS, check_effort, searched_placements, slice_counts

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_bytes, parse_caps
@@ -578,20 +577,6 @@ class Request(ScheduleOptions):
         if self.family is None:
             return self.options.get("placement") in ("interleaved", "linear") or self.chunks == 1
         return self.options.get("placement", self.family.placement) in ("linear", "interleaved")
-
-
-def prices_of(costs: str) -> tuple[Costs, str]:
-    """Return the costs with which a run begins, and their source, ``unit`` or ``file``.
-
-    ``costs`` is a value of ``--pipemem-costs``. With ``profile`` a run begins with unit costs, and measures others
-    later. Raise a CostsError if the file cannot be read, or if it has weights of microbatches: every step has its own
-    weights.
-    """
-    if costs in ("unit", PROFILE):
-        return Costs(), "unit"
-    prices = Costs.from_json(costs)
-    prices.require_alike(f"{costs}: a run")
-    return prices, "file"
 
 
 def algorithm_of(barriers: int) -> int:

@@ -27,7 +27,7 @@ from rich.console import Console
 from megatron_pipemem import refusals
 from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import CODES
-from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.flags import flag_parser
 from megatron_pipemem.mcore.symbols import REPLACED
@@ -218,7 +218,7 @@ def table_of_pairs() -> str:
     ]
     for name in PAIRED:
         plain = _family(name, Costs())
-        runs = [with_pairs(plain.schedule, with_exchanges(Costs(), share)) for share in TRAVEL]
+        runs = [with_pairs(plain.schedule, Costs().with_exchanges(share)) for share in TRAVEL]
         peak = max((run.peak for run in runs if run.schedule.pairs), default=None)
         lines.append(
             [f"`{name}`", f"{plain.peak:.4g}", "no pairs" if peak is None else f"{peak:.4g}"]

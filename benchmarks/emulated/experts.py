@@ -30,7 +30,7 @@ from emulated.device import ROWS, WIDTH
 from emulated.lanes import LaneDevice, use_lanes
 from emulated.pair_cases import CHUNKS, DELAYED, OVERLAP, Block, Case
 from emulated.runtimes import Step
-from megatron_pipemem.model.model import Passes
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue, current_queue
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.schedule import Schedule

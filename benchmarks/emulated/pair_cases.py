@@ -9,7 +9,8 @@ from typing import Any
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.conflicts import requested
-from megatron_pipemem.model.model import Execution, Model, Passes
+from megatron_pipemem.model.model import Execution, Model
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.config.cluster import Cluster

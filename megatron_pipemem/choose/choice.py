@@ -69,7 +69,7 @@ def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowl
     """
     from megatron_pipemem.features.pairs import orders
 
-    costs = chosen.costs if chosen.costs.have_exchanges else orders.with_exchanges(chosen.costs)
+    costs = chosen.costs if chosen.costs.have_exchanges else chosen.costs.with_exchanges(orders.ASSUMED_SHARE)
     counted = knowledge.counted_costs(chosen.schedule.placement, request.in_bytes)
     limited = request.memory_cap is not None and not (request.in_bytes and counted.memory is None)
 

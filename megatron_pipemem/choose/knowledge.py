@@ -126,8 +126,8 @@ class Knowledge:
         """
         updated = self
         if costs is not None:
-            kept = {name: getattr(self.costs, name) for name in ("memory", "channel", "microbatch")}
-            costs = replace(costs, **kept)
+            before = self.costs if self.placement is None else self.costs.of(self.placement)
+            costs = replace(costs, memory=before.memory, channel=before.channel, microbatch=before.microbatch)
             updated = replace(updated, costs=costs, priced_by=MEASURED)
         if changes is None:
             return updated
@@ -231,9 +231,9 @@ class Knowledge:
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:
-            return Channel.of_ratio(self.ratio, self.costs)
+            return Channel(ratio=self.ratio)
         if self.priced_by == UNIT or self.changes is None or self.links is None:
-            return Channel.of_ratio(ASSUMED_RATIO, self.costs)
+            return Channel(ratio=ASSUMED_RATIO)
         moved, slices = [-change for change in self.changes[Kind.WAIT_OFFLOAD]], _slices(self.changes, placement)
         links = [self.links[device] for device in placement.devices for _ in range(slices)]
         return Channel(

@@ -102,7 +102,7 @@ def pipe_offload(
     base = uniform_repeating(num_devices, num_microbatches, chunks, placement)
     costs = costs or Costs()
     if k is not None or costs.channel is None:
-        costs = replace(costs, channel=Channel.of_ratio(1.0 if k is None else k, costs))
+        costs = replace(costs, channel=Channel(ratio=1.0 if k is None else k))
     # Over a V the warm-up is uniform only if it is paced.
     plan = plan_offload(base, costs, offload_chunks, pace=placement == "v")
     return replace(plan.schedule, name=name)

@@ -24,8 +24,9 @@ from megatron_pipemem.flags import CHECK, flag_parser, plan_parser, values_by_fl
 from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.logs import log_on_first_rank, show_log
 from megatron_pipemem.model import cut_flags, layout
+from megatron_pipemem.part_costs import prices_of
 from megatron_pipemem.refusals import flag_values
-from megatron_pipemem.request import Request, flags_of, prices_of
+from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.runtime.first_failure import watch_job
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file

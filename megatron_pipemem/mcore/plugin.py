@@ -29,7 +29,8 @@ from megatron_pipemem.mcore.step.gradients import GradientReductions, SplitBackw
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.notices import GraphOrder, Markers, TrainingLog
 from megatron_pipemem.mcore.symbols import USED, Feature, PatchSet, is_imported, version_text
-from megatron_pipemem.request import PROFILE, Request, prices_of
+from megatron_pipemem.part_costs import PartCosts, prices_of
+from megatron_pipemem.request import PROFILE, Request
 from megatron_pipemem.runtime.first_failure import leave_job, watch_job
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.tools_by_flag import check_outputs
@@ -130,7 +131,7 @@ def _pricing(run: _ExtensionParts) -> list[Extension]:
         from megatron_pipemem.mcore.step.predicted_bytes import PredictedBytes
 
         pricing.append(PredictedBytes(request))
-    if programs.costs.part_prices is not None:
+    if isinstance(programs.costs, PartCosts):
         from megatron_pipemem.mcore.replanning import LayersOfStages
 
         pricing.append(LayersOfStages(programs))

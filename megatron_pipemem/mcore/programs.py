@@ -21,6 +21,7 @@ from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, Memor
 from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather, is_first_rank, tell
+from megatron_pipemem.part_costs import PartCosts, head_seconds, with_cut_head
 from megatron_pipemem.request import Request
 from megatron_pipemem.results import announcement
 from megatron_pipemem.schedule.costs import Costs
@@ -248,7 +249,8 @@ class Programs:
         Raises:
             CostsError: the costs belong to a model with another number of layers.
         """
-        self.knowledge = replace(self.knowledge, costs=self.costs.with_cut(layers))
+        assert isinstance(self.costs, PartCosts), "other costs are those of stages"
+        self.knowledge = replace(self.knowledge, costs=replace(self.costs, cut=layers))
         if len(set(layers)) > 1:  # results for even stages do not hold
             self._answers.clear()
 
@@ -268,9 +270,9 @@ class Programs:
         With 0 barriers the vocabulary is not cut. ``num_devices`` is the number of pipeline ranks that share the head.
         """
         self.request = self.request.decided(barriers)
-        parts = self.costs.part_prices
-        if barriers and parts is not None and self.costs.vocabulary is None:
-            costs = self.costs.with_cut_head(parts.head, num_devices, barriers)
+        head = head_seconds(self.costs)
+        if barriers and head is not None and self.costs.vocabulary is None:
+            costs = with_cut_head(self.costs, head, num_devices, barriers)
             self.knowledge = replace(self.knowledge, costs=costs)
             self._answers.clear()
 

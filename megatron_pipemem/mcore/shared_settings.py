@@ -27,7 +27,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import Groups, groups_of_model
 from megatron_pipemem.mcore.symbols import INITIALIZE, Feature, Replacements, megatron_version
-from megatron_pipemem.request import MicrobatchCosts, Request, flags_of, prices_of
+from megatron_pipemem.part_costs import prices_of
+from megatron_pipemem.request import MicrobatchCosts, Request, flags_of
 from megatron_pipemem.runtime.first_failure import watch_job
 
 PATIENCE = 120.0

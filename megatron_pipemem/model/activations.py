@@ -15,7 +15,8 @@ from itertools import accumulate
 from typing import Literal
 
 from megatron_pipemem.model.counts import Matrix, MatrixCut, early_modules, matrices
-from megatron_pipemem.model.model import Execution, Model, Sublayer, Summed
+from megatron_pipemem.model.model import Execution, Model, Sublayer
+from megatron_pipemem.part_costs import Summed
 from megatron_pipemem.schedule.action import Kind
 
 _AHEAD = "next token's embedding"

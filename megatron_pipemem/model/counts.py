@@ -22,7 +22,8 @@ from functools import lru_cache
 from typing import Literal
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.model.model import Execution, Model, Passes, Sizes, Sublayer
+from megatron_pipemem.model.model import Execution, Model, Sizes, Sublayer
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.options import EarlyWeights, early_weights
 
 SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them

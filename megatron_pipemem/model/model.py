@@ -7,7 +7,6 @@ Layers of the same kind have the same costs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -532,26 +531,3 @@ def fullest_load(ep: int, capacity: float | None, pads: bool, load: float = 1.0)
     if ep == 1:
         return 1.0
     return load if capacity is None else min(load if load > 1 else inf, capacity)
-
-
-class Summed:
-    """A dataclass whose objects can be added, and multiplied by a number, field by field."""
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
-
-    def __mul__(self, factor: float) -> Self:
-        return type(self)(*(value * factor for value in vars(self).values()))
-
-
-@dataclass(frozen=True)
-class Passes(Summed):
-    """One number for each of F, I and W, for example seconds or FLOPs."""
-
-    forward: float = 0.0  # the number for F
-    input: float = 0.0  # the number for I
-    weight: float = 0.0  # the number for W
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.input + self.weight

@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.action import MESSAGES, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import PartPrices, Price
+from megatron_pipemem.schedule.prices import Several
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, held_after, peaks
@@ -64,12 +64,12 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
     # If microbatches are equal, 1F1B never holds more than one per device.
     needed = min(num_microbatches, 2 * placement.num_devices) if costs.microbatch is None else num_microbatches
     same = _as_1f1b(placement.num_devices, needed)
-    if any(isinstance(price, PartPrices) for price in costs.memory.values()):
+    if not any(isinstance(change, Sequence) for change in costs.memory.values()):  # they are for any placement
         return max(peaks(same, costs))
     if not _can_join(placement):
         return None
     changes = costs.memory_changes(placement, slices=slices)
-    memory: dict[Kind, Price] = {
+    memory: dict[Kind, Several] = {
         kind: tuple(_joined(changes[kind], placement)) for kind in (Kind.F, Kind.B) if kind in changes
     }
     return max(peaks(same, Costs(memory=memory, microbatch=costs.microbatch)))
@@ -81,19 +81,7 @@ def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> 
     Memory values per stage must be those of one stage per device. Otherwise a CostsError is raised.
     """
     bytes_under_1f1b = bytes_of_1f1b(costs, Placement.linear(num_devices), num_microbatches)
-    if costs.memory is None or not bytes_under_1f1b:
-        return replace(costs, memory=None)
-    shares: dict[Kind, Price] = {}
-    for kind, price in costs.memory.items():
-        if isinstance(price, PartPrices):
-            shares[kind] = price * (1 / bytes_under_1f1b)
-        else:
-            shares[kind] = (
-                tuple(value / bytes_under_1f1b for value in price)
-                if isinstance(price, Sequence)
-                else price / bytes_under_1f1b
-            )
-    return replace(costs, memory=shares)
+    return costs.with_scaled_memory(1 / bytes_under_1f1b) if bytes_under_1f1b else replace(costs, memory=None)
 
 
 def counted_bytes_of_1f1b(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.files import read_json
@@ -17,13 +17,10 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import (
     Channel,
     MicrobatchWeights,
-    PartPrices,
-    Price,
-    checked_changes,
-    checked_seconds,
+    Several,
+    numbers,
     per_slice,
     price,
-    stage_memory,
 )
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts, per_device
 
@@ -52,7 +49,7 @@ class Costs:
 
     A sequence holds one price per stage, or one per stage of a replica if all replicas cost the same. If microbatches
     are cut into ``n`` sequence slices, each slice costs ``1/n``. A sequence may also hold one price per stage and
-    slice, stage by stage. ``PartPrices`` are the prices of a model's layers, embedding and head, for any placement.
+    slice, stage by stage. ``part_costs`` has the costs of a model's layers, embedding and head, for any placement.
 
     Args:
         forward: seconds of F.
@@ -89,21 +86,21 @@ class Costs:
     - Vocabulary passes and collectives change nothing by default. Their values are per device.
     """
 
-    forward: Price = 1.0
-    backward_input: Price = 1.0
-    backward_weight: Price = 1.0
+    forward: Several = 1.0
+    backward_input: Several = 1.0
+    backward_weight: Several = 1.0
     p2p: float | Mapping[tuple[int, int], float] = 0.0
-    memory: Mapping[Kind, Price] | None = field(default=None)
-    recompute: Price | None = None
+    memory: Mapping[Kind, Several] | None = field(default=None)
+    recompute: Several | None = None
     channel: Channel | None = None
     vocabulary: VocabularyCosts | None = None
-    copy_sum: Price = 0.0
-    recompute_selective: Price | None = None
+    copy_sum: Several = 0.0
+    recompute_selective: Several | None = None
     microbatch: MicrobatchWeights | None = None
     slice_units: Mapping[Kind, tuple[float, ...]] | None = None
-    further: Mapping[Kind, Price] | None = None
-    forward_exchange: Price = 0.0
-    backward_exchange: Price = 0.0
+    further: Mapping[Kind, Several] | None = None
+    forward_exchange: Several = 0.0
+    backward_exchange: Several = 0.0
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -111,12 +108,12 @@ class Costs:
     def __post_init__(self) -> None:
         for name, kind in (*_PRICED, *_EXCHANGES):
             if (value := getattr(self, name)) is not None or getattr(Costs, name) is not None:
-                object.__setattr__(self, name, checked_seconds(name, value, kind))
+                object.__setattr__(self, name, price(name, value, kind))
         links = self.p2p if isinstance(self.p2p, Mapping) else {(): self.p2p}
         for link, seconds in links.items():
             price(".".join(filter(None, ("p2p", "-".join(map(str, link))))), seconds, several=False)
         if self.memory is not None:
-            checked = {Kind(kind): checked_changes(f"memory.{kind}", change) for kind, change in self.memory.items()}
+            checked = {Kind(kind): numbers(f"memory.{kind}", change) for kind, change in self.memory.items()}
             object.__setattr__(self, "memory", checked)
         if self.further is not None:
             if strange := [kind for kind in self.further if kind not in FURTHER]:
@@ -126,66 +123,36 @@ class Costs:
                     "register it",
                 )
             own = {
-                Kind(kind): checked_seconds(f"further.{kind}", seconds_of_kind)
-                for kind, seconds_of_kind in self.further.items()
+                Kind(kind): price(f"further.{kind}", seconds_of_kind) for kind, seconds_of_kind in self.further.items()
             }
             object.__setattr__(self, "further", own)
 
-    @property
-    def part_prices(self) -> PartPrices | None:
-        """Return the seconds of F + I + W per part of the model; ``None`` unless all three are ``PartPrices``."""
-        prices = [price for price in self._passes if isinstance(price, PartPrices)]
-        return sum(prices[1:], prices[0]) if len(prices) == len(self._passes) else None
+    def of(self, placement: Placement) -> Costs:
+        """Return the costs of the stages of a placement. Costs of a model's parts, which are for any, override it."""
+        return self
 
     @property
     def are_single(self) -> bool:
         """Return whether F, I and W have one price each, and not one per stage or part of the model."""
-        return not any(isinstance(price, Sequence | PartPrices) for price in self._passes)
+        return not any(
+            isinstance(price, Sequence) for price in (self.forward, self.backward_input, self.backward_weight)
+        )
 
     @property
     def have_exchanges(self) -> bool:
         """Return whether the costs say how long the tokens of experts travel, even if it is 0 on each stage."""
         return any(getattr(self, name) != 0 for name, _ in _EXCHANGES)
 
-    @property
-    def _passes(self) -> tuple[Price, ...]:
-        return self.forward, self.backward_input, self.backward_weight
+    def with_exchanges(self, share: float) -> Costs:
+        """Return the costs with a time in which the tokens of experts travel: ``share`` of every F and I of layers."""
+        forward, backward = (_scaled(seconds, share) for seconds in (self.forward, self.backward_input))
+        return replace(self, forward_exchange=forward, backward_exchange=backward)
 
-    def with_cut(self, layers: tuple[int, ...]) -> Costs:
-        """Return a copy of the costs in which all ``PartPrices`` are for stages with these numbers of layers."""
-
-        def changed(price: Any) -> Any:
-            return replace(price, cut=layers) if isinstance(price, PartPrices) else price
-
-        prices = {name: changed(getattr(self, name)) for name, _ in (*_PRICED, *_EXCHANGES)}
-        memory = None if self.memory is None else {kind: changed(change) for kind, change in self.memory.items()}
-        channel = self.channel and replace(
-            self.channel, offload=changed(self.channel.offload), reload=changed(self.channel.reload)
-        )
-        further = None if self.further is None else {kind: changed(change) for kind, change in self.further.items()}
-        return replace(self, **prices, memory=memory, channel=channel, further=further)
-
-    def without_ends(self) -> Costs:
-        """Return a copy whose F, I and W lack the seconds of embedding and head, if their prices are per part."""
-        passes = {name: getattr(self, name) for name in ("forward", "backward_input", "backward_weight")}
-        alone: dict[str, Any] = {
-            name: replace(price, first=price.middle, last=price.middle)
-            for name, price in passes.items()
-            if isinstance(price, PartPrices)
-        }
-        return replace(self, **alone)
-
-    def with_cut_head(self, head: float, num_devices: int, barriers: int) -> Costs:
-        """Return the costs with embedding and head cut over all devices.
-
-        Args:
-            head: seconds of forward and backward of the whole head.
-            num_devices: pipeline ranks.
-            barriers: vocabulary barriers, 1 or 2.
-        """
-        embedding = 0.0 if self.part_prices is None else self.part_prices.embedding
-        vocabulary = VocabularyCosts.of_head(head, num_devices, barriers, embedding=embedding)
-        return replace(self.without_ends(), vocabulary=vocabulary)
+    def with_scaled_memory(self, factor: float) -> Costs:
+        """Return the costs with all changes of memory multiplied by a number."""
+        if self.memory is None:
+            return self
+        return replace(self, memory={kind: _scaled(change, factor) for kind, change in self.memory.items()})
 
     def require_alike(self, who: str) -> None:
         """Raise a CostsError if microbatches have weights. ``who`` begins the message."""
@@ -205,7 +172,8 @@ class Costs:
         Raises:
             CostsError: a sequence does not have one value per stage, or per stage and slice.
         """
-        fields = [(name, kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
+        costs = self.of(placement)
+        fields = [(name, kind, getattr(costs, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
         prices: dict[Kind, tuple[float, ...]] = {
             kind: per_slice(name, seconds, placement, slices) for name, kind, seconds in fields if seconds is not None
         }
@@ -223,7 +191,8 @@ class Costs:
         Raises:
             CostsError: a sequence does not have one value per stage.
         """
-        exchanges = {kind: per_slice(name, getattr(self, name), placement, 1) for name, kind in _EXCHANGES}
+        costs = self.of(placement)
+        exchanges = {kind: per_slice(name, getattr(costs, name), placement, 1) for name, kind in _EXCHANGES}
         return {**exchanges, Kind.B: exchanges[Kind.I]}
 
     def exchange_shares(self, placement: Placement) -> tuple[float, ...]:
@@ -241,7 +210,8 @@ class Costs:
             tuple(max(0.0, total - exchange) for total, exchange in zip(seconds[kind], apart[kind], strict=True))
             for kind in (Kind.F, Kind.I)
         )
-        return replace(self, forward=forward, backward_input=inputs, forward_exchange=0.0, backward_exchange=0.0)
+        costs = self.of(placement)
+        return replace(costs, forward=forward, backward_input=inputs, forward_exchange=0.0, backward_exchange=0.0)
 
     def replica_reduction_seconds(self, placement: Placement) -> tuple[float, ...]:
         """Return the seconds of REDUCE_REPLICAS, one value per stage.
@@ -303,7 +273,8 @@ class Costs:
         """
         if self.channel is None:
             return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * (placement.num_stages * slices))
-        seconds = self.channel.seconds(placement, slices)
+        passes = self.seconds(placement, slices)
+        seconds = self.channel.seconds(placement, [passes[kind] for kind in (Kind.F, Kind.I, Kind.W)], slices)
         if Kind.RS not in recomputed.values():
             return seconds
         full = self.memory_changes(placement, slices=slices)[Kind.WAIT_OFFLOAD]
@@ -383,10 +354,11 @@ class Costs:
                 )
             # An even slice keeps one ``memory_unit``.
             return {kind: tuple(part * slices for part in parts) * placement.num_stages for kind, parts in units}
-        if self.memory is None:
+        memory = self.of(placement).memory
+        if memory is None:
             return {kind: (kind.spec.units,) * places for kind in Kind if kind.spec.units}
         changes = {}
-        for kind, values in stage_memory(self.memory, placement).items():
+        for kind, values in memory.items():
             name = f"memory of {kind}"
             if kind in VOCABULARY:
                 changes[kind] = per_device(name, values, placement.num_devices, slices)
@@ -413,14 +385,14 @@ class Costs:
         - ``recompute``, ``recompute_selective``, ``copy_sum``, ``forward_exchange`` and ``backward_exchange`` are
           prices like the others.
         - ``channel`` is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``. ``{"ratio": k}``
-          replaces the first two (``Channel.of_ratio``).
+          replaces the first two.
         - ``vocabulary`` has the fields of ``VocabularyCosts``: ``{"score": ..., "gradient": ...}``.
         - ``microbatch`` has the fields of ``MicrobatchWeights``, as in ``{"time": [...], "memory": [...]}`` with
           ``"kinds": {"W": [...]}``.
         - ``further`` has the seconds of kinds that ``register_kind`` has added: ``{"NOISE": ...}``.
-        - ``parts`` replaces F, I, W and memory by prices of layers, embedding and head, as ``pipemem profile
-          --output`` writes them. ``layers_per_stage`` cuts the layers into stages.
         - ``profile`` is the record that ``pipemem profile`` writes. It is ignored here.
+
+        ``part_costs.read_costs`` reads the files of ``pipemem profile`` too, which have the key ``parts``.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type. The message
@@ -428,16 +400,19 @@ class Costs:
         """
         data = read_json(path, "costs", CostsError)
         try:
-            prices = costs_arguments(data)
-            channel = prices.pop("channel", None)
-            for name, of in (("vocabulary", VocabularyCosts), ("microbatch", MicrobatchWeights)):
-                if name in prices:
-                    prices[name] = of(**prices[name])
-            costs = cls(**prices)
-            if channel is None:
-                return costs
-            if "ratio" in channel:
-                return replace(costs, channel=Channel.of_ratio(costs=costs, **channel))
-            return replace(costs, channel=Channel(**channel))
+            return cls.of_data(data)
         except CostsError as error:
             raise CostsError(error.code, f"{path}: {error}") from error
+
+    @classmethod
+    def of_data(cls, data: object, **others: Any) -> Self:
+        """Return the costs in the parsed JSON of a file. ``others`` are arguments of the class that it does not have."""
+        prices = costs_arguments(data)
+        for name, of in (("vocabulary", VocabularyCosts), ("microbatch", MicrobatchWeights), ("channel", Channel)):
+            if name in prices:
+                prices[name] = of(**prices[name])
+        return cls(**prices, **others)
+
+
+def _scaled(price: Several, factor: float) -> Several:
+    return tuple(value * factor for value in price) if isinstance(price, Sequence) else price * factor

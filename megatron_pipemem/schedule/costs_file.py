@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -11,30 +11,23 @@ from megatron_pipemem.files import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import LARGEST, shortened
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
-from megatron_pipemem.schedule.prices import MicrobatchWeights, PartPrices, number
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 _PRICES = (
     *("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum"),
     *("forward_exchange", "backward_exchange"),
 )
-_KEYS = (*_PRICES, *"parts layers_per_stage p2p memory channel vocabulary microbatch further profile".split())
-_PARTS = ("order", "layers", "end_layers", "first", "middle", "last")
-_PASSES = {"forward": "forward", "backward_input": "input", "backward_weight": "weight"}
-"""Prices of ``Costs`` that parts give, and their names among the seconds of a part."""
+_KEYS = (*_PRICES, *"p2p memory channel vocabulary microbatch further profile".split())
 _MICROBATCH = ("time", "memory", "kinds")
 _CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
-
-_Part = tuple[dict[str, float], dict[Kind, float]]
-"""Seconds of a part's passes, and changes of held memory by its actions."""
 
 
 def costs_arguments(data: object) -> dict[str, Any]:
     """Check the keys of a costs file's parsed JSON, and return the arguments of ``Costs``.
 
     ``vocabulary``, ``microbatch`` and ``channel`` are arguments of ``VocabularyCosts``, ``MicrobatchWeights`` and
-    ``Channel`` (or ``Channel.of_ratio``). Those classes check the values. Raise a CostsError for unknown, missing or
-    conflicting keys.
+    ``Channel``. Those classes check the values. Raise a CostsError for unknown, missing or conflicting keys.
     """
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f"; leave {shortened(sorted(set(data) - set(_KEYS))[0])} out" if isinstance(data, dict) else ""
@@ -42,102 +35,21 @@ def costs_arguments(data: object) -> dict[str, Any]:
             "unknown-key", f"costs must be one JSON object, and its possible keys are {', '.join(_KEYS)}{unknown}"
         )
     costs: dict[str, Any] = {key: data[key] for key in (*_PRICES, "p2p") if key in data}
-    if (parts := data.get("parts")) is not None:
-        if conflicting := sorted(data.keys() & {*_PASSES, "memory"}):
-            raise CostsError(
-                "conflicting-options",
-                f"costs have the keys parts and {conflicting[0]}, which both give the same prices; leave one of the two out",
-            )
-        costs |= _of_parts(_object("parts", parts, _PARTS), _cut(data.get("layers_per_stage")))
-    elif "layers_per_stage" in data:
-        raise CostsError(
-            "conflicting-options",
-            "layers_per_stage cuts the layers of parts into stages, and the costs have no parts; leave "
-            "layers_per_stage out, or give parts",
-        )
     if (memory := data.get("memory")) is not None:
-        costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
+        costs["memory"] = by_kind("memory", memory)
     if (further := data.get("further")) is not None:
-        costs["further"] = {_kind("further", kind): seconds for kind, seconds in _object("further", further).items()}
+        costs["further"] = by_kind("further", further)
     if isinstance(links := data.get("p2p"), dict):
         costs["p2p"] = {_link(link): seconds for link, seconds in links.items()}
     if (vocabulary := data.get("vocabulary")) is not None:
-        costs["vocabulary"] = _object("vocabulary", vocabulary, [field.name for field in fields(VocabularyCosts)])
+        costs["vocabulary"] = checked_object(
+            "vocabulary", vocabulary, [field.name for field in fields(VocabularyCosts)]
+        )
     if (microbatch := data.get("microbatch")) is not None:
-        costs["microbatch"] = _microbatch(_object("microbatch", microbatch, _MICROBATCH))
+        costs["microbatch"] = _microbatch(checked_object("microbatch", microbatch, _MICROBATCH))
     if (channel := data.get("channel")) is not None:
-        costs["channel"] = _channel(_object("channel", channel, _CHANNEL))
+        costs["channel"] = _channel(checked_object("channel", channel, _CHANNEL))
     return costs
-
-
-def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, Any]:
-    """Return the arguments of ``Costs`` for the key ``parts``: seconds and memory as ``PartPrices`` with a ``cut``."""
-    if missing := [key for key in _PARTS if key not in parts and key != "end_layers"]:
-        raise CostsError(
-            "missing-option", f"parts lacks the key {missing[0]}; `pipemem profile --output` writes all of them"
-        )
-    kinds, of_kind = parts["order"], {"layers": _object("parts.layers", parts["layers"])}
-    if (ends := parts.get("end_layers")) is not None:
-        of_kind["end_layers"] = _object("parts.end_layers", ends)
-    if not isinstance(kinds, list) or not kinds:
-        raise CostsError(
-            "bad-type", f'parts.order is {shortened(kinds)}; give a list with one kind per layer, as in ["*-", "*-"]'
-        )
-    for name, table in of_kind.items():
-        for kind in kinds:
-            if not isinstance(kind, str) or kind not in table:
-                raise CostsError(
-                    "unknown-key",
-                    f"parts.order has the kind {shortened(kind)}, and parts.{name} has no key of that name; add the "
-                    "key, or correct parts.order",
-                )
-    read = {
-        name: {kind: _part(f"parts.{name}.{kind}", table[kind]) for kind in set(kinds)}
-        for name, table in of_kind.items()
-    }
-    first, middle, last = (_part(f"parts.{name}", parts[name]) for name in ("first", "middle", "last"))
-
-    def priced(of: Callable[[_Part], float]) -> PartPrices:
-        of_layers = {name: tuple(of(table[kind]) for kind in kinds) for name, table in read.items()}
-        return PartPrices(first=of(first), middle=of(middle), last=of(last), cut=cut, **of_layers)
-
-    def seconds(name: str) -> PartPrices:
-        return priced(lambda part: part[0][name])
-
-    def changes(kind: Kind) -> PartPrices:
-        return priced(lambda part: part[1].get(kind, 0.0))
-
-    every = [first, middle, last, *(part for table in read.values() for part in table.values())]
-    actions = dict.fromkeys(kind for _, memory in every for kind in memory)
-    passes = {price: seconds(name) for price, name in _PASSES.items()}
-    return {**passes, **({"memory": {kind: changes(kind) for kind in actions}} if actions else {})}
-
-
-def _part(key: str, value: object) -> _Part:
-    """Return the seconds of F, I and W of one part, and by how much every kind of action changes the memory.
-
-    Missing seconds are 0, and missing kinds are left out. ``key`` is the part's key in the file, for error messages.
-    """
-    part = _object(key, value)
-    seconds, memory = (_object(f"{key}.{name}", part.get(name, {})) for name in ("seconds", "memory"))
-    return (
-        {name: number(f"{key}.seconds.{name}", seconds.get(name, 0.0)) for name in _PASSES.values()},
-        {_kind(f"{key}.memory", kind): number(f"{key}.memory.{kind}", change) for kind, change in memory.items()},
-    )
-
-
-def _cut(layers: object) -> tuple[int, ...] | None:
-    if layers is None:
-        return None
-    if (
-        not isinstance(layers, list)
-        or not layers
-        or not all(type(count) is int and 0 <= count <= LARGEST for count in layers)
-    ):
-        raise CostsError(
-            "bad-type", f"layers_per_stage is {shortened(layers)}; give a list of whole numbers, as in [4, 4, 3, 3]"
-        )
-    return tuple(layers)
 
 
 def _channel(settings: dict[str, Any]) -> dict[str, Any]:
@@ -165,11 +77,10 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
         raise CostsError(
             "missing-option", "microbatch lacks the key time, a list of one weight per microbatch; give it"
         )
-    kinds = _object("microbatch.kinds", weights.get("kinds", {}))
-    return {**weights, "kinds": {_kind("microbatch.kinds", kind): kind_weights for kind, kind_weights in kinds.items()}}
+    return {**weights, "kinds": by_kind("microbatch.kinds", weights.get("kinds", {}))}
 
 
-def _object(key: str, value: object, keys: Iterable[str] | None = None) -> dict[str, Any]:
+def checked_object(key: str, value: object, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """Return ``value`` if it is a JSON object with no keys other than ``keys``, or raise a CostsError.
 
     ``key`` is the key of ``value`` in the file, for the message. ``keys=None`` allows all.
@@ -183,13 +94,15 @@ def _object(key: str, value: object, keys: Iterable[str] | None = None) -> dict[
     return value
 
 
-def _kind(key: str, kind: str) -> Kind:
-    try:
-        return Kind(kind)
-    except ValueError:
+def by_kind(key: str, table: object) -> dict[Kind, Any]:
+    """Return a JSON object whose keys are kinds of actions, or raise a CostsError."""
+    values = checked_object(key, table)
+    if strange := [name for name in values if name not in set(Kind)]:
         raise CostsError(
-            "unknown-key", f"{key} has the unknown key {shortened(kind)}; it takes kinds of actions, {', '.join(Kind)}"
-        ) from None
+            "unknown-key",
+            f"{key} has the unknown key {shortened(strange[0])}; it takes kinds of actions, {', '.join(Kind)}",
+        )
+    return {Kind(name): value for name, value in values.items()}
 
 
 def _link(link: str) -> tuple[int, int]:

@@ -1,14 +1,11 @@
-"""Prices in all their forms: one number, one per stage, or one per part of the model; copies to the host; and weights
-of microbatches.
-"""
+"""Prices: one number, or one per stage; copies to the host; and weights of microbatches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Kind, Resource, kinds_where
@@ -76,144 +73,12 @@ def listed(value: Several) -> Sequence[float]:
     return value if isinstance(value, Sequence) else (value,)
 
 
-@dataclass(frozen=True, repr=False)
-class PartPrices:
-    """The prices of all parts of a model (of one kind of action), from which stages with any layers are priced.
-
-    A price is the seconds of the action, or its change of memory.
-
-    A stage consists of layers and a *frame*, which is everything else: messages, on the first stage the embedding, and
-    on the last stage the head and the loss. If one stage holds the whole model, its frame has embedding and head.
-    """
-
-    layers: tuple[float, ...]  # one value per layer, in model order
-    first: float = 0.0  # the frame of the first stage
-    middle: float = 0.0  # the frame of every stage in between
-    last: float = 0.0  # the frame of the last stage
-    end_layers: tuple[float, ...] | None = None
-    """Prices of layers on the first or last stage; ``None`` if they equal ``layers``."""
-    cut: tuple[int, ...] | None = None
-    """The number of layers of every stage. A placement with another number of stages gets evenly many layers."""
-
-    def __post_init__(self) -> None:
-        for name in ("first", "middle", "last"):
-            number(f"parts.{name}", getattr(self, name))
-        for value in (*self.layers, *(self.end_layers or ())):
-            number("parts.layers", value)
-        if self.cut is not None:
-            _check_cut(self.cut, len(self.layers))
-
-    def __repr__(self) -> str:
-        return f"<PartPrices of {len(self.layers)} layers>"
-
-    def of_stages(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Return the price of every stage, given the number of layers of each, or raise a CostsError.
-
-        The numbers must add up to the number of ``layers``.
-        """
-        _check_cut(counts, len(self.layers))
-        prices, last = [], len(counts) - 1
-        for stage, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
-            is_end = stage in (0, last)
-            layers = self.end_layers if is_end and self.end_layers is not None else self.layers
-            frame = self.first if stage == 0 else self.last if is_end else self.middle
-            prices.append(sum(layers[end - count : end], frame))
-        if last == 0:
-            prices[0] += self.last - self.middle
-        return tuple(prices)
-
-    def of_placement(self, placement: Placement) -> tuple[float, ...]:
-        """Return the price of every stage of one replica of the model.
-
-        The stages have the layers of ``cut``. Without it, or if it has another number of stages, they have evenly many.
-        """
-        stages = placement.model_stages
-        counts = self.cut if self.cut and len(self.cut) == stages else even_layers(len(self.layers), stages)
-        return self.of_stages(counts)
-
-    @property
-    def embedding(self) -> float:
-        """Return the price of the embedding: the first frame minus the middle one, which has messages only."""
-        return self.first - self.middle
-
-    @property
-    def head(self) -> float:
-        """Return the price of head and loss: the last frame minus the middle one, which has messages only."""
-        return self.last - self.middle
-
-    def __add__(self, other: PartPrices) -> PartPrices:
-        ends = [self.end_layers, other.end_layers]
-        both = None
-        if ends != [None, None]:
-            both = _added(
-                *(price.layers if end is None else end for price, end in zip((self, other), ends, strict=True))
-            )
-        frames = (self.first + other.first, self.middle + other.middle, self.last + other.last)
-        return PartPrices(_added(self.layers, other.layers), *frames, both, self.cut)
-
-    def __mul__(self, factor: float) -> PartPrices:
-        ends = None if self.end_layers is None else tuple(layer * factor for layer in self.end_layers)
-        frames = (self.first * factor, self.middle * factor, self.last * factor)
-        return PartPrices(tuple(layer * factor for layer in self.layers), *frames, ends, self.cut)
-
-
-Price = Several | PartPrices
-
-
-def checked_changes(name: str, value: object) -> Price:
-    """Return changes of memory as floats, or raise a CostsError. ``PartPrices`` are returned without another check."""
-    return value if isinstance(value, PartPrices) else numbers(name, value)
-
-
-def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price:
-    """Return seconds, numbers or ``PartPrices``, or raise a CostsError if one is negative or no number."""
-    if not isinstance(value, PartPrices):
-        return price(name, value, kind)
-    parts = (*value.layers, *(value.end_layers or ()), value.first, value.middle, value.last)
-    if (least := min(parts)) < 0:
-        raise CostsError("bad-number", f"cost of {kind or name} is negative: {least}; give numbers of at least 0")
-    return value
-
-
-def even_layers(layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of every stage, as even as possible: ``even_layers(7, 4)`` is ``(2, 2, 2, 1)``."""
-    least, remainder = divmod(layers, num_stages)
-    return tuple(least + (stage < remainder) for stage in range(num_stages))
-
-
-def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kind, Several]:
-    """Return memory changes with one value per stage wherever they are ``PartPrices``, and others as they are.
-
-    Two neighbouring stages on one device exchange no messages. The changes by their messages are then added to the
-    pass that makes the tensor: F of the first stage, or I of the second one.
-    """
-    parts = {kind: change for kind, change in memory.items() if isinstance(change, PartPrices)}
-    of_stages = {kind: list(change.of_placement(placement)) for kind, change in parts.items()}
-    devices = placement.devices[: placement.model_stages]
-    for after in range(1, len(devices)):
-        before = after - 1
-        if parts and devices[before] == devices[after]:
-            for to, at, kinds in (
-                (Kind.F, before, ((after, Kind.RECV_F), (before, Kind.SEND_F))),
-                (Kind.I, after, ((before, Kind.RECV_I), (after, Kind.SEND_I))),
-            ):
-                for stage, kind in kinds:
-                    if kind in of_stages:
-                        of_stages[to][at] += of_stages[kind][stage]
-                        of_stages[kind][stage] = 0.0
-    return {
-        kind: tuple(of_stages[kind]) if isinstance(change, PartPrices) else change for kind, change in memory.items()
-    }
-
-
-def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tuple[float, ...]:
+def per_slice(name: str, price: Several, placement: Placement, slices: int) -> tuple[float, ...]:
     """Return a price as one value per stage and slice, stage by stage. One number prices a device's whole share.
 
     A value per stage is shared evenly by its slices. Raise a CostsError, which has ``name``, if a sequence has another
     number of values than one per stage, or per stage and slice.
     """
-    if isinstance(price, PartPrices):
-        price = price.of_placement(placement)
     if not isinstance(price, Sequence):
         shares = [price * placement.replicas / len(placement.stages[device]) for device in placement.devices]
         return shared(shares, slices)
@@ -234,33 +99,6 @@ def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tup
     )
 
 
-def _check_cut(counts: Sequence[int], layers: int) -> None:
-    if sum(counts) != layers or min(counts) < 0:
-        cut = ", ".join(map(str, counts))
-        raise CostsError(
-            "costs-mismatch",
-            f"stages of {cut} layers do not add up to the {layers} layers of the costs; correct the layers per stage, "
-            "or profile the model that runs",
-        )
-
-
-def _added(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
-    return tuple(map(sum, zip(one, other, strict=True)))
-
-
-class PassPrices(Protocol):
-    """The fields of ``Costs`` with the seconds of F, I and W."""
-
-    @property
-    def forward(self) -> Price: ...
-
-    @property
-    def backward_input(self) -> Price: ...
-
-    @property
-    def backward_weight(self) -> Price: ...
-
-
 @dataclass(frozen=True)
 class HostLink:
     """The bandwidth between a device and its host: bytes per second to the host (``out``) and from it (``back``)."""
@@ -279,54 +117,37 @@ class Channel:
     direction. Every device has a channel, except that those of a group in ``switches`` share one.
     """
 
-    offload: Price
+    offload: Several = 0.0
     """Seconds to copy activations to the host: one number for a device's whole share of the model, one per stage, or one
     per stage and slice."""
-    reload: Price | None = None  # seconds to copy them back; ``None`` if they equal ``offload``
+    reload: Several | None = None  # seconds to copy them back; ``None`` if they equal ``offload``
     duplex: bool = False  # whether one transfer of each direction can run at a time
     switches: tuple[tuple[int, ...], ...] = ()  # devices that share a channel, for example through one PCIe switch
+    ratio: float | None = None
+    """The seconds of copying to the host and back, divided by those of F, I and W; replaces ``offload`` and ``reload``."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
+        if self.ratio is not None:
+            price("channel.ratio", self.ratio, several=False)
         for name in ("offload", "reload"):
             seconds = self.offload if getattr(self, name) is None else getattr(self, name)
-            object.__setattr__(self, name, checked_seconds(f"channel.{name}", seconds))
+            object.__setattr__(self, name, price(f"channel.{name}", seconds))
         switches = tuple(tuple(map(int, devices)) for devices in self.switches)
         members = [device for devices in switches for device in devices]
         if len(members) != len(set(members)):
             raise CostsError("bad-switches", f"switches {switches} name a device twice; name it once")
         object.__setattr__(self, "switches", switches)
 
-    @classmethod
-    def of_ratio(
-        cls, ratio: float, costs: PassPrices, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
-    ) -> Channel:
-        """Return a channel on which copying to the host and back takes ``ratio`` times the seconds of F, I and W.
-
-        ``switches`` lists groups of devices that share one channel. Raise a CostsError if F, I and W do not all have
-        prices of the same form, for example one number each.
-        """
-        price("channel.ratio", ratio, several=False)
-        passes = (costs.forward, costs.backward_input, costs.backward_weight)
-        parts = [price for price in passes if isinstance(price, PartPrices)]
-        prices = [price for price in passes if not isinstance(price, PartPrices)]
-        if not prices:
-            return cls(sum(parts[1:], parts[0]) * (ratio / 2), duplex=duplex, switches=switches)
-        if parts or len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
-            raise CostsError(
-                "costs-mismatch",
-                "an offload ratio needs F, I and W in one form; give one number for each of the three, or one per "
-                "stage for each",
-            )
-        sums = tuple(ratio / 2 * sum(of_stage) for of_stage in zip(*map(listed, prices), strict=True))
-        return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
-
-    def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+    def seconds(
+        self, placement: Placement, passes: Sequence[Sequence[float]], slices: int = 1
+    ) -> dict[Kind, tuple[float, ...]]:
         """Return the seconds of OFFLOAD and of RELOAD, one value per stage and slice, stage by stage.
 
-        Raise a CostsError if ``switches`` name a device that the placement does not have.
+        ``passes`` has those of F, of I and of W. Raise a CostsError if ``switches`` name a device that the placement
+        does not have.
         """
         if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
             raise CostsError(
@@ -334,6 +155,9 @@ class Channel:
                 f"switches {self.switches} name a device that is not among the devices 0 to "
                 f"{placement.num_devices - 1}; leave it out",
             )
+        if self.ratio is not None:
+            copies = tuple(self.ratio / 2 * sum(seconds) for seconds in zip(*passes, strict=True))
+            return {Kind.OFFLOAD: copies, Kind.RELOAD: copies}
         reload = self.offload if self.reload is None else self.reload
         return {
             Kind.OFFLOAD: per_slice("offload", self.offload, placement, slices),

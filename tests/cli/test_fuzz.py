@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.model.model import Execution, Model
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.part_costs import read_costs
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.cli.app import app
@@ -248,7 +248,7 @@ COSTS = {
 def test_costs(place_of_all, data, more):
     file = place_of_all / "costs.json"
     file.write_text(json.dumps(data))
-    read(lambda: Costs.from_json(file))
+    read(lambda: read_costs(file))
     call(place_of_all, "simulate", "1f1b", "-p", 2, "-m", 3, "--costs", file, *more, "--json")
 
 
@@ -257,7 +257,7 @@ def test_costs(place_of_all, data, more):
 def test_texts_that_are_no_json(place_of_all, text):
     file = place_of_all / "costs.json"
     file.write_text(text, encoding="utf-8", errors="replace")
-    read(lambda: Costs.from_json(file))
+    read(lambda: read_costs(file))
     read(lambda: Profile.from_json(file))
     call(place_of_all, "simulate", "1f1b", "-p", 2, "-m", 3, "--costs", file)
 
@@ -360,7 +360,7 @@ def test_profile_files(place_of_all, data):
     file = place_of_all / "profile.json"
     file.write_text(json.dumps(data))
     read(lambda: Profile.from_json(file))
-    read(lambda: Costs.from_json(file))
+    read(lambda: read_costs(file))
 
 
 INDEX = {"grid": "x", "points": [{"settings": {"a": 1}, "changes": {}}]}

@@ -6,6 +6,7 @@ import profiled_costs
 import pytest
 from lanes import rest_nightly
 
+from megatron_pipemem.part_costs import read_costs
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -20,7 +21,7 @@ def profiled(tmp_path_factory) -> dict[int, Costs]:
     (process,) = start_ranks(profiled_costs.write, [(str(folder),)], [folder / "log"])
     process.join()
     assert process.exitcode == 0, (folder / "log").read_text()
-    return {cp: Costs.from_json(folder / f"{cp}.json") for cp in (1, 2)}
+    return {cp: read_costs(folder / f"{cp}.json") for cp in (1, 2)}
 
 
 @pytest.mark.parametrize(

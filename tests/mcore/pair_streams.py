@@ -27,7 +27,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from streams import Group, Streams, Work
 
 from megatron_pipemem.features.pairs.megatron import PlanStage
-from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.pairs.runtime import Pairs
 from megatron_pipemem.mcore.model.linear import split_linear
 from megatron_pipemem.mcore.model.stages import StepContext
@@ -200,6 +200,6 @@ def main() -> None:
     layers.linear_with_grad_accumulation_and_async_allreduce = partial(split_linear, linear)
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     alone = build_schedule("dualpipe-v", num_devices=DEVICES, num_microbatches=MICROBATCHES)
-    schedule = with_pairs(alone, with_exchanges(Costs())).schedule
+    schedule = with_pairs(alone, Costs().with_exchanges(0.4)).schedule
     found = {each: kinds(schedule, each) for each in PLANTED}
     json.dump({"pairs": len(schedule.pairs), "early": len(EARLY), "found": found}, sys.stdout)

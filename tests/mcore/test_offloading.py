@@ -257,7 +257,7 @@ def test_without_a_ratio_bytes_are_counted_first_and_seconds_then(monkeypatch):
 
     wanted.measured(None, counted(8))
     second = wanted.plan(SHAPE, "bytes counted", first)
-    assert second.costs.channel == Channel.of_ratio(ASSUMED_RATIO, Costs())
+    assert second.costs.channel == Channel(ratio=ASSUMED_RATIO)
 
     monkeypatch.setattr(Offloading, "links", lambda self, devices: (LINK,) * devices)
     wanted.measured(Costs((1.0,) * 8, (1.0,) * 8, (1.0,) * 8), None)

@@ -27,9 +27,9 @@ from megatron_pipemem.mcore.launch import take_flags
 from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.step import batches
 from megatron_pipemem.mcore.step.batches import calls_of, zeros_as_output
+from megatron_pipemem.part_costs import Part, PartCosts, Parts, Passes
 from megatron_pipemem.runtime.weight_gradients import accumulator_of
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.prices import PartPrices
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
@@ -306,8 +306,9 @@ def test_auto_believes_the_costs_it_is_given():
 
 def test_auto_takes_the_head_from_prices_of_parts():
     for head, expected in ((20.0, 1), (0.01, 0)):
-        prices = PartPrices((1.0,) * 32, last=head)
-        assert chosen("1f1b", 8, 64, 0.01, costs=Costs(prices, prices, prices)) == expected
+        layers = (Part(Passes(1.0, 1.0, 1.0)),) * 32
+        parts = Parts(layers, Part(), Part(), Part(Passes(head, head, head)))
+        assert chosen("1f1b", 8, 64, 0.01, costs=PartCosts(parts=parts)) == expected
 
 
 def test_auto_keeps_a_layout_where_moving_layers_is_best_and_cutting_little_better(caplog):

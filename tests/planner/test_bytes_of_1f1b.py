@@ -13,7 +13,6 @@ from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b, share_of_1
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import listed, stage_memory
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import held_after, peaks, simulate
@@ -37,14 +36,13 @@ PARTS = PROFILE.costs()
 
 
 def costs_of(placement: Placement) -> Costs:
-    """As a run or a file has them: of the stages, and not of the parts of the model."""
-    return Costs(memory=stage_memory(PARTS.memory or {}, placement))
+    """As a run has them: of the stages, and not of the parts of the model."""
+    return Costs(memory=PARTS.of(placement).memory)
 
 
 def changes_of(placement: Placement) -> dict[Kind, list[float]]:
     """Messages included, for all replicas of the model."""
-    memory = stage_memory(PARTS.memory or {}, placement)
-    return {kind: [*listed(values)] * placement.replicas for kind, values in memory.items()}
+    return {kind: [*values] * placement.replicas for kind, values in PARTS.of(placement).memory.items()}
 
 
 def bytes_of(schedule: Schedule) -> float:
@@ -102,6 +100,6 @@ def test_what_does_not_say_the_bytes_of_1f1b_has_no_share():
     }
     assert counted_bytes_of_1f1b(sliced, changes, 0) is None
     odd = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0\n")
-    assert share_of_1f1b(simulate(odd, Costs(memory={Kind.F: 1.0, Kind.B: -1.0}))) is None, (
-        "three stages on two devices"
-    )
+    stages = Costs(memory={Kind.F: (1.0, 2.0, 1.0), Kind.B: (-1.0, -2.0, -1.0)})
+    assert share_of_1f1b(simulate(odd, stages)) is None, "three stages on two devices"
+    assert share_of_1f1b(simulate(odd, Costs(memory={Kind.F: 2.0, Kind.B: -2.0}))) == 1, "each a device's whole share"

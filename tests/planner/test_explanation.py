@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from measured_steps import as_measured
 
-from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -16,7 +16,7 @@ from megatron_pipemem.tools.planner.explanation import Case, explain
 
 
 def test_a_step_in_pairs_is_explained():
-    costs = with_exchanges(Costs(p2p=0.01), 0.4)
+    costs = Costs(p2p=0.01).with_exchanges(0.4)
     ran = with_pairs(build_schedule("zbv", num_devices=4, num_microbatches=16), costs)
     measured = Case(as_measured(ran.schedule, costs), (4,) * 8)
     assert measured.own.makespan == pytest.approx(ran.makespan)

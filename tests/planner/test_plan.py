@@ -18,7 +18,8 @@ from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.features.offload.transfers import NO_HOST_MEMORY
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import check_experts
-from megatron_pipemem.model.model import Execution, Passes
+from megatron_pipemem.model.model import Execution
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule

@@ -19,11 +19,11 @@ from refusals import refused
 from megatron_pipemem.errors import ConfigError, CostsError
 from megatron_pipemem.model.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
 from megatron_pipemem.model.model import Execution, Model
+from megatron_pipemem.part_costs import PartCosts, even_layers, read_costs
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import listening
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import even_layers
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.tools.config.cluster import Cluster
@@ -40,21 +40,30 @@ SMALL_GPT, SMALL_LLAMA = (
 A100 = load("a100-80g", Cluster)
 
 
+def _stages_of(costs: PartCosts, *layers: int) -> Costs:
+    return replace(costs, cut=layers).of(Placement.linear(len(layers)))
+
+
+def _passes_of(costs: PartCosts, *layers: int) -> tuple:
+    stages = _stages_of(costs, *layers)
+    return stages.forward, stages.backward_input, stages.backward_weight
+
+
 def test_stages_add_up_to_the_model():
     profile = from_formulas(GPT, Execution(), A100)
     costs = profile.costs()
-    whole = costs.part_prices.of_stages([6])[0]
+    whole = sum(map(sum, _passes_of(costs, 6)))
     assert whole == pytest.approx((profile.layer * 6 + profile.first + profile.last).seconds.total)
-    for layers in ([6], [3, 3], [1, 2, 3], [0, 6, 0, 0]):
-        assert sum(costs.part_prices.of_stages(layers)) == pytest.approx(whole)
-        for changes in zip(*(each.of_stages(layers) for each in costs.memory.values()), strict=True):
+    for layers in ((6,), (3, 3), (1, 2, 3), (0, 6, 0, 0)):
+        assert sum(map(sum, _passes_of(costs, *layers))) == pytest.approx(whole)
+        for changes in zip(*_stages_of(costs, *layers).memory.values(), strict=True):
             assert sum(changes) == pytest.approx(0)  # nothing is left when W has ended
     ends = embedding_parameters(GPT, Execution()) + head_parameters(GPT, Execution())
     parameters = profile.first.parameters + profile.last.parameters
     assert profile.layer.parameters * 6 + parameters == GPT.layers * layer_parameters(GPT, Execution()) + ends
     assert even_layers(7, 3) == (3, 2, 2)
     with refused("costs-mismatch", 6, kind=CostsError):
-        costs.with_cut((3, 2))
+        replace(costs, cut=(3, 2))
 
 
 def test_the_file_is_costs_and_profile(tmp_path: Path):
@@ -64,7 +73,7 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
     assert json.loads(path.read_text()) == json.loads(done.stdout)
     profile = Profile.from_json(path)
     assert profile == from_formulas(load("llama3-8b", Model), Execution(tp=4), A100)
-    costs = Costs.from_json(path)
+    costs = read_costs(path)
     assert costs == profile.costs(A100.inter_node)
     timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8), costs)
     flops = 32 * layer_flops(profile.model, profile.execution).total
@@ -211,7 +220,8 @@ def test_fake_bytes_are_what_the_ledger_of_real_stages_counts(lane, name, how):
     for position, layers in ((0, 2), (1, 3), (2, 2)):
         cut = [0, 0, 0]
         cut[position], cut[position - 1] = layers, model.layers - layers
-        foretold = {kind: parts.of_stages(cut)[position] for kind, parts in profile.costs().memory.items()}
+        memory = _stages_of(profile.costs(), *cut).memory
+        foretold = {kind: changes[position] for kind, changes in memory.items()}
         counted = lane(ledger_of, model, execution, position, layers)
         assert {kind: foretold.get(Kind(kind), 0) for kind in counted} | {"REDUCE_GRAD": 0} == counted | {
             "REDUCE_GRAD": 0
@@ -345,23 +355,10 @@ def test_what_cannot_be_profiled_is_refused(lane):
             lane(measured, model, execution)
 
 
-def test_stages_of_one_device_hand_over_instead_of_sending():
-    """In a V the last device holds both middle stages: their tensors take memory as soon as they are made."""
-    profile = from_formulas(replace(GPT, layers=4), Execution(), A100)
-    placement = build_schedule("v-half", num_devices=2, num_microbatches=4).placement
-    sent, handed = (profile.costs().memory_changes(each) for each in (Placement.linear(4), placement))
-    message = profile.message_bytes
-    # What is sent counts until it has left, what is handed over until it is used: either way from its making.
-    assert handed[Kind.F] == sent[Kind.F] and handed[Kind.I] == sent[Kind.I]
-    assert handed[Kind.RECV_F] == (0, message, 0, message) and handed[Kind.SEND_F] == (-message, 0, -message, 0)
-    assert handed[Kind.RECV_I] == (message, 0, message, 0) and handed[Kind.SEND_I] == (0, -message, 0, -message)
-
-
 @pytest.mark.parametrize("layers", [[2, 2], [1, 2, 1], [4]])
 def test_a_microbatch_leaves_nothing_behind_with_its_messages_or_without(layers):
     """Searches know no messages, and price F, I and W alone."""
-    priced = from_formulas(replace(GPT, layers=sum(layers)), Execution(), A100).costs().memory
-    memory = {kind: parts.of_stages(layers) for kind, parts in priced.items()}
+    memory = _stages_of(from_formulas(replace(GPT, layers=sum(layers)), Execution(), A100).costs(), *layers).memory
     whole = [sum(changes) for changes in zip(*memory.values(), strict=True)]
     alone = [sum(changes) for changes in zip(*(memory[kind] for kind in (Kind.F, Kind.I, Kind.W)), strict=True)]
     assert whole == alone == [0] * len(layers)

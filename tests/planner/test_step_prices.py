@@ -91,7 +91,7 @@ def test_a_layer_takes_its_products_its_tensors_and_its_messages():
 def test_a_profile_by_formulas_and_the_planner_price_stages_alike(cut, recompute):
     run = replace(RUN, parallelism=cut, schedule=ScheduleChoice("1f1b", recompute=recompute))
     planned = price(run, Placement.linear(3), layers=(3, 3, 2)).costs
-    profiled = from_formulas(run.model, run.execution, run.cluster).costs().with_cut((3, 3, 2))
+    profiled = replace(from_formulas(run.model, run.execution, run.cluster).costs(), cut=(3, 3, 2))
     expected, found = (costs.seconds(Placement.linear(3)) for costs in (planned, profiled))
     for kind in (Kind.F, Kind.I, Kind.W):
         assert found[kind] == pytest.approx(expected[kind])

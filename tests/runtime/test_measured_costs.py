@@ -8,7 +8,7 @@ import pytest
 import torch
 import toy
 
-from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.pairs.runtime import Pairs
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.trace import Stopwatch, Trace, TracedAction, average, drift
@@ -55,8 +55,8 @@ def test_medians_are_of_all_steps_and_shrug_off_a_hiccup():
 def test_a_step_in_pairs_gives_the_costs_by_which_it_takes_as_long(name, share):
     """Each device measures its own actions. By the costs of all, the step and every pair take as long as they took."""
     alone = build_schedule(name, num_devices=4, num_microbatches=16)
-    schedule = with_pairs(alone, with_exchanges(Costs(3, 4, 2, p2p=0.1), 0.4)).schedule
-    real = with_exchanges(Costs(3, 4, 2, p2p=0.1), share)
+    schedule = with_pairs(alone, Costs(3, 4, 2, p2p=0.1).with_exchanges(0.4)).schedule
+    real = Costs(3, 4, 2, p2p=0.1).with_exchanges(share)
     timeline, watches = simulate(schedule, real), []
     for order, spans in zip(schedule.orders, timeline.spans, strict=True):
         watch = Stopwatch()
@@ -97,7 +97,7 @@ class Paired(toy.Runner):
 
 def test_the_executor_times_a_pair_as_one():
     alone = build_schedule("1f1b", num_devices=1, num_microbatches=4)
-    schedule = with_pairs(alone, with_exchanges(Costs(2, 3, 0), 0.4)).schedule
+    schedule = with_pairs(alone, Costs(2, 3, 0).with_exchanges(0.4)).schedule
     transport = Transport(
         toy.alone(schedule.placement), MessageFormat((toy.ROWS, toy.WIDTH), torch.float32, torch.device("cpu"))
     )

@@ -10,9 +10,9 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError
+from megatron_pipemem.part_costs import PartCosts, part_costs, read_costs, with_cut_head, without_ends
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.costs_file import costs_arguments
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
@@ -186,8 +186,8 @@ PARTS = {
 }
 
 
-def costs_of(**more: object) -> Costs:
-    return Costs(**costs_arguments({"parts": PARTS, **more}))
+def costs_of(**more: object) -> PartCosts:
+    return part_costs({"parts": PARTS, **more})
 
 
 @pytest.mark.parametrize(
@@ -205,20 +205,19 @@ def test_stages_of_every_placement_are_sums_of_parts(placement, forward) -> None
     costs = costs_of()
     assert costs.seconds(placement)[Kind.F] == pytest.approx(forward)
     assert costs.seconds(placement, 2)[Kind.F] == pytest.approx([each / 2 for each in forward for _ in range(2)])
-    assert Costs(costs.forward, costs.backward_input, costs.backward_weight) != costs
-    assert costs.part_prices.head == 24 and costs.part_prices.embedding == 0.5
+    assert costs.parts.head.seconds.total == 24 and costs.parts.embedding.seconds.total == 0.5
 
 
 def test_the_cut_of_a_file_is_for_as_many_stages() -> None:
     costs = costs_of(layers_per_stage=[0, 3])
     assert costs.seconds(Placement.linear(2))[Kind.F] == (0.5, 28)
     assert costs.seconds(Placement.linear(3))[Kind.F] == costs_of().seconds(Placement.linear(3))[Kind.F]
-    assert costs.with_cut((3, 0)).seconds(Placement.linear(2))[Kind.F] == (21.5, 7)
+    assert replace(costs, cut=(3, 0)).seconds(Placement.linear(2))[Kind.F] == (21.5, 7)
 
 
 def test_layers_at_the_ends_may_differ() -> None:
     ends = {kind: part | {"seconds": {"forward": 0}} for kind, part in PARTS["layers"].items()}
-    costs = Costs(**costs_arguments({"parts": PARTS | {"end_layers": ends}}))
+    costs = part_costs({"parts": PARTS | {"end_layers": ends}})
     assert costs.seconds(Placement.linear(3))[Kind.F] == (0.5, 10, 7)
 
 
@@ -230,20 +229,20 @@ def test_neighbours_on_one_device_hand_over() -> None:
 
 
 def test_a_channel_of_a_ratio_has_parts_too() -> None:
-    costs = replace(costs_of(), channel=Channel.of_ratio(2, costs_of()))
+    costs = replace(costs_of(), channel=Channel(ratio=2))
     seconds = costs.transfer_seconds(Placement.linear(3))[Kind.OFFLOAD]
     assert seconds == pytest.approx((6.5, 60, 84))
-    assert costs.with_cut((0, 3)).transfer_seconds(Placement.linear(2))[Kind.RELOAD][0] == 0.5
+    assert replace(costs, cut=(0, 3)).transfer_seconds(Placement.linear(2))[Kind.RELOAD][0] == 0.5
 
 
 def test_without_embedding_and_head_layers_are_left() -> None:
-    alone = costs_of().without_ends()
+    alone = without_ends(costs_of())
     assert alone.seconds(Placement.linear(3))[Kind.F] == (1, 10, 10)
     assert alone.memory_changes(Placement.linear(3)) == costs_of().memory_changes(Placement.linear(3))
 
 
 def test_a_cut_head_is_in_the_passes_and_nowhere_else() -> None:
-    cut = costs_of().with_cut_head(24, 3, 1)
+    cut = with_cut_head(costs_of(), 24, 3, 1)
     passes = cut.vocabulary.seconds(3)
     assert sum(map(sum, passes.values())) == pytest.approx(24.5)  # and the embedding's half
     assert cut.seconds(Placement.linear(3))[Kind.F] == (1, 10, 10)
@@ -269,4 +268,4 @@ def test_files_of_parts_that_do_not_fit(tmp_path, content, says) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(content))
     with refused(*says, kind=CostsError):
-        Costs.from_json(path)
+        read_costs(path)

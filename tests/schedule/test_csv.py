@@ -241,7 +241,7 @@ def test_earlier_versions_called_slices_pieces() -> None:
     assert Schedule.from_csv(schedule.to_csv().replace("# slices=", "# pieces="), name="seq1f1b") == schedule
 
 
-CHANNEL = replace(Costs(), channel=Channel.of_ratio(0.3, Costs()))
+CHANNEL = replace(Costs(), channel=Channel(ratio=0.3))
 
 
 def variants(schedule: Schedule) -> list[Schedule]:

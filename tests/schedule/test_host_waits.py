@@ -108,7 +108,7 @@ def test_what_hosts_wait_for_otherwise(name: str, count: int) -> None:
 
 def test_passes_offload_recomputation_and_slices() -> None:
     costs = Costs(1, 1.5, 0.5, p2p=0.1)
-    costs = replace(costs, channel=Channel.of_ratio(0.5, costs))
+    costs = replace(costs, channel=Channel(ratio=0.5))
     for name in ("zb-h1", "v-half", "hanayo"):
         schedule = build_schedule(name, num_devices=3, num_microbatches=4)
         derived = [with_vocabulary(schedule, barriers, costs) for barriers in (1, 2)]

@@ -78,7 +78,7 @@ def test_only_few_rooms_name_megatron():
 
 
 BASE = {"errors", "files"}
-CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "conflicts", "choose"}
+CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "part_costs", "conflicts", "choose"}
 CORE = {*CHOOSING, "values", "flags", "logs", "model", "refusals", "gates", "queues", "results"}
 
 
@@ -90,7 +90,8 @@ MAY_IMPORT = {
     "search": {*BASE, "schedule", "search"},
     "features": {"errors", "schedule", "request", "features"},
     "request": {"errors", "schedule"},
-    "conflicts": {"errors", "schedule", "request"},
+    "part_costs": {*BASE, "schedule", "request"},
+    "conflicts": {"errors", "schedule", "request", "part_costs"},
     "choose": CHOOSING,
     "values": {"errors", "schedule"},
     "flags": {"errors", "request"},

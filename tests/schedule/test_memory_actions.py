@@ -213,16 +213,20 @@ def test_receives_are_posted_before_waits_for_copies() -> None:
 
 
 def test_channels_from_ratios_and_files(tmp_path) -> None:
-    costs = Costs(1, 2, 3)
-    assert Channel.of_ratio(0.5, costs) == Channel(1.5, 1.5)
-    assert Channel.of_ratio(1, Costs((1, 2), (1, 2), (1, 2))).offload == (1.5, 3.0)
+    placement, half = Placement.linear(2), Channel(ratio=0.5)
+    for costs, seconds in (
+        (Costs(1, 2, 3, channel=half), (1.5, 1.5)),
+        (Costs((1, 2), 2, 3, channel=half), (1.5, 1.75)),
+    ):
+        assert costs.transfer_seconds(placement) == {Kind.OFFLOAD: seconds, Kind.RELOAD: seconds}
     assert Channel(2.0).reload == 2.0
     path = tmp_path / "costs.json"
     path.write_text('{"forward": 1, "recompute": 2, "channel": {"ratio": 1, "duplex": true, "switches": [[0, 1]]}}')
-    assert Costs.from_json(path) == Costs(1, recompute=2, channel=Channel(1.5, 1.5, True, ((0, 1),)))
+    assert Costs.from_json(path) == Costs(1, recompute=2, channel=Channel(duplex=True, switches=((0, 1),), ratio=1.0))
     path.write_text('{"channel": {"offload": [1, 2], "reload": 3}}')
     assert Costs.from_json(path).channel == Channel((1.0, 2.0), 3.0)
-    assert Channel(2.0).seconds(Placement.interleaved(2, 2)) == {Kind.OFFLOAD: (1.0,) * 4, Kind.RELOAD: (1.0,) * 4}
+    copies = Costs(channel=Channel(2.0)).transfer_seconds(Placement.interleaved(2, 2))
+    assert copies == {Kind.OFFLOAD: (1.0,) * 4, Kind.RELOAD: (1.0,) * 4}
 
 
 @pytest.mark.parametrize(
@@ -231,9 +235,8 @@ def test_channels_from_ratios_and_files(tmp_path) -> None:
         lambda: Channel(-1.0),
         lambda: Channel("fast"),
         lambda: Channel(1, switches=((0, 1), (1, 2))),
-        lambda: Channel.of_ratio(-1, Costs()),
-        lambda: Channel.of_ratio(1, Costs((1, 2))),
-        lambda: Channel(1, switches=((0, 9),)).seconds(Placement.linear(2)),
+        lambda: Channel(ratio=-1),
+        lambda: Costs(channel=Channel(1, switches=((0, 9),))).transfer_seconds(Placement.linear(2)),
         lambda: simulate(
             plan_offload(
                 build_schedule("1f1b", num_devices=2, num_microbatches=4), Costs(channel=Channel((1, 2, 3)))

@@ -19,7 +19,7 @@ from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.request import prices_of
+from megatron_pipemem.part_costs import prices_of
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.lowering import lower

@@ -33,7 +33,7 @@ from megatron_pipemem.schedule.validator import validate, validate_program
 
 
 def costs_of(ratio: float, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()) -> Costs:
-    return replace(Costs(), channel=Channel.of_ratio(ratio, Costs(), duplex, switches))
+    return replace(Costs(), channel=Channel(duplex=duplex, switches=switches, ratio=ratio))
 
 
 def played(schedule: Schedule, ratio: float) -> offload_oracle.Played:

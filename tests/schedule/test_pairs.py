@@ -18,7 +18,7 @@ from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, ScheduleError
-from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -33,7 +33,7 @@ from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.tools.report.terminal import TerminalTimeline
 from megatron_pipemem.tools.report.timeline import DrawnRun
 
-COSTS = with_exchanges(Costs(1, 1.5, 0.5, p2p=0.02), 0.4)
+COSTS = Costs(1, 1.5, 0.5, p2p=0.02).with_exchanges(0.4)
 FAMILIES = [each.name for each in families() if not (each.asynchronous or each.offloads or each.slices > 1)]
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 10))
 OWN_BACKWARD = "0F0,(0F1;0B1)OVERLAP_F_B,0B0\n"
@@ -73,7 +73,7 @@ def ends(schedule: Schedule) -> bool:
 @examples(6)
 @given(size=SIZES, share=st.sampled_from([0.1, 0.4, 0.7]))
 def test_pairs_of_any_family_are_proved_shorten_the_step_and_travel(name, size, share):
-    costs, alone = with_exchanges(COSTS, share), built_nearby(name, *size)
+    costs, alone = COSTS.with_exchanges(share), built_nearby(name, *size)
     timeline = with_pairs(alone, costs)
     found = timeline.schedule
     assert (timeline.makespan < simulate(alone, costs).makespan) is bool(found.pairs) and ends(found)
@@ -110,7 +110,7 @@ def test_documented_gains():
     """The page's table without pairs, and with 40 % in exchanges."""
     page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \|([^\n]+)\|$", page, re.MULTILINE)
-    costs = with_exchanges(Costs(), 0.4)
+    costs = Costs().with_exchanges(0.4)
     for name, cells in rows:
         alone_peak, peak, without, _, _, _, with_40, _ = cells.replace("no pairs", "nan").split("|")
         alone = build_schedule(name, num_devices=8, num_microbatches=32, costs=costs)
@@ -216,6 +216,6 @@ def pieces(forward: float, backward: float, share: float, attention: float, laye
 @given(st.floats(0, 0.6), st.floats(0.3, 0.6), st.floats(1, 2), st.integers(1, 8))
 def test_the_price_of_a_pair_is_that_of_megatrons_order_of_pieces(share, attention, backward, layers):
     schedule = Schedule.from_csv("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0I1,0W1\n")
-    costs = with_exchanges(Costs(1, backward, 1), share)
+    costs = Costs(1, backward, 1).with_exchanges(share)
     (spans,) = simulate(schedule, costs).spans
     assert 1 - 1e-9 <= pieces(1, backward, share, attention, layers) / (spans[2][1] - spans[1][0]) <= 1.2 + 1e-9

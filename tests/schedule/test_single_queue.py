@@ -80,7 +80,7 @@ def test_any_schedule_gets_through_single_queues(schedule: Schedule, costs: Cost
 
 
 def test_vocabulary_passes_offload_and_recomputation() -> None:
-    costs = replace(UNEQUAL, channel=Channel.of_ratio(0.5, UNEQUAL))
+    costs = replace(UNEQUAL, channel=Channel(ratio=0.5))
     for name in ("1f1b", "zbv"):
         schedule = build_schedule(name, num_devices=3, num_microbatches=6)
         for barriers in (1, 2):

@@ -266,7 +266,7 @@ def test_slices_share_what_has_no_price_of_theirs() -> None:
     assert changes[Kind.REDUCE_GRAD] == (-1,) * 4, "it is on a whole stage"
     again = costs.memory_changes(LINEAR, {1: Kind.RS}, 2)
     assert again[Kind.F] == pytest.approx((3, 3, 3 - 3 * SELECTIVE_BYTES, 3 - 3 * SELECTIVE_BYTES))
-    moved = Channel((1, 2, 3, 4), 8).seconds(LINEAR, 2)
+    moved = Costs(channel=Channel((1, 2, 3, 4), 8)).transfer_seconds(LINEAR, slices=2)
     assert (moved[Kind.OFFLOAD], moved[Kind.RELOAD]) == ((1, 2, 3, 4), (4,) * 4)
     passes = VocabularyCosts((1, 2, 3, 4), 2, collectives=3)
     assert passes.seconds(2, 2)[Kind.S] == (1, 2, 3, 4)

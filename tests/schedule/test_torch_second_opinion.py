@@ -14,7 +14,7 @@ from random_schedules import EXECUTED, random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.schedule.action import MESSAGES, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.csv_format import write_table
@@ -219,7 +219,7 @@ def test_torchs_own_dualpipe_v_is_valid_with_its_pairs_and_ours_has_as_many(tmp_
     )
     theirs = Schedule.from_csv((tmp_path / "v.csv").read_text(), dialect="torch")
     validate_program(lower(theirs))
-    costs = with_exchanges(Costs(), 0.4)
+    costs = Costs().with_exchanges(0.4)
     ours = with_pairs(build_schedule("dualpipe-v", num_devices=p, num_microbatches=m), costs).schedule
     assert len(ours.pairs) >= len(theirs.pairs) > m
     assert simulate(ours, costs).makespan <= simulate(theirs, costs).makespan

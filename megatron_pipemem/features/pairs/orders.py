@@ -10,7 +10,7 @@ started before, so a pair never waits for its own result, and devices never wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 
@@ -18,7 +18,6 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
-from megatron_pipemem.schedule.prices import PartPrices, Price
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 
@@ -30,19 +29,6 @@ _BACKWARDS = (Kind.I, Kind.B)
 _PATIENCE = (1.0, 0.5, 0.0)
 """The longest time for which an action waits for the other one of its pair, as shares of the seconds that the pair saves. All
 of them are tried."""
-
-
-def with_exchanges(costs: Costs, share: float = ASSUMED_SHARE) -> Costs:
-    """Return the costs with a time in which the tokens of experts travel: ``share`` of every F and I of layers."""
-    forward, backward = (_share_of(price, share) for price in (costs.forward, costs.backward_input))
-    return replace(costs, forward_exchange=forward, backward_exchange=backward)
-
-
-def _share_of(price: Price, share: float) -> Price:
-    """Return a share of a price. Embedding and head of ``PartPrices`` get 0, because they have no experts."""
-    if isinstance(price, PartPrices):
-        return replace(price * share, first=0.0, middle=0.0, last=0.0)
-    return tuple(stage_price * share for stage_price in price) if isinstance(price, Sequence) else price * share
 
 
 def may_pair(schedule: Schedule) -> bool:

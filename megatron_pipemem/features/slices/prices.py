@@ -120,7 +120,7 @@ def slice_costs(
     recompute = None if costs.recompute is None else priced(Kind.R)
     recompute_selective = None if costs.recompute_selective is None else priced(Kind.RS)
     return replace(
-        costs,
+        costs.of(placement),
         forward=priced(Kind.F),
         backward_input=priced(Kind.I),
         backward_weight=_spread(seconds[Kind.W], by_tokens),
@@ -128,7 +128,7 @@ def slice_costs(
         recompute_selective=recompute_selective,
         memory=None if costs.memory is None else memory,
         slice_units=slice_units,
-        channel=_channel(costs.channel, placement, by_tokens, keys_and_values),
+        channel=_channel(costs, placement, by_tokens, keys_and_values),
         vocabulary=_vocabulary(costs.vocabulary, placement.num_devices, by_tokens),
     )
 
@@ -191,17 +191,15 @@ _ACTIVATIONS = frozenset((Kind.F, Kind.R, Kind.I, Kind.W, Kind.B, Kind.WAIT_OFFL
 """Kinds whose memory includes keys and values in the prices of whole microbatches. Here these are priced apart."""
 
 
-def _channel(
-    channel: Channel | None, placement: Placement, by_tokens: Sequence[float], keys_and_values: float
-) -> Channel | None:
-    if channel is None:
+def _channel(costs: Costs, placement: Placement, by_tokens: Sequence[float], keys_and_values: float) -> Channel | None:
+    if costs.channel is None:
         return None
-    seconds = channel.seconds(placement)
+    seconds = costs.transfer_seconds(placement)
     out, back = (
         _spread([(1 - keys_and_values) * stage_seconds for stage_seconds in seconds[kind]], by_tokens)
         for kind in (Kind.OFFLOAD, Kind.RELOAD)
     )
-    return replace(channel, offload=out, reload=back)
+    return replace(costs.channel, offload=out, reload=back, ratio=None)
 
 
 def _vocabulary(

@@ -49,7 +49,7 @@ def head_on_last_stage(
         (*seconds[kind][:-slices], *(stage_seconds + head / 3 / slices for stage_seconds in seconds[kind][-slices:]))
         for kind in (Kind.F, Kind.I, Kind.W)
     )
-    return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
+    return replace(costs.of(placement), forward=forward, backward_input=inputs, backward_weight=weights)
 
 
 def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:

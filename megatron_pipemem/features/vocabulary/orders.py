@@ -342,7 +342,7 @@ def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
     forward, inputs, weights = (
         tuple(max(price, 1e-4 * longest) for price in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)
     )
-    return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
+    return replace(costs.of(placement), forward=forward, backward_input=inputs, backward_weight=weights)
 
 
 def families_with_passes(

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_pipemem import part_costs
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import CostsError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_costs, slice_tokens
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
+from megatron_pipemem.part_costs import PartCosts, even_layers, read_costs, with_cut_head, without_ends
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
@@ -35,7 +37,6 @@ from megatron_pipemem.schedule.options import (
     slice_counts,
 )
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import even_layers
 from megatron_pipemem.schedule.registry import family, megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.schedule_file import find_obstacle
@@ -64,9 +65,7 @@ def price_layers(names: Sequence[str], question: Question) -> Costs:
         )
     if question.exchange_share is None:
         return costs
-    from megatron_pipemem.features.pairs.orders import with_exchanges  # only where it is needed
-
-    return with_exchanges(costs, question.exchange_share)
+    return costs.with_exchanges(question.exchange_share)
 
 
 def _is_price(number: float) -> bool:
@@ -88,14 +87,7 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
         return costs
     if ratio is not None:
         _check_price("offload-ratio", ratio, "a number")
-    link = costs.channel or Channel(0.0)
-    try:
-        channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, link.duplex, link.switches)
-    except CostsError:
-        if ratio is None:  # the ratio 1 is only a default
-            return costs
-        raise
-    return replace(costs, channel=channel)
+    return replace(costs, channel=replace(costs.channel or Channel(), ratio=1.0 if ratio is None else ratio))
 
 
 def parse_costs(text: str, p2p: float | None) -> Costs:
@@ -106,7 +98,7 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     if p2p is not None:
         _check_price("p2p", p2p, "seconds")
     if text.endswith(".json") or Path(text).is_file():
-        costs = Costs.from_json(text)
+        costs = read_costs(text)
         return costs if p2p is None else replace(costs, p2p=p2p)
     try:
         forward, backward_input, backward_weight = map(float, text.split(","))
@@ -124,17 +116,21 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
 
 def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
     """Print a note if layers do not divide evenly among stages, and the costs give no layers per stage."""
-    parts = costs.part_prices
-    if parts is None:
+    if not isinstance(costs, PartCosts):
         return
-    layers, splits = len(parts.layers), []
+    layers, splits = len(costs.parts.layers), []
     for stages in sorted({placement.model_stages for placement in placements}):
         counts = Counter(even_layers(layers, stages))
-        if len(counts) > 1 and (parts.cut is None or len(parts.cut) != stages):
+        if len(counts) > 1 and (costs.cut is None or len(costs.cut) != stages):
             groups = " and ".join(f"{number} of {count}" for count, number in counts.items())
             splits.append(f"among {stages} stages ({groups})")
     if splits:
         report_note(f"{layers} layers do not divide {', '.join(splits)}; --costs FILE may give layers_per_stage")
+
+
+def num_layers(price_options: Prices, costs: Costs) -> int | None:
+    """Return the number of the model's layers: that of costs of parts, or else the user's; ``None`` if unknown."""
+    return len(costs.parts.layers) if isinstance(costs, PartCosts) else price_options.layers
 
 
 def head_seconds(price_options: Prices, costs: Costs, schedule: Schedule) -> float | None:
@@ -144,7 +140,7 @@ def head_seconds(price_options: Prices, costs: Costs, schedule: Schedule) -> flo
     they are no number, or if the model's number of layers is needed and unknown.
     """
     if price_options.head_cost is None:
-        return None if costs.part_prices is None else costs.part_prices.head
+        return part_costs.head_seconds(costs)
     try:
         amount = float(price_options.head_cost.removesuffix("layers"))
     except ValueError:
@@ -156,13 +152,13 @@ def head_seconds(price_options: Prices, costs: Costs, schedule: Schedule) -> flo
         )
     if not price_options.head_cost.endswith("layers"):
         return amount
-    layers = price_options.layers if costs.part_prices is None else len(costs.part_prices.layers)
+    layers = num_layers(price_options, costs)
     if layers is None:
         raise UnsupportedError(
             "needs-option",
             f"--head-cost {price_options.head_cost} counts layers; give the model's number of layers with --layers",
         )
-    seconds = costs.without_ends().seconds(schedule.placement, schedule.slices)
+    seconds = without_ends(costs).seconds(schedule.placement, schedule.slices)
     return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / layers
 
 
@@ -175,10 +171,10 @@ def priced_head(price_options: Prices, costs: Costs, schedule: Schedule, barrier
     if seconds is None:
         return costs
     if barriers:
-        return costs.with_cut_head(seconds, schedule.num_devices, barriers)
+        return with_cut_head(costs, seconds, schedule.num_devices, barriers)
     if price_options.head_cost is None:  # the costs already include the head
         return costs
-    return head_on_last_stage(costs.without_ends(), schedule.placement, seconds, slices=schedule.slices)
+    return head_on_last_stage(without_ends(costs), schedule.placement, seconds, slices=schedule.slices)
 
 
 def named(name: str, chunks: int | None) -> str:
@@ -213,7 +209,9 @@ class Loaded:
 
         The memory in ``costs`` is not used.
         """
-        knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
+        if self.knowledge.costs.memory is None:
+            costs = replace(costs, memory=None)
+        knowledge = replace(self.knowledge, costs=costs)
         return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 
 
@@ -437,8 +435,8 @@ def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loade
 
         ways = vocabulary_ways(loaded.request, resolved, lambda barriers, error: None)
         passes = {barriers: way.schedule for barriers, way in ways.items() if barriers}
-        alone = replace(prices.without_ends(), vocabulary=None)
-        layers = None if prices.part_prices is not None else question.layers
+        alone = replace(without_ends(prices), vocabulary=None)
+        layers = None if isinstance(prices, PartCosts) else question.layers
         choice = choose_vocabulary(schedule, alone, seconds, layers=layers, with_passes=passes)
         algorithm, reason = choice.best.name, choice.reason
         if algorithm == REDISTRIBUTE:

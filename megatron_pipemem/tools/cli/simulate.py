@@ -37,6 +37,7 @@ from megatron_pipemem.tools.cli.loading import (
     load_and_simulate,
     named,
     note_uneven_cuts,
+    num_layers,
     parse_costs,
     price_layers,
     priced_head,
@@ -307,7 +308,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
         return timeline.ideal
     costs, slices, pairs = loaded.chosen.costs, schedule.slices, bool(schedule.pairs)
     if slices > 1:  # each slice may have its own price
-        costs = replace(timeline.costs, memory=costs.memory)
+        costs = replace(timeline.costs, memory=costs.of(schedule.placement).memory)
     if schedule.offloads or schedule.recomputed:
         # Offloaded and recomputed activations leave the device, so a cap on memory does not bound the makespan.
         return lower_bound(schedule.placement, schedule.num_microbatches, costs, None, slices=slices)
@@ -453,7 +454,7 @@ def pareto(
     def priced(schedule: Schedule) -> Costs:
         return priced_head(price_options, prices, schedule, schedule.vocabulary_barriers)
 
-    layers = price_options.layers if prices.part_prices is None else len(prices.part_prices.layers)
+    layers = num_layers(price_options, prices)
     most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
     with showing("families"):
         candidates = choices(devices, microbatches, prices, cap_values, seconds, ResultCache(), barriers, priced, most)

@@ -116,8 +116,7 @@ class _Asked:
 
     @property
     def costs(self) -> Costs:
-        costs = Costs(*self.passes, p2p=self.message)
-        return Costs(*self.passes, p2p=self.message, channel=Channel.of_ratio(ASSUMED_RATIO, costs))
+        return Costs(*self.passes, p2p=self.message, channel=Channel(ratio=ASSUMED_RATIO))
 
 
 def _read(query: Mapping[str, str]) -> _Asked:

@@ -49,7 +49,8 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.model.activations import layer_bytes, message_bytes
 from megatron_pipemem.model.arguments import arguments_of
 from megatron_pipemem.model.counts import early_modules
-from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
+from megatron_pipemem.model.model import Execution, Model, Sublayer
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.schedule.action import Action, Kind

@@ -25,7 +25,8 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import LAYOUT, REPLACED_BY_LAYOUT
-from megatron_pipemem.request import Request, prices_of
+from megatron_pipemem.part_costs import prices_of
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement

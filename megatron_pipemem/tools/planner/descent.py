@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_pipemem.model.model import Passes
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.planner.replay import LongestChain

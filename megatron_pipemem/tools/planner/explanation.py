@@ -11,7 +11,7 @@ from typing import Any
 from megatron_pipemem.choose.knowledge import UNIT, action_memory
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
-from megatron_pipemem.model.model import Passes
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.results import measured_bubble
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs

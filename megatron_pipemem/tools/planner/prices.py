@@ -50,7 +50,8 @@ from functools import lru_cache
 from megatron_pipemem.model import activations, counts
 from megatron_pipemem.model.activations import moved_bytes
 from megatron_pipemem.model.counts import layer_flops
-from megatron_pipemem.model.model import Execution, Model, Passes, Recomputable, Sublayer, Summed, Tower
+from megatron_pipemem.model.model import Execution, Model, Recomputable, Sublayer, Tower
+from megatron_pipemem.part_costs import Passes, Summed
 from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128

@@ -9,17 +9,16 @@ from running stages of Megatron's modules (``megatron.profiling``).
 from __future__ import annotations
 
 import operator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
 from megatron_pipemem.model.activations import message_bytes
-from megatron_pipemem.model.model import Execution, Model, Passes
+from megatron_pipemem.model.model import Execution, Model
+from megatron_pipemem.part_costs import Part, PartCosts, Parts, Passes
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.costs_file import costs_arguments
 from megatron_pipemem.tools.config.cluster import Cluster, Link
 from megatron_pipemem.tools.config.loading import settings_of, typed
 from megatron_pipemem.tools.config.runs import Run
@@ -30,41 +29,6 @@ from megatron_pipemem.values import check_magnitudes
 _PARTS = ("layers", "end_layers", "first", "middle", "last")
 
 Source = Literal["formulas", "measured"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """The costs of a layer or a frame, on one rank and for one microbatch."""
-
-    seconds: Passes = field(default_factory=Passes)
-    memory: dict[Kind, float] = field(default_factory=dict)
-    """Bytes by which every kind of action changes the rank's memory, as the activation ledger counts."""
-    parameters: int = 0  # on the rank
-
-    @property
-    def saved(self) -> float:
-        """Bytes that are kept from F to I, except messages."""
-        return self._net(Kind.F, Kind.RECV_F, Kind.SEND_F)
-
-    @property
-    def released_at_input(self) -> float:
-        """Bytes that pass I frees, except messages."""
-        return -self._net(Kind.I, Kind.RECV_I, Kind.SEND_I)
-
-    def _net(self, *kinds: Kind) -> float:
-        return sum(self.memory.get(kind, 0.0) for kind in kinds)
-
-    def __add__(self, other: Part) -> Part:
-        kinds = [*self.memory, *(kind for kind in other.memory if kind not in self.memory)]
-        memory = {kind: self.memory.get(kind, 0.0) + other.memory.get(kind, 0.0) for kind in kinds}
-        return Part(self.seconds + other.seconds, memory, self.parameters + other.parameters)
-
-    def __mul__(self, count: int) -> Part:
-        memory = {kind: change * count for kind, change in self.memory.items()}
-        return Part(self.seconds * count, memory, self.parameters * count)
-
-    def __sub__(self, other: Part) -> Part:
-        return self + other * -1
 
 
 @dataclass(frozen=True)
@@ -105,12 +69,15 @@ class Profile:
         """The costs of the model's most frequent kind of layer."""
         return self.layers[self.model.main_kind]
 
-    def costs(self, link: Link | None = None) -> Costs:
+    def costs(self, link: Link | None = None) -> PartCosts:
         """Return the costs of layers and frames, from which stages of any placement are priced.
 
         ``link`` connects neighbouring pipeline ranks. Without it, messages cost nothing.
         """
-        return Costs(**costs_arguments(self.to_json(link)))
+        order = self.model.kinds
+        ends = None if self.end_layers is None else tuple(self.end_layers[kind] for kind in order)
+        parts = Parts(tuple(self.layers[kind] for kind in order), self.first, self.middle, self.last, ends)
+        return PartCosts(parts=parts, memory={}, p2p=self._message_seconds(link))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
         """Return the ratios of measured seconds to those that ``planner.prices`` predicts for a device of this cluster.
@@ -141,8 +108,11 @@ class Profile:
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:
             del parts["end_layers"]
-        p2p = 0.0 if link is None else link.seconds(self.message_bytes)
-        return {"parts": {"order": list(self.model.kinds), **parts}, "p2p": p2p, "profile": whole}
+        order = list(self.model.kinds)
+        return {"parts": {"order": order, **parts}, "p2p": self._message_seconds(link), "profile": whole}
+
+    def _message_seconds(self, link: Link | None) -> float:
+        return 0.0 if link is None else link.seconds(self.message_bytes)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Profile:

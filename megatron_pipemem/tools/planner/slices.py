@@ -22,7 +22,8 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.model import counts
-from megatron_pipemem.model.model import Execution, Model, Passes, Sublayer
+from megatron_pipemem.model.model import Execution, Model, Sublayer
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.refusals import flag_values
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind

@@ -31,11 +31,12 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.model.counts import model_flops
 from megatron_pipemem.model.layout import needed_layers
-from megatron_pipemem.model.model import Execution, Model, Passes
+from megatron_pipemem.model.model import Execution, Model
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import PartPrices, listed
+from megatron_pipemem.schedule.prices import listed
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner import prices
@@ -80,7 +81,6 @@ class PlannedStep:
     def saved(self) -> Sequence[float]:
         """The bytes that one microbatch's forward keeps on each stage."""
         kept = (self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages)
-        assert not isinstance(kept, PartPrices), "a step is priced stage by stage"
         return listed(kept)
 
     @property

@@ -36,6 +36,7 @@ from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.counts import layer_weight
 from megatron_pipemem.model.model import Sizes, Sublayer
+from megatron_pipemem.part_costs import head_seconds, without_ends
 from megatron_pipemem.refusals import of_config
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.weight_gradients import AccumulatorHooks, is_plain
@@ -97,15 +98,15 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     time.
     """
     placement, slices = schedules[0].placement, schedules[0].slices
-    parts = costs.part_prices
-    if costs.vocabulary is None and parts is not None:
-        head, costs = parts.head, costs.without_ends()
-    elif costs.vocabulary is None:
-        seconds = costs.seconds(placement, slices)
-        head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B)))) / sum(layout)
-    else:
+    head = head_seconds(costs)
+    if costs.vocabulary is not None:
         passes = costs.vocabulary.seconds(placement.num_devices, slices)
         head = sum(map(sum, (passes[kind] for kind in (Kind.S, Kind.T))))
+    elif head is not None:
+        costs = without_ends(costs)
+    else:
+        seconds = costs.seconds(placement, slices)
+        head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B)))) / sum(layout)
     # Costs per stage are those of the layers on their stages, and say nothing about other stages.
     moving: dict[str, Any] = {"layout": layout} if costs.are_single else {}
     if moving and getattr(model, "hybrid_layer_pattern", None) is None:  # of which all layers are alike
