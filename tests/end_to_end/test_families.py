@@ -12,9 +12,9 @@ import pytest
 from lanes import rest_nightly
 
 from megatron_pipemem.schedule.baseline import share_of_1f1b
-from megatron_pipemem.schedule.measured import idle_causes
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.tools.planner.explanation import case_of_report
+from megatron_pipemem.tools.report.measured_step import idle_causes
 
 NAMES = [
     family.name for family in families() if not (family.asynchronous or family.slices > 1) and family.replicas == 1

@@ -9,10 +9,10 @@ from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.measured import IMBALANCE, LATE, SCHEDULE, idle_causes
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.planner.explanation import Case, explain
+from megatron_pipemem.tools.report.measured_step import IMBALANCE, LATE, SCHEDULE, idle_causes
 
 
 def test_a_step_in_pairs_is_explained():

@@ -30,6 +30,7 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.cpu import activate
 from megatron_pipemem.tools.planner.profile import Profile, from_formulas
+from megatron_pipemem.tools.report.timeline import DrawnRun
 
 GPT = Model(layers=6, hidden=256, heads=4, vocabulary=1500, sequence=128)
 LLAMA = replace(GPT, kv_heads=2, ffn=704, activation="swiglu", norm="rmsnorm", position="rope", bias="none")
@@ -76,6 +77,7 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
     costs = read_costs(path)
     assert costs == profile.costs(A100.inter_node)
     timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8), costs)
+    assert DrawnRun(timeline).time_unit == "seconds"
     flops = 32 * layer_flops(profile.model, profile.execution).total
     assert timeline.makespan > 8 * flops / 4 / A100.flops
 

@@ -27,11 +27,12 @@ from megatron_pipemem.runtime.transport import MessageFormat, Transport
 from megatron_pipemem.schedule import action as kinds
 from megatron_pipemem.schedule.dependencies import needs_of
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.measured import NANOSECONDS, costs_from
+from megatron_pipemem.schedule.measured import costs_from
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.tools.report.browser import trace
+from megatron_pipemem.tools.report.measured_step import NANOSECONDS
 from megatron_pipemem.tools.report.page import page
 
 SPEC = KindSpec(

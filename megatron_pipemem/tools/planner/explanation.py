@@ -15,7 +15,6 @@ from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.results import measured_bubble
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.tools.config import run_layout
@@ -23,6 +22,7 @@ from megatron_pipemem.tools.config.runs import REPORT, Run
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.profile import slowdown_of
 from megatron_pipemem.tools.planner.step import price
+from megatron_pipemem.tools.report.measured_step import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
 from megatron_pipemem.tools.report.run import opened_report
 from megatron_pipemem.values import MOST_LAYERS, check_magnitudes
 

@@ -11,7 +11,16 @@ from typing import Any
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
 from megatron_pipemem.results import predicted_peaks, shown, shown_range
-from megatron_pipemem.schedule.measured import BARRIER, CAUSES, HOST, IMBALANCE, LATE, MESSAGES, MICROBATCHES, SCHEDULE
+from megatron_pipemem.tools.report.measured_step import (
+    BARRIER,
+    CAUSES,
+    HOST,
+    IMBALANCE,
+    LATE,
+    MESSAGES,
+    MICROBATCHES,
+    SCHEDULE,
+)
 from megatron_pipemem.tools.report.terminal import FittingTable
 
 _MIB = 1 << 20

@@ -146,7 +146,8 @@ class DrawnRun:
     def time_unit(self) -> str:
         """The unit of times: seconds, or the time of F of a device's whole share if the costs have no other."""
         is_timed = self.timeline.measured.bubble_rate is not None
-        return "seconds" if is_timed or self.timeline.costs.forward != 1 else "F of a device = 1"
+        is_unit = self.timeline.costs.are_single and self.timeline.costs.forward == 1
+        return "F of a device = 1" if is_unit and not is_timed else "seconds"
 
     @property
     def in_units(self) -> bool:

@@ -14,7 +14,11 @@ from refusals import refused
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.measured import (
+from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.tools.report.measured_step import (
     BARRIER,
     CAUSES,
     HOST,
@@ -27,10 +31,6 @@ from megatron_pipemem.schedule.measured import (
     MeasuredStep,
     idle_causes,
 )
-from megatron_pipemem.schedule.prices import MicrobatchWeights
-from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stream import stream
 
 SLOW_LAST = (1.0, 1.0, 1.0, 1.5)
 

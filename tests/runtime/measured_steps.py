@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megatron_pipemem.schedule.action import COMPUTE
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.tools.report.measured_step import NANOSECONDS, MeasuredStep
 
 
 def as_measured(schedule: Schedule, costs: Costs | None = None) -> MeasuredStep:
