@@ -94,7 +94,7 @@ def read(source: str, nemo: Path, *overrides: str) -> Reading:
     scripts = {"verl": VERL_SCRIPT, "slime": SLIME_SCRIPT, "swift": SWIFT_SCRIPT}
     if source == "nemo":
         return read_settings(nemo, overrides, CONTEXT)
-    return read_program([*training_command(scripts[source]), *overrides], CONTEXT)
+    return read_program([*training_command(scripts[source]).words, *overrides], CONTEXT)
 
 
 PROGRAMS = {"nemo": NEMO_RL, "verl": VERL, "slime": SLIME, "swift": SWIFT}

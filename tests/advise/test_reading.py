@@ -13,7 +13,7 @@ pytest.importorskip("megatron.training")
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.advise.programs import read_program
 from megatron_pipemem.tools.advise.reading import Context, Reading
-from megatron_pipemem.tools.advise.shell import UNKNOWN
+from megatron_pipemem.tools.config.arguments import UNKNOWN
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
 from megatron_pipemem.tools.config.runs import Run

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.tools.advise.shell import UNKNOWN, training_command
+from megatron_pipemem.tools.advise.shell import training_command
+from megatron_pipemem.tools.config.arguments import UNKNOWN
 from tests.watching.refusals import refused
+
+
+def words(text: str, *arguments, **settings) -> list[str]:
+    return training_command(text, *arguments, **settings).words
+
 
 SCRIPTS = {
     "arrays": """
@@ -66,57 +73,99 @@ def test_words_are_those_of_bash(script, tmp_path):
         check=True,
         cwd=tmp_path,
     )
-    assert training_command(script, {"PWD_OF_RUN": "/data"}) == done.stdout.split("\0")[:-1]
+    assert words(script, {"PWD_OF_RUN": "/data"}) == done.stdout.split("\0")[:-1]
 
 
 def test_a_command_within_a_command_is_found():
     text = 'run="python -u a/pretrain_gpt.py --x 1"\nsrun --label sh -c "${run} --y $Z" > log'
-    assert training_command(text, {"Z": "3"}) == ["python", "-u", "a/pretrain_gpt.py", "--x", "1", "--y", "3"]
+    python = ["python", "-u", "a/pretrain_gpt.py", "--x", "1", "--y", "3"]
+    assert words(text, {"Z": "3"}) == ["srun", "--label", *python]
 
 
 def test_slurms_lines_give_sizes_that_the_launcher_does_not():
     text = "#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n#SBATCH -p gpu --gpus-per-node 8\ntorchrun a.py --x"
-    assert training_command(text) == ["--nodes=4", "torchrun", "a.py", "--x"]
-    assert training_command(text.replace("-p gpu ", ""))[:2] == ["--nodes=4", "--gpus-per-node=8"]
+    assert words(text) == ["--nodes=4", "torchrun", "a.py", "--x"]
+    assert words(text.replace("-p gpu ", ""))[:2] == ["--nodes=4", "--gpus-per-node=8"]
 
 
 def test_variables_that_are_given_come_before_those_of_the_script():
-    assert training_command("TP=2\ntorchrun a.py --tp $TP", {"TP": "8"})[-1] == "8"
+    assert words("TP=2\ntorchrun a.py --tp $TP", {"TP": "8"})[-1] == "8"
 
 
 def test_an_unknown_value_keeps_the_name_of_its_variable():
-    words = training_command("torchrun a.py --tp $TP --path $(pwd)")
-    assert words[3] == f"{UNKNOWN}TP{UNKNOWN}" and UNKNOWN in words[5]
+    found = words("torchrun a.py --tp $TP --path $(whoami)/x --next $((TP * 2))")
+    assert found[3::2] == [f"{UNKNOWN}TP{UNKNOWN}", f"{UNKNOWN}$(whoami){UNKNOWN}/x", f"{UNKNOWN}TP{UNKNOWN}"]
 
 
 def test_a_command_s_output_is_asked_for_by_its_variable():
-    words = training_command(
-        "GPUS=`python -c 'print(8)'`\nA=$(ls)\ntorchrun --nproc_per_node $GPUS --x $A train.py --lr 1"
-    )
-    assert words[2:5] == [f"{UNKNOWN}GPUS{UNKNOWN}", "--x", f"{UNKNOWN}A{UNKNOWN}"]
+    found = words("GPUS=`python -c 'print(8)'`\nA=$(ls)\ntorchrun --nproc_per_node $GPUS --x $A train.py --lr 1")
+    assert found[2:5] == [f"{UNKNOWN}GPUS{UNKNOWN}", "--x", f"{UNKNOWN}A{UNKNOWN}"]
 
 
 def test_a_script_is_read_with_its_arguments(tmp_path: Path):
     (tmp_path / "train.sh").write_text(
         'SIZE=$1\nif [ $SIZE = 8B ]; then L=36; else L=2; fi\npython t.py --layers $L "$@"\n'
     )
-    words = training_command("bash train.sh 8B '--name=a b'", folder=tmp_path)
-    assert words == ["python", "t.py", "--layers", "36", "8B", "--name=a b"]
+    found = words("bash train.sh 8B '--name=a b'", folder=tmp_path)
+    assert found == ["python", "t.py", "--layers", "36", "8B", "--name=a b"]
 
 
 def test_the_command_that_runs_counts_and_not_the_one_that_is_shown():
     text = """ARGS="--freq '([0]*3+[1]*5)'"\ncmd="python t.py $ARGS"\necho $cmd\neval $cmd 2>&1"""
-    assert training_command(text)[:4] == ["python", "t.py", "--freq", "([0]*3+[1]*5)"]
+    assert words(text)[:4] == ["python", "t.py", "--freq", "([0]*3+[1]*5)"]
 
 
-def test_an_undecided_test_takes_the_first_branch_and_keeps_what_is_known():
-    text = "A=1\nif [ $ASKED = 1 ]; then A=2; B=2; C+=(--c); else B=3; fi\ntorchrun a.py --a $A --b $B ${C[@]}"
-    assert training_command(text)[3:6:2] == ["1", "2"]
+def test_a_variable_that_is_not_set_is_unset_in_tests_and_named():
+    text = """
+if [ "$DEBUG" = 1 ]; then A=2; else A=3; fi
+if [[ -z $NODES ]]; then NODES=4; fi
+B=$TP
+case $B in 2) C=two ;; *) C=other ;; esac
+torchrun a.py --a $A --n $NODES --b $B --c $C --d ${D:-5} ${E[@]} ${F:+x}
+"""
+    command = training_command(text)
+    assert command.words[2:] == shlex.split(f"--a 3 --n 4 --b {UNKNOWN}TP{UNKNOWN} --c other --d 5")
+    (sentence,) = command.not_read
+    assert all(name in sentence for name in ("DEBUG (line 2)", "NODES (line 3)", "TP (line 5)"))
+
+
+def test_arguments_are_the_script_s():
+    text = 'A=$1\nB=${2:-7}\nshift\ntorchrun a.py --a $A --b $B "$@"'
+    assert words(text, arguments=["4", "5", "6 7"])[2:] == ["--a", "4", "--b", "5", "5", "6 7"]
+    assert words(text)[2:] == ["--a", f"{UNKNOWN}1{UNKNOWN}", "--b", "7"]
+
+
+def test_a_script_that_ends_for_want_of_a_file_is_read_on():
+    text = "if [ ! -f /no/data ]; then\necho none\nexit 1\nfi\ntorchrun a.py --x\nexit 0\ntorchrun b.py --x --y"
+    command = training_command(text)
+    assert command.words == ["torchrun", "a.py", "--x"] and "line 3 " in command.not_read[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/opt/bin/torchrun a.py --x 1 > log 2>&1 &", "/opt/bin/torchrun a.py --x 1"),
+        ("P=$CONDA/bin\n$P/python a.py --x 1", f"{UNKNOWN}CONDA{UNKNOWN}/bin/python a.py --x 1"),
+        ("nohup env A=1 torchrun a.py --x 1 | tee log", "nohup env A=1 torchrun a.py --x 1"),
+        ("ssh -p 22 host 'cd job && torchrun a.py --x 1'", "torchrun a.py --x 1"),
+        ("pdsh -w n[0-3] torchrun a.py --x 1", "torchrun a.py --x 1"),
+        ("N=3\nsrun -N 2 bash <<EOF\ntorchrun a.py --x $N\nEOF", "srun -N 2 torchrun a.py --x 3"),
+        ("if ! torchrun a.py --x 1; then exit 1; fi", "torchrun a.py --x 1"),
+        ('run() { torchrun "$@" >&3; }\nexec 3>&1\nrun a.py --x 1', "torchrun a.py --x 1"),
+        ("exec torchrun a.py --x 1", "torchrun a.py --x 1"),
+        ("D=0,1,2\ntorchrun a.py --x $(echo $D | tr ',' '\\n' | wc -l)", "torchrun a.py --x 3"),
+        ("torchrun a.py --x $(expr 2 + 3) --y $(basename /a/b.sh .sh)", "torchrun a.py --x 5 --y b"),
+        ("for i in $(seq 2 3); do A+=($i); done\ntorchrun a.py ${A[*]}", "torchrun a.py 2 3"),
+        ("torchrun a.py --x $(echo a:b | cut -d: -f2) $(echo Ab | tr A-Z a-z)", "torchrun a.py --x b ab"),
+    ],
+)  # fmt: skip
+def test_a_command_is_read_wherever_it_stands(text, expected):
+    assert words(text) == expected.split(" ")
 
 
 def test_nothing_is_executed(tmp_path: Path):
     mark = tmp_path / "mark"
-    training_command(f"touch {mark}\nX=$(touch {mark})\ntorchrun a.py --x $X `touch {mark}`")
+    words(f"touch {mark}\nX=$(touch {mark})\ntorchrun a.py --x $X `touch {mark}`")
     assert not mark.exists()
 
 
@@ -124,10 +173,13 @@ def test_nothing_is_executed(tmp_path: Path):
 def test_a_sourced_file_is_read(tmp_path: Path, name: str):
     (tmp_path / "model.sh").write_text("MODEL=(--num-layers 4)\n", encoding="utf-8")
     text = f'source "{name.replace("{folder}", str(tmp_path))}"\ntorchrun a.py ${{MODEL[@]}}'
-    assert training_command(text, folder=tmp_path)[-2:] == ["--num-layers", "4"]
+    assert words(text, folder=tmp_path)[-2:] == ["--num-layers", "4"]
 
 
-@pytest.mark.parametrize(("text", "code"), [("echo hello", "no-command"), ("torchrun a.py --x 'open", "bad-syntax")])
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("echo hello", "no-command"), ("torchrun a.py --x 'open", "bad-syntax"), ("while :; do :; done", "no-end")],
+)
 def test_what_cannot_be_read_is_refused(text, code):
     with refused(code):
-        training_command(text)
+        words(text)

@@ -58,7 +58,7 @@ def test_the_line_that_advise_prints_trains(train, assert_same_training, ways, k
     """To the bit as the script itself. A line with a layout needs all of the script's 80 layers."""
     added = ways[kind]["add"]
     layers = 80 if any("layout" in word for word in added) else 8
-    flags = smaller(training_command(SCRIPT.read_text(encoding="utf-8")), layers)
+    flags = smaller(training_command(SCRIPT.read_text(encoding="utf-8")).words, layers)
     schedule = "stock"
     if "--pipemem-schedule" in added:
         place = added.index("--pipemem-schedule")

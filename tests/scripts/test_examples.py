@@ -21,7 +21,7 @@ BEFORE, AFTER, JOB = (EXAMPLES / name for name in ("launch_before.sh", "launch_a
 def test_the_line_of_advise_makes_one_launch_script_the_other():
     command = [sys.executable, "-m", "megatron_pipemem", "advise", str(BEFORE), "--json"]
     advice = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    before, after = (training_command(path.read_text(encoding="utf-8")) for path in (BEFORE, AFTER))
+    before, after = (training_command(path.read_text(encoding="utf-8")).words for path in (BEFORE, AFTER))
     place = before.index("pretrain_gpt.py")
     added = next(way["add"] for kind, way in advice["ways"].items() if kind not in ("today", "stock"))
     assert [*before[:place], "-m", "megatron_pipemem", "run", *before[place:], *added] == after
@@ -46,5 +46,6 @@ def test_the_slurm_job_starts_the_launch_script_on_every_node(tmp_path):
         text=True,
         check=True,
     )
-    given = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "1": "checkpoints", "2": "tokenizer", "3": "data"}
-    assert done.stdout.split("\n")[:-1] == training_command(AFTER.read_text(encoding="utf-8"), given)
+    variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
+    command = training_command(AFTER.read_text(encoding="utf-8"), variables, None, ("checkpoints", "tokenizer", "data"))
+    assert done.stdout.split("\n")[:-1] == command.words

@@ -46,12 +46,14 @@ class Reading:
         program: the training program, as the command names it.
         assumed: sentences about facts that the command leaves open.
         consumer: the kind of program.
+        not_read: sentences about parts of the script, or flags, that were not read.
     """
 
     run: Run
     program: str
     assumed: tuple[str, ...]
     consumer: Consumer = MEGATRON
+    not_read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The run is given as a launch script, a command line, a run file or a recipe of M
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from megatron_pipemem.tools.advise.advice import AS_FAST, PAIRED, Advice, Way, a
 from megatron_pipemem.tools.advise.consumers import BRIDGE, call, changes
 from megatron_pipemem.tools.advise.programs import PREFIX, is_settings, read_program, read_recipe, read_settings
 from megatron_pipemem.tools.advise.reading import Context, Reading
-from megatron_pipemem.tools.advise.shell import training_command
+from megatron_pipemem.tools.advise.shell import command_of_words, training_command
 from megatron_pipemem.tools.cli.common import console, print_facts, print_json
 from megatron_pipemem.tools.cli.options import Json, check_output
 from megatron_pipemem.tools.config.cluster import Cluster
@@ -146,14 +147,26 @@ def _read(
         return read_settings(path, source[1:], context)
     if len(source) == 1 and source[0].startswith(PREFIX):
         return read_recipe(source[0].removeprefix(PREFIX), context)
-    overrides = source[1:] if path.is_file() and all("=" in word for word in source[1:]) else []
     if len(source) == 1 and not path.is_file():
         raise ConfigError("no-file", f"there is no file {path}; give a launch script, a run file, or -- and a command")
-    if len(source) == 1 or overrides:
-        text, folder = path.read_text(encoding="utf-8", errors="replace"), path.parent
+    if not _is_script(path, alone=len(source) == 1):
+        command, overrides = command_of_words(source, variables), []
     else:
-        text, folder = shlex.join(source), None
-    return read_program([*training_command(text, variables, folder), *overrides], context)
+        text, arguments = path.read_text(encoding="utf-8", errors="replace"), source[1:]
+        command = training_command(text, variables, path.parent, arguments, str(path))
+        # A script that ignores its arguments may start a program with overrides of Hydra.
+        overrides = [word for word in arguments if "=" in word and word not in command.words]
+    reading = read_program([*command.words, *overrides], context)
+    return replace(reading, not_read=(*command.not_read, *reading.not_read))
+
+
+def _is_script(path: Path, alone: bool) -> bool:
+    """Return whether a file is a shell script. ``alone`` is whether no words follow it, as they follow a program."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline(200)
+    return alone or path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or (first[:2] == b"#!" and b"sh" in first)
 
 
 def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
@@ -181,6 +194,7 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
     lines = [
         ("the run", f"{model.layers} layers of {model.hidden:,} channels, {sizes}; {batch}; {run.precision}"),
         *[("assumed", sentence) for sentence in reading.assumed],
+        *[("not read", sentence) for sentence in reading.not_read],
         ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}{over}"),
     ]
     if advice.fails is not None:
@@ -269,6 +283,7 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
         "run": settings_of(reading.run),
         "program": reading.program,
         "assumed": list(reading.assumed),
+        "not_read": list(reading.not_read),
         "answer": advice.verdict,
         "fails": advice.fails,
         "unsliced": advice.unsliced,
