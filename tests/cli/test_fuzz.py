@@ -10,8 +10,10 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,38 +127,28 @@ PRICED = {
     ).map("=".join),
     "v": SMALL,
 }
-SIZES = st.tuples(SMALL, SMALL).map(lambda pair: ["-p", pair[0], "-m", pair[1], "-o", "seconds=0.01"])
 
 
-def sized(name: str, sizes: list[str]) -> list[str]:
-    """Searches are short ones."""
-    return sizes if name == "auto" else sizes[:4]
+def command(*parts: str | st.SearchStrategy, **files: st.SearchStrategy) -> st.SearchStrategy:
+    """The words of a command, and the texts of files by name, in which ``_`` stands for a dot.
+
+    A part is a word, or a strategy of a word or of several.
+    """
+    drawn = [st.just(part) if isinstance(part, str) else part for part in parts]
+    lists = [strategy.map(lambda words: [words] if isinstance(words, str) else words) for strategy in drawn]
+    texts = st.fixed_dictionaries({name.replace("_", "."): text for name, text in files.items()})
+    return st.tuples(st.tuples(*lists).map(lambda chosen: [*chain.from_iterable(chosen)]), texts)
 
 
-@examples(60)
-@given(name=NAMES, sizes=SIZES, more=options(**PRICED))
-def test_simulate(place_of_all, name, sizes, more):
-    call(place_of_all, "simulate", name, *sized(name, sizes), *more, "--json")
+@st.composite
+def sized(draw) -> list[str]:
+    """A schedule with its size. Searches are short ones."""
+    name, sizes = draw(NAMES), ["-p", draw(SMALL), "-m", draw(SMALL)]
+    return [name, *sizes, *(["-o", "seconds=0.01"] if name == "auto" else [])]
 
 
-@examples(50)
-@given(name=NAMES, sizes=SIZES, more=options(**PRICED), suffix=st.sampled_from([".html", ".json", ".png", ".x", ""]))
-def test_show(place_of_all, name, sizes, more, suffix):
-    place = place_of_all
-    target = [] if suffix == ".png" else ["--output", place / f"picture{suffix}"]
-    call(place, "show", name, *sized(name, sizes), *more, *target)
-
-
-@examples(30)
-@given(
-    sizes=st.tuples(st.sampled_from(["1", "2", "0", "x", "100000"]), st.sampled_from(["1", "3", "-1", "100000000"])),
-    more=options(**{key: PRICED[key] for key in ("costs", "p2p", "head_cost", "layers")}, caps=JUNK, output=JUNK),
-    seconds=st.sampled_from(["0", "0.01", "-1", "nan", "inf", "x"]),
-)
-def test_pareto(place_of_all, sizes, more, seconds):
-    call(
-        place_of_all, "pareto", "-p", sizes[0], "-m", sizes[1], *more, "--seconds", "0" if seconds == "inf" else seconds
-    )
+def maybe(option: str, *values: str) -> st.SearchStrategy:
+    return st.sampled_from([[], *([option, value] for value in values)])
 
 
 TABLES = [
@@ -181,29 +173,6 @@ def tables(draw) -> bytes:
         )
         text = text[:at] + piece + text[at + draw(st.integers(0, 6)) :]
     return text.encode()
-
-
-@examples(120)
-@given(table=tables(), more=options(m=SMALL, memory_cap=JUNK, dialect=st.sampled_from(["torch", "torch-old", "x"])))
-def test_check(place_of_all, table, more):
-    file = place_of_all / "given.csv"
-    file.write_bytes(table)
-    call(place_of_all, "check", file, *more, "--json")
-    with suppress(UnicodeDecodeError):
-        read(lambda: Schedule.from_csv(table.decode()))
-
-
-@examples(80)
-@given(
-    table=tables(),
-    output=st.sampled_from(["new.csv", "new.txt", "old.out", "new", "old.out/x.csv", "/proc/x.csv", "."]),
-    to=st.sampled_from(["pipemem", "torch", "torch-old", "x"]),
-)
-def test_convert(place_of_all, table, output, to):
-    place = place_of_all
-    (place / "given.csv").write_bytes(table)
-    call(place, "check", place / "given.csv", "--write", output, "--to", to)
-    assert (place / "old.out").read_text() == "old"
 
 
 VALUES = st.sampled_from(
@@ -238,28 +207,6 @@ COSTS = {
     "channel": {"offload": 1, "reload": 2, "duplex": True, "switches": [[0, 1]]},
     "vocabulary": {"score": 1, "gradient": [1, 1], "collectives": {"STATS": 0.1}},
 }  # fmt: skip
-
-
-@examples(80)
-@given(
-    data=changed(COSTS),
-    more=st.sampled_from([[], ["--memory-cap", "9B"], ["--offload", "auto"], ["--vocab-parallel", "1"]]),
-)
-def test_costs(place_of_all, data, more):
-    file = place_of_all / "costs.json"
-    file.write_text(json.dumps(data))
-    read(lambda: read_costs(file))
-    call(place_of_all, "simulate", "1f1b", "-p", 2, "-m", 3, "--costs", file, *more, "--json")
-
-
-@examples(20)
-@given(text=st.text(max_size=20) | st.sampled_from(["[" * 5000, "{", "1" * 5000, "NaN", '{"forward": Infinity}']))
-def test_texts_that_are_no_json(place_of_all, text):
-    file = place_of_all / "costs.json"
-    file.write_text(text, encoding="utf-8", errors="replace")
-    read(lambda: read_costs(file))
-    read(lambda: Profile.from_json(file))
-    call(place_of_all, "simulate", "1f1b", "-p", 2, "-m", 3, "--costs", file)
 
 
 RAW = yaml.safe_load(TINY.read_text())
@@ -297,27 +244,6 @@ def runs(draw, whole: Any) -> str:
     return yaml.safe_dump(draw(changed(whole)))
 
 
-@examples(60)
-@given(text=runs(RUN), more=options(set=SETS, nodes=SMALL, node_rank=SMALL, master_port=JUNK, master_addr=JUNK))
-def test_launch(place_of_all, text, more):
-    file = place_of_all / "run.yaml"
-    file.write_text(text, encoding="utf-8", errors="replace")
-    call(place_of_all, "launch", file, *more, "--print")
-    read(lambda: load(file, Run))
-
-
-@examples(12)
-@given(
-    text=runs({**RUN, "parallelism": {"global_batch": 2}}),
-    more=options(set=SETS, memory=JUNK, only=JUNK, profile=JUNK, top=SMALL, output=JUNK),
-)
-def test_plan(place_of_all, text, more):
-    file = place_of_all / "run.yaml"
-    file.write_text(text, encoding="utf-8", errors="replace")
-    few = ["--set", "cluster.nodes=1", "--set", "cluster.devices_per_node=2", "--search-seconds", "0"]
-    call(place_of_all, "plan", file, *few, *more)
-
-
 GRID = {
     "run": "run.yaml",
     "set": {"training.iterations": 2},
@@ -327,76 +253,125 @@ GRID = {
 }
 
 
-@examples(25)
-@given(text=runs(GRID), run=st.just(yaml.safe_dump(RUN)) | runs(RUN), more=options(set=SETS, output=JUNK, sbatch=JUNK))
-def test_grid(place_of_all, text, run, more):
-    (place_of_all / "run.yaml").write_text(run, encoding="utf-8", errors="replace")
-    (place_of_all / "grid.yaml").write_text(text, encoding="utf-8", errors="replace")
-    call(place_of_all, "grid", place_of_all / "grid.yaml", *more, "--launcher", "print")
-
-
-@examples(30)
-@given(
-    text=runs(MODEL),
-    machine=st.just(yaml.safe_dump(CLUSTER)) | runs(CLUSTER),
-    more=options(tp=SMALL, cp=SMALL, ep=SMALL, micro_batch=SMALL, sequence=SMALL, recompute=JUNK, precision=JUNK),
-)
-def test_profile(place_of_all, text, machine, more):
-    place = place_of_all
-    (place / "model.yaml").write_text(text, encoding="utf-8", errors="replace")
-    (place / "cluster.yaml").write_text(machine, encoding="utf-8", errors="replace")
-    files = ["--model", place / "model.yaml", "--cluster", place / "cluster.yaml"]
-    call(place, "profile", *files, "--formulas", *more, "--output", place / "profile.json")
-    if (place / "profile.json").exists():
-        json.loads((place / "profile.json").read_text())
-
-
 PROFILE = json.loads(json.dumps(from_formulas(load("tiny-gpt", Model), Execution(), load("cpu", Cluster)).to_json()))
-
-
-@examples(40)
-@given(data=changed(PROFILE))
-def test_profile_files(place_of_all, data):
-    file = place_of_all / "profile.json"
-    file.write_text(json.dumps(data))
-    read(lambda: Profile.from_json(file))
-    read(lambda: read_costs(file))
 
 
 INDEX = {"grid": "x", "points": [{"settings": {"a": 1}, "changes": {}}]}
 DONE = asdict(Result(0, {"a": 1}, "done", None, 0, 2, 0.5, 9.0, (1, 2), (1, 2), (0.1, None), (0.1, None), (3.0,)))
 
 
-@examples(45)
-@given(index=st.just(INDEX) | changed(INDEX), result=changed(DONE))
-def test_files_of_a_grid(place_of_all, index, result):
-    folder = place_of_all / "grid"
-    (folder / "points" / "000").mkdir(parents=True, exist_ok=True)
-    (folder / "grid.json").write_text(json.dumps(index))
-    (folder / "points" / "000" / "result.json").write_text(json.dumps(result))
-    read(Store(folder).results)
-    call(place_of_all, "grid-result", folder / "points" / "000", "--exit-code", "1")
+JSON_COSTS = changed(COSTS).map(json.dumps)
+NO_JSON = st.text(max_size=20) | st.sampled_from(["[" * 5000, "{", "1" * 5000, "NaN", '{"forward": Infinity}'])
+MORE_COSTS = st.sampled_from([[], ["--memory-cap", "9B"], ["--offload", "auto"], ["--vocab-parallel", "1"]])
+PRICED_1F1B = ("simulate", "1f1b", "-p", "2", "-m", "3", "--costs", "costs.json")
+FEW_PLANS = ("--set", "cluster.nodes=1", "--set", "cluster.devices_per_node=2", "--search-seconds", "0")
+OF_MODELS = options(tp=SMALL, cp=SMALL, ep=SMALL, micro_batch=SMALL, sequence=SMALL, recompute=JUNK, precision=JUNK)
+OF_MODELS = st.tuples(OF_MODELS, st.just(["--output", "profile.json"])).map(lambda two: [*two[0], *two[1]])
+OF_GRIDS = {"index_json": st.just(INDEX) | changed(INDEX), "result_json": changed(DONE)}
+OF_GRIDS = {name: data.map(json.dumps) for name, data in OF_GRIDS.items()}
+CASES = {
+    "simulate": (60, command("simulate", sized(), options(**PRICED), "--json")),
+    "show": (50, command("show", sized(), options(**PRICED), maybe("--output", "a.html", "a.json", "a.x", "a"))),
+    "pareto": (
+        30,
+        command(
+            *("pareto", "-p", st.sampled_from(["1", "2", "0", "x", "100000"])),
+            *("-m", st.sampled_from(["1", "3", "-1", "100000000"])),
+            options(**{key: PRICED[key] for key in ("costs", "p2p", "head_cost", "layers")}, caps=JUNK, output=JUNK),
+            *("--seconds", st.sampled_from(["0", "0.01", "-1", "nan", "x"])),
+        ),
+    ),
+    "check": (
+        120,
+        command(
+            *("check", "given.csv", "--json"),
+            options(m=SMALL, memory_cap=JUNK, dialect=st.sampled_from(["torch", "torch-old", "x"])),
+            given_csv=tables(),
+        ),
+    ),
+    "convert": (
+        80,
+        command(
+            *("check", "given.csv", "--write"),
+            st.sampled_from(["new.csv", "new.txt", "old.out", "new", "old.out/x.csv", "/proc/x.csv", "."]),
+            *("--to", st.sampled_from(["pipemem", "torch", "torch-old", "x"])),
+            given_csv=tables(),
+        ),
+    ),
+    "costs": (80, command(*PRICED_1F1B, MORE_COSTS, "--json", costs_json=JSON_COSTS)),
+    "texts that are no JSON": (20, command(*PRICED_1F1B, costs_json=NO_JSON)),
+    "profile files": (40, command(*PRICED_1F1B, costs_json=changed(PROFILE).map(json.dumps))),
+    "launch": (
+        60,
+        command(
+            *("launch", "run.yaml", "--print"),
+            options(set=SETS, nodes=SMALL, node_rank=SMALL, master_port=JUNK, master_addr=JUNK),
+            run_yaml=runs(RUN),
+        ),
+    ),
+    "plan": (
+        12,
+        command(
+            *("plan", "run.yaml", *FEW_PLANS),
+            options(set=SETS, memory=JUNK, only=JUNK, profile=JUNK, top=SMALL, output=JUNK),
+            run_yaml=runs({**RUN, "parallelism": {"global_batch": 2}}),
+        ),
+    ),
+    "grid": (
+        25,
+        command(
+            *("grid", "grid.yaml", "--launcher", "print"),
+            options(set=SETS, output=JUNK, sbatch=JUNK),
+            grid_yaml=runs(GRID),
+            run_yaml=st.just(yaml.safe_dump(RUN)) | runs(RUN),
+        ),
+    ),
+    "profile": (
+        30,
+        command(
+            *("profile", "--model", "model.yaml", "--cluster", "cluster.yaml", "--formulas", OF_MODELS),
+            model_yaml=runs(MODEL),
+            cluster_yaml=st.just(yaml.safe_dump(CLUSTER)) | runs(CLUSTER),
+        ),
+    ),
+    "files of a grid": (45, command("grid-result", "grid/points/000", "--exit-code", "1", **OF_GRIDS)),
+    "report": (  # each may draw a picture
+        4,
+        command("report", "grid", maybe("--output", "x.html", "old.out/x.png"), "--json", **OF_GRIDS),
+    ),
+    "anything": (45, command(st.sampled_from(["schedules", "unfinished", "report"]), st.lists(JUNK, max_size=3))),
+}
+READERS = {
+    "given.csv": [lambda file: Schedule.from_csv(file.read_text(encoding="utf-8", errors="replace"))],
+    "costs.json": [read_costs, Profile.from_json],
+    "run.yaml": [lambda file: load(file, Run)],
+    "result.json": [lambda file: Store(file.parents[2]).results()],
+}
+PLACES = {"index.json": "grid/grid.json", "result.json": "grid/points/000/result.json"}
 
 
-@examples(4)  # each may draw a picture
-@given(result=changed(DONE), output=st.sampled_from([[], ["--output", "x.html"], ["--output", "old.out/x.png"]]))
-def test_report(place_of_all, result, output):
-    folder = place_of_all / "grid"
-    (folder / "points" / "000").mkdir(parents=True, exist_ok=True)
-    (folder / "grid.json").write_text(json.dumps(INDEX))
-    (folder / "points" / "000" / "result.json").write_text(json.dumps(result))
-    call(place_of_all, "report", folder, *output, "--json")
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_ends_in_words(place, name):
+    number, inputs = CASES[name]
 
+    @examples(number)
+    @given(inputs)
+    def try_all(drawn: tuple[list[str], dict[str, str | bytes]]) -> None:
+        words, texts = drawn
+        for file, text in texts.items():
+            path = place / PLACES.get(file, file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="replace"))
+            for reader in READERS.get(file, ()):
+                read(partial(reader, path))
+        call(place, *words)
+        assert (place / "old.out").read_text() == "old"
 
-@examples(15)
-@given(words=st.lists(JUNK, max_size=3))
-def test_anything(place_of_all, words):
-    for command in ("schedules", "unfinished", "report"):
-        call(place_of_all, command, *words)
+    try_all()
 
 
 @pytest.fixture(scope="module")
-def place_of_all(tmp_path_factory):
+def place(tmp_path_factory):
     """The working directory of all examples; names of files that inputs hold are looked up here."""
     with pytest.MonkeyPatch.context() as patch:
         place = tmp_path_factory.mktemp("fuzz")

@@ -56,36 +56,28 @@ def test_a_run_is_told_from_its_folder_and_from_its_report(pipemem, run, tmp_pat
     assert ["1", "1", "1", "10.0%", "20.0%"] in [line.split() for line in told.stdout.splitlines()]
 
 
-def test_steps_without_a_barrier_are_counted(pipemem, run):
-    overlap = {"steps_ahead": 2, "steps_taken_back": 1, "rollback_bytes": 3 << 20}
-    others = {"rank": 1, "rollback_bytes": 0, "waiting_gradient_bytes": 1 << 20}
-    told = pipemem("report", run(ranks=[RANK | overlap, RANK | overlap | others])).stdout
-    assert "2 of 3 steps" in told and "1 of them" in told
-    assert "3 MiB of the device" in told and "1 MiB of the device" in told
+OVERLAP = {"steps_ahead": 2, "steps_taken_back": 1, "rollback_bytes": 3 << 20}
+LAST = {"rank": 1, "rollback_bytes": 0, "waiting_gradient_bytes": 1 << 20}
+FAILED = {"rank": 1, "counted_peak_bytes": 4 << 20, "failure": "no losses: TypeError: much"}
+UNEVEN = {"predicted_least_peak_bytes": 2 << 20, "counted_peak_bytes": 5 << 19, "expert_load": 1.625}
 
 
-def test_what_differs_and_what_failed_is_named(pipemem, run):
-    ranks = [RANK, RANK | {"rank": 1, "counted_peak_bytes": 4 << 20, "failure": "no losses: TypeError: much"}]
-    told = pipemem("report", run(ranks=ranks)).stdout
-    assert "1 ranks differ from the prediction, rank 1 most: 3 MiB predicted, 4 counted" in told
-    assert "rank 1: no losses: TypeError: much" in told
-
-
-def test_uneven_routing_is_told_as_a_range(pipemem, run):
-    uneven = RANK | {"predicted_least_peak_bytes": 2 << 20, "counted_peak_bytes": 5 << 19, "expert_load": 1.625}
-    told = pipemem("report", run(ranks=[uneven])).stdout
-    assert "experts of rank 0 got 1.62 times an even share of a microbatch's tokens, the most of all ranks" in told
-    assert "peak activations 2.5 MiB on the fullest rank, counted; every rank within its prediction" in told
-    assert "2 to 3" in told
-    told = pipemem("report", run(ranks=[uneven | {"counted_peak_bytes": 4 << 20}])).stdout
-    assert "rank 0 most: 2 to 3 MiB predicted, 4 counted" in told
-
-
-def test_a_run_of_stock_and_one_that_was_not_measured(pipemem, run):
-    stock = RANK | {"predicted_peak_bytes": None}
-    assert "counted; nothing was predicted" in pipemem("report", run(ranks=[stock])).stdout
-    nothing = dict.fromkeys(RANK) | {"rank": 0}
-    assert pipemem("report", run(ranks=[nothing], plans=[], losses=[])).exit_code == 0
+@pytest.mark.parametrize(
+    ("ranks", "values"),
+    [
+        ([OVERLAP, OVERLAP | LAST], ["2 of 3 steps", "1 of them", "3 MiB of the device", "1 MiB of the device"]),
+        ([{}, FAILED], ["rank 1 most: 3 MiB predicted, 4 counted", "rank 1: no losses: TypeError: much"]),
+        ([UNEVEN], ["experts of rank 0 got 1.62 times", "2.5 MiB on the fullest rank", "2 to 3"]),
+        ([UNEVEN | {"counted_peak_bytes": 4 << 20}], ["rank 0 most: 2 to 3 MiB predicted, 4 counted"]),
+        ([{"predicted_peak_bytes": None}], ["nothing was predicted"]),
+        ([dict.fromkeys(RANK) | {"rank": 0}], []),
+    ],
+)
+def test_ranks_are_told_with_the_values_of_the_report(pipemem, run, ranks, values):
+    is_measured = ranks[0].get("counted_peak_bytes", 1) is not None
+    rest = {} if is_measured else {"plans": [], "losses": []}
+    shown = pipemem("report", run(ranks=[RANK | rank for rank in ranks], **rest))
+    assert shown.exit_code == 0 and [value for value in values if value not in shown.stdout] == []
 
 
 def test_the_page_of_its_last_step_is_named(pipemem, run, tmp_path):

@@ -25,7 +25,7 @@ TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
     [
         ({"lrr": 0.1}, ("unknown-flag", "--lrr", "lr")),
         ({"pipemem-reprot": "x"}, ("unknown-flag", "pipemem-report")),
-        ({"lr": "fast"}, ("bad-type", "megatron.lr", "fast", "--lr")),
+        ({"lr": "fast"}, ("bad-number", "megatron.lr", "fast", "--lr")),
         ({"pipemem-vocab-piece-tokens": 0}, ("bad-number", "--pipemem-vocab-piece-tokens", 0)),
         ({"lr": True}, ("bad-type", "megatron.lr", "--lr")),
         ({"optimizer": "sdg"}, ("bad-choice", "sdg")),

@@ -91,7 +91,7 @@ class Arguments:
             self._read.add(name)
             text = self._flags.get(name)
             if text is not None and text is not False:
-                value = _value(flag, text, self._flag_table[flag])
+                value = flag_value(flag, text, self._flag_table[flag])
         return value
 
     def mark(self, *names: str) -> None:
@@ -112,7 +112,7 @@ def setters(flag_table: FlagTable) -> dict[str, list[str]]:
     return flags
 
 
-def _value(flag: str, value: Any, properties: Mapping[str, Any]) -> Any:
+def flag_value(flag: str, value: Any, properties: Mapping[str, Any]) -> Any:
     """Return the value of a flag as Megatron's parser reads it.
 
     Raise a ConfigError if it depends on an unknown variable, is not among the flag's choices, or has the wrong type.

@@ -232,8 +232,8 @@ def _attend(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             ends = [0, size * query.size(0)]
         else:
             _check(self, "packed sequences", "no --window-size")
-            found = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-            ends, mask = found.tolist(), None
+            padded = packed.cu_seqlens_q_padded
+            ends, mask = (packed.cu_seqlens_q if padded is None else padded).tolist(), None
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))  # one sequence
         owned = shares(ends, size)
         own = owned[self.pg_collection.cp.rank() if size > 1 else 0]

@@ -26,8 +26,9 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.search.result import default_folder
-from megatron_pipemem.tools.config.arguments import frozen_flags
+from megatron_pipemem.tools.config.arguments import flag_value, frozen_flags
 from megatron_pipemem.tools.megatron.asking import answers
+from megatron_pipemem.values import refuse_if
 
 logger = logging.getLogger(__name__)
 
@@ -53,33 +54,24 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     flag_table = known_flags() if _megatrons_flags() else {}
     readers = {flag.name: flag.read for flag in flags_of(Request).values() if not flag.repeated}
     for name, value in flags.items() if flag_table else ():
-        flag = flag_table.get(f"--{name}")
-        if flag is None:
-            near = difflib.get_close_matches(f"--{name}", flag_table, n=1)
+        key, option, shown = f"megatron.{name}", f"--{name}", shortened(value)
+        if (flag := flag_table.get(option)) is None:
+            near = difflib.get_close_matches(option, flag_table, n=1)
             hint = f"did you mean {near[0][2:]!r}?" if near else "see the training script's --help"
-            raise ConfigError("unknown-flag", f"Megatron has no flag --{name}; {hint}", key=f"megatron.{name}")
-        if value is True and not flag["bare"] and flag["nargs"] not in ("?", "*"):
-            raise ConfigError("bad-type", f"is true, and --{name} takes a value; give one", key=f"megatron.{name}")
+            raise ConfigError("unknown-flag", f"Megatron has no flag {option}; {hint}", key=key)
+        needs_value = not flag["bare"] and flag["nargs"] not in ("?", "*")
+        refuse_if(value is True and needs_value, "bad-type", key, f"is true, and {option} takes a value; give one")
         if value is None or isinstance(value, bool):
             continue
-        if flag["bare"]:
-            raise ConfigError(
-                "bad-type",
-                f"is {shortened(value)}, and --{name} takes no value; give true or false",
-                key=f"megatron.{name}",
-            )
+        refuse_if(flag["bare"], "bad-type", key, f"is {shown}, and {option} takes no value; give true or false")
         for text in map(str, value if isinstance(value, list | tuple) else [value]):
-            if (read := readers.get(f"--{name}")) is not None:
-                read(f"--{name}", text)
+            if (read := readers.get(option)) is not None:
+                read(option, text)
             layout.check_length(name, text)
-            if flag["choices"] and text not in flag["choices"]:
-                raise ConfigError(
-                    "bad-choice", f"is {shortened(text)}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}"
-                )
-            if not _reads(text, flag["type"]):
-                raise ConfigError(
-                    "bad-type", f"is {shortened(text)}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}"
-                )
+            try:
+                flag_value(key, text, flag)
+            except ConfigError as error:
+                raise ConfigError(error.code, f"{error.message}, for {option}", key=key) from error
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
@@ -161,13 +153,3 @@ def _sources() -> list[Path]:
     files = ((core, "transformer/transformer_config.py"), (training, "arguments.py"))
     paths = [Path(spec.origin).parent / file for spec, file in files if spec is not None and spec.origin is not None]
     return [path for path in paths if path.is_file()]
-
-
-def _reads(text: str, kind: str | None) -> bool:
-    if kind not in ("int", "float"):
-        return True
-    try:
-        {"int": int, "float": float}[kind](text)
-    except ValueError:
-        return False
-    return True

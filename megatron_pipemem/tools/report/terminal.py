@@ -79,9 +79,9 @@ class FittingTable:
     def _blocks(self, columns: Sequence[_Column], width: int) -> RenderResult:
         first, *others = columns
         for row, (_, style) in enumerate(self._rows):
-            yield Text(first.told(row), style=f"bold {style}", overflow="fold")
-            told = [column.told(row) for column in others if column.cells[row].strip() not in _EMPTY]
-            for line in _filled(told, width - _INDENT):
+            yield Text(first.line(row), style=f"bold {style}", overflow="fold")
+            parts = [column.line(row) for column in others if column.cells[row].strip() not in _EMPTY]
+            for line in _filled(parts, width - _INDENT):
                 for part in wrap(line, max(1, width - _INDENT), break_long_words=False, break_on_hyphens=False):
                     yield Text(" " * _INDENT + part, style=style, overflow="fold")
 
@@ -93,7 +93,7 @@ class _Column:
         parts = _widest(cells, str.split if self.is_text else str.splitlines)
         self.least = max(_widest((self.heading,), str.split), parts, 1)
 
-    def told(self, row: int) -> str:
+    def line(self, row: int) -> str:
         """Return the heading and a cell in one line, for a table that is printed as blocks."""
         return " ".join(f"{self.heading} {'; '.join(self.cells[row].splitlines())}".split())
 

@@ -173,7 +173,7 @@ class DrawnRun:
             if schedule.vocabulary_barriers:
                 shown = [a.kind not in VOCABULARY or s < e for a, s, e in zip(order, starts, ends, strict=True)]
                 actions = list(compress(actions, shown))
-                starts, ends, levels = (list(compress(each, shown)) for each in (starts, ends, levels))
+                starts, ends, levels = (list(compress(values, shown)) for values in (starts, ends, levels))
             columns.append(Columns(actions, starts, ends, levels))
         return tuple(columns)
 
