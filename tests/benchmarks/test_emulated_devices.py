@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lanes import nightly
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -78,6 +79,7 @@ def test_a_run_in_another_order_is_refused(monkeypatch):
     assert "device 1 " in str(raised.value)
 
 
+@nightly("the comparison above runs the program; end_to_end/test_overlapping.py runs such steps")
 def test_steps_follow_each_other_without_a_barrier(benchmark, tmp_path):
     output = tmp_path / "steps.json"
     sizes = "--devices 2 --microbatches 4 --costs 1,1,1 --step-ms 4 --repeats 1 --steps 3".split()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lanes import nightly
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -16,6 +17,8 @@ from megatron_pipemem.features.slices.prices import slice_costs
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "long_sequences.py"
 DEVICES, MICROBATCHES, SLICES, UNIT_MS = 2, 2, 4, 8.0
 SLICED = ["seq1f1b", "interleaved", "zbv", "v-half"]
+
+pytestmark = nightly("test_long_sequences.py runs the program; end_to_end/test_slices.py runs the orders")
 
 
 @pytest.fixture(scope="module")

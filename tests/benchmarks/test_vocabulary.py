@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lanes import nightly
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -22,6 +23,8 @@ INTERLACED = ("1f1b", "interlaced")
 SHARES = {"head on the last stage": (1, 1 + HEAD), "layers redistributed": (2, HEAD)}
 BARRIERS = {"Algorithm 1": 2, "Algorithm 2": 1}
 
+emulated = nightly("the simulated comparison below runs the program; end_to_end/test_vocabulary.py runs the heads")
+
 
 @pytest.fixture(scope="module")
 def rows(benchmark, tmp_path_factory) -> dict[tuple[str, str], dict]:
@@ -34,6 +37,7 @@ def rows(benchmark, tmp_path_factory) -> dict[tuple[str, str], dict]:
     return {(row["family"], row["method"]): row for row in result["rows"]}
 
 
+@emulated
 def test_every_method_ran_no_faster_than_its_plan(rows):
     of_families = [[(family, method) for method in METHODS] for family in ("1f1b", "v-half")]
     assert list(rows) == [*of_families[0], INTERLACED, *of_families[1]]
@@ -46,6 +50,7 @@ def test_every_method_ran_no_faster_than_its_plan(rows):
         assert row["simulated_speedup"] == pytest.approx(baseline["simulated"] / row["simulated"])
 
 
+@emulated
 @pytest.mark.parametrize("method", SHARES)
 def test_uncut_heads_take_what_their_device_has(rows, method):
     unit = UNIT_MS / 1e3
@@ -54,6 +59,7 @@ def test_uncut_heads_take_what_their_device_has(rows, method):
     assert rows["1f1b", method]["simulated"] == pytest.approx(simulate(base, Costs(prices, prices, prices)).makespan)
 
 
+@emulated
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_that_of_the_barriers(rows, method):
     base = build_schedule("v-half", num_devices=DEVICES, num_microbatches=MICROBATCHES)
@@ -62,6 +68,7 @@ def test_memory_is_that_of_the_barriers(rows, method):
     assert rows["v-half", method]["peak"] == pytest.approx(simulate(base).peak + 2 * more / (2 * DEVICES))
 
 
+@emulated
 def test_interlacing_holds_half_as_much_again_as_1f1b(rows):
     assert rows[INTERLACED]["peak"] == pytest.approx(1.5)
 
