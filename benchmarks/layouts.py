@@ -68,7 +68,7 @@ COLUMNS = ("model", "ranks x chunks", "by hand", "`pipemem layout`", "slowest ra
 
 def row(recipe: Recipe, found: Balance) -> tuple[str, ...]:
     """Return the cells of a recipe: ratios of the best layout, and of the even split, to the one by hand."""
-    model, hand = load(recipe.model, Model), found.given
+    model, hand = load(recipe.model, Model), found.own
     assert hand is not None, "every recipe has a layout by hand"
     best = layout.written(found.best.layers, model.mtp_layers)
     same = found.best.layers == hand.layers
@@ -93,7 +93,7 @@ def main() -> None:
         found = balance(recipe.run(), recipe.by_hand)
         cells, most = (
             row(recipe, found),
-            [way.peak / GIB for way in (found.best, found.given) if way is not None],
+            [way.peak / GIB for way in (found.best, found.own) if way is not None],
         )
         table.add_row(*cells, ", ".join(f"{each:.0f}" for each in most))
         results.append({**dict(zip(COLUMNS, cells, strict=True)), "most_gib": most, "source": recipe.source})

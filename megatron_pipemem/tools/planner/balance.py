@@ -59,12 +59,12 @@ class Balance:
 
     best: Way  # with the shortest step found
     even: Way  # with layers divided evenly, or nearly so
-    given: Way | None = None  # with the layout of the user or the run, if there is one
+    own: Way | None = None  # with the layout of the user or the run, if there is one
 
     @property
     def layouts(self) -> dict[str, Way]:
         """The layouts that there are, by name."""
-        ways = {"best": self.best, "even": self.even, "given": self.given}
+        ways = {"best": self.best, "even": self.even, "given": self.own}
         return {name: way for name, way in ways.items() if way is not None}
 
     @property
@@ -92,7 +92,7 @@ def balance(
         return Balance(
             best=scale.layout(scale.best()),
             even=scale.layout(layout.even(run.model, scale.placement.model_stages)),
-            given=None if counts is None else scale.layout(counts),
+            own=None if counts is None else scale.layout(counts),
         )
 
     request = _request(run)
