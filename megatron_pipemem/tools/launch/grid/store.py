@@ -239,11 +239,18 @@ class Store:
 
     def finish(self, index: int, exit_code: int) -> Result:
         """Write and return the result of a point whose training has ended with ``exit_code``."""
-        return self._keep(collect(index, self.settings()[index], self.run(index), self.log(index), exit_code))
+        return self._keep(collect(index, self._settings(index), self.run(index), self.log(index), exit_code))
 
     def fail(self, index: int, reason: str) -> Result:
         """Write and return the result of a point that could not be trained."""
-        return self._keep(Result(index, self.settings()[index], "failed", reason))
+        return self._keep(Result(index, self._settings(index), "failed", reason))
+
+    def _settings(self, index: int) -> Settings:
+        settings = self.settings()
+        if index >= len(settings):
+            message = f"has {len(settings)} points and no point {index}; give the folder of one of its points"
+            raise ConfigError("wrong-file", message, file=self._index)
+        return settings[index]
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
