@@ -455,7 +455,7 @@ class Execution(Limited):
         """Number of tensor-parallel ranks over which an expert is cut."""
         return self.etp or self.tp
 
-    def expert_replicas(self, replicas: int) -> float:
+    def expert_replicas(self, replicas: float) -> float:
         """Return the number of ranks with equal expert weights, if ``replicas`` ranks have equal other weights."""
         return replicas * self.tp / (self.expert_tp * self.ep)
 

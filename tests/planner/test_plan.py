@@ -34,12 +34,13 @@ from megatron_pipemem.tools.launch.feasibility import feasible, refused_settings
 from megatron_pipemem.tools.planner import variants as variants_module
 from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.planning import SEARCHED, WAITS, plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, layer
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
 from megatron_pipemem.tools.planner.space import Limits, cuts, orders
-from megatron_pipemem.tools.planner.step import DISTRIBUTED, price
+from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant
 from megatron_pipemem.tools.planner.ways import facts, gibibytes
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN

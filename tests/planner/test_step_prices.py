@@ -28,10 +28,11 @@ from megatron_pipemem.tools.launch.command import script_flags
 from megatron_pipemem.tools.launch.feasibility import feasible
 from megatron_pipemem.tools.planner import replay as replay_module
 from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.prices import all_reduce, embedding, head, layer
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import measured
-from megatron_pipemem.tools.planner.step import DISTRIBUTED, price
+from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import vocabulary_step
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 

@@ -203,8 +203,8 @@ def _fits_in_memory(run: Run, request: Request) -> None:
     if (most := max(memory.host)) > memory.room:
         raise UnsupportedError(
             "does-not-fit",
-            f"pipeline rank {memory.host.index(most)} offloads {most / GIB:.1f} GiB to its host, which has room for "
-            f"{memory.room / GIB:.1f} GiB per rank; offload less, or cut the model further",
+            f"pipeline rank {memory.host.index(most)} offloads {most / GIB:.1f} GiB of activations and optimizer to its "
+            f"host, which has room for {memory.room / GIB:.1f} GiB per rank; offload less, or cut the model further",
         )
 
 

@@ -31,8 +31,8 @@ class MemoryUse:
     """The peak bytes of every pipeline rank on its device and on its host."""
 
     device: tuple[float, ...]  # on its device, everything included
-    host: tuple[float, ...]  # of its activations on the host
-    room: float  # bytes on the host for activations of a rank
+    host: tuple[float, ...]  # of its activations and its optimizer on the host
+    room: float  # bytes on the host for a rank
 
 
 def held(run: Run, request: Request | None = None) -> MemoryUse | None:
@@ -130,8 +130,11 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
             kept = tuple(max(step.saved[stage] for stage in owned) for owned in placement.stages)
     versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
     older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
-    device = tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True)))
-    return MemoryUse(device, host, step.host)
+    device = tuple(map(sum, zip(step.held(kept), older, strict=True)))
+    on_host = tuple(map(sum, zip(host, step.host_optimizer, strict=True)))
+    # Activations may take a share of the host, and the optimizer all of it.
+    room = min(step.host + max(step.host_optimizer), run.cluster.host_bytes) if max(on_host) else step.host
+    return MemoryUse(device, on_host, room)
 
 
 def sliced(run: Run, slices: int) -> Run:

@@ -45,6 +45,7 @@ from megatron_pipemem.schedule.stream import check_batch, family_window, steady,
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_weights import moves_weights
+from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED, parameter_bytes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.tools.planner.replay import (
     MOST_ACTIONS,
@@ -59,7 +60,7 @@ from megatron_pipemem.tools.planner.replay import (
 )
 from megatron_pipemem.tools.planner.slices import sliced_step
 from megatron_pipemem.tools.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, is_stocks, orders
-from megatron_pipemem.tools.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, least_seconds, least_static, price
+from megatron_pipemem.tools.planner.step import PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, variants
 from megatron_pipemem.tools.planner.ways import Answer, Base, Entry, Group, Way
 
@@ -123,7 +124,7 @@ def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderP
         execution, cluster = run.execution, run.cluster
         replicas = run.parallelism.dp * run.parallelism.cp
         link = cluster.link(replicas, execution.tp)
-        gradients = max(step.weights) / execution.element * GRADIENT
+        gradients = max(step.weights) / execution.element * parameter_bytes(run.precision, run.flags).gradient
         step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
     return replace(step, static=static), OrderPrice(makespan, timeline.peaks)
 

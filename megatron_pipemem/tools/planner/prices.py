@@ -53,6 +53,7 @@ from megatron_pipemem.model.counts import layer_flops
 from megatron_pipemem.model.model import Execution, Model, Recomputable, Sublayer, Tower
 from megatron_pipemem.part_costs import Passes, Summed
 from megatron_pipemem.tools.config.cluster import Cluster, HostChannel, Link
+from megatron_pipemem.tools.planner.parameter_bytes import ParameterBytes
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
 _REPEATS: dict[str, tuple[str, ...]] = {Sublayer.FFN: ("mlp",), Sublayer.EXPERTS: ("moe",)}
@@ -78,6 +79,7 @@ class Price(Summed):
     moved: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
     experts: int = 0  # trained parameters of experts among them; fewer ranks share their optimizer
+    ends: int = 0  # trained parameters of the embedding and the output layer among them
     frozen: int = 0  # parameters among them without gradients
     cached: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
 
@@ -85,6 +87,10 @@ class Price(Summed):
     def trained(self) -> tuple[int, int]:
         """Number of parameters with gradients, and of experts' parameters among them."""
         return self.parameters - self.frozen, self.experts
+
+    def quantised(self, execution: Execution) -> float:
+        """Return the number of parameters with 8-bit copies."""
+        return self.cached / (2 * execution.product_element)
 
     def without_weights(self, execution: Execution) -> Price:
         """Return the price without W if the run freezes the language model. Call it for parts of that model only."""
@@ -97,6 +103,7 @@ class Price(Summed):
             communication=Passes(waits.forward, waits.input),
             kept=activations.Kept(self.kept.saved),
             experts=0,
+            ends=0,
             frozen=self.parameters,
         )
 
@@ -212,11 +219,13 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
     nbytes = execution.tokens(model) * model.hidden * execution.element
     moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
     messages = all_reduce(nbytes, execution.tp, cluster.link(execution.tp))
+    parameters = counts.embedding_parameters(model, execution)
     return Price(
         seconds=Passes(moving + messages, 0.0, moving),
         communication=Passes(messages),
         kept=activations.embedding_bytes(model, execution),
-        parameters=counts.embedding_parameters(model, execution),
+        parameters=parameters,
+        ends=parameters,
     ).without_weights(execution)
 
 
@@ -238,11 +247,13 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
     sums = depths * 3 * all_reduce(execution.tokens(model) * _LOGIT, execution.tp, cluster.link(execution.tp))
     gathered = messages / 2 if execution.sequence_parallel else 0.0
     communication = Passes(gathered + sums, messages / 2 if execution.sequence_parallel else messages)
+    parameters = counts.head_parameters(model, execution)
     return Price(
         seconds=computing + communication,
         communication=communication,
         kept=activations.head_bytes(model, execution),
-        parameters=counts.head_parameters(model, execution),
+        parameters=parameters,
+        ends=parameters,
     ).without_weights(execution)
 
 
@@ -264,8 +275,9 @@ def ahead(
     own = layer(model, execution, cluster, layers[0], (pace or MeasuredSlowdown()).layer) * len(layers)
     if not looks_up:
         return own
-    lookup = replace(embedding(model, execution, cluster), parameters=0) * len(layers)
-    copy = Price(parameters=counts.embedding_parameters(model, execution))
+    lookup = replace(embedding(model, execution, cluster), parameters=0, ends=0) * len(layers)
+    parameters = counts.embedding_parameters(model, execution)
+    copy = Price(parameters=parameters, ends=parameters)
     return own + lookup + copy.without_weights(execution)
 
 
@@ -279,9 +291,20 @@ def logit_bytes(model: Model, execution: Execution) -> float:
     return execution.tokens(model) * execution.vocabulary_rows(model) * _LOGIT
 
 
-def adam_seconds(cluster: Cluster) -> float:
-    """Return the seconds of an optimizer step per parameter, by the speed of the device's memory, which limits it."""
-    return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
+def adam_seconds(cluster: Cluster, of: ParameterBytes | None = None) -> float:
+    """Return the seconds of an optimizer step per parameter, by the speed of the device's memory, which limits it.
+
+    ``of`` says which share of the parameters the host updates, as fast as it copies. Before that, gradients are copied to
+    the host, and then the weights back.
+    """
+    on_device = _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
+    if of is None or not of.host_share:
+        return on_device
+    host = cluster.host
+    update = _ADAM_BYTES / (host.d2h_gb_per_s * 1e9)
+    copies = of.gradient / (host.d2h_gb_per_s * 1e9) + of.weight / (host.h2d_gb_per_s * 1e9)
+    on_host = max(update, copies) if of.hides_copies else update + copies
+    return (1 - of.host_share) * on_device + of.host_share * on_host
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:

@@ -22,9 +22,9 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families, synchronous_families
 from megatron_pipemem.tools.config.loading import nearest
 from megatron_pipemem.tools.config.runs import EP_OVERLAP, OVERLAPS, Run, ScheduleChoice
+from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.replay import family_options
 from megatron_pipemem.tools.planner.slices import proposed_slices, why_not_sliced, with_slices
-from megatron_pipemem.tools.planner.step import DISTRIBUTED
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, variants
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)

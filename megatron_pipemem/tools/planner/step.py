@@ -3,19 +3,20 @@
 A step takes the makespan of the schedule, then the part of the data-parallel reduction that no computing hides, then
 the optimizer:
 
-* with the distributed optimizer every rank reduces the fp32 gradients of its shard, and gathers parameters, over the
+* with the distributed optimizer every rank reduces the gradients of its shard, and gathers parameters, over the
   data-parallel (and context-parallel) ranks. Without it all gradients are reduced. The backward of the last microbatch
   may hide the reduction, and the forward of the first may hide the gather. The rest is exposed;
-* the optimizer reads and writes gradients, master parameters and moments of the rank's shard once;
+* the optimizer reads and writes gradients, master parameters and moments of the rank's shard once, on the device or
+  the host;
 * a message of the pipeline holds one microbatch's activations. It stays within a node if both ranks do, with ranks in
   Megatron's order: tensor, context, data, pipeline.
 
-Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard, the activations that the schedule keeps, and
-buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and one layer's activations if
-whole layers are recomputed. If the devices hold several replicas of the model, all of that exists once per replica, but
-a microbatch runs through only one of them. The fp32 gradients of the replicas are summed, two ranks at a time, before
-the reduction, and no computing is left to hide either. If a step may be rolled back, its previous state takes memory on
-the device or the host.
+Bytes of a rank are parameters, gradients, the optimizer or its shard (``parameter_bytes``), the activations that the
+schedule keeps, and buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and one
+layer's activations if whole layers are recomputed. The optimizer's step copies tensors when no activations are held. If
+the devices hold several replicas of the model, all of that exists once per replica, but a microbatch runs through only
+one of them. The gradients of the replicas are summed, two ranks at a time, before the reduction, and no computing is
+left to hide either. If a step may be rolled back, its previous state takes memory on the device or the host.
 """
 
 from __future__ import annotations
@@ -40,17 +41,12 @@ from megatron_pipemem.schedule.prices import listed
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner import prices
+from megatron_pipemem.tools.planner.parameter_bytes import ParameterBytes, parameter_bytes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, Price
 
 if TYPE_CHECKING:
     from megatron_pipemem.model.partition import Loads
 
-DISTRIBUTED = "use-distributed-optimizer"
-"""The flag that shards the optimizer."""
-GRADIENT = 4  # bytes per parameter
-_OPTIMIZER = {"bf16": 12, "fp16": 12, "fp32": 8}  # two moments, and master parameters if the others are not fp32
-_ROLLBACK = 12
-"""Bytes per parameter updated on a rank: its fp32 value and two moments from before the last step."""
 _MESSAGES_IN_FLIGHT = 2  # per stage and direction: one in use, and one that arrives
 
 
@@ -75,7 +71,10 @@ class PlannedStep:
     optimizer: float  # seconds, on the worst device
     rollback: tuple[float, ...]
     """Per device, bytes of the state for a rollback; part of ``static``."""
-    host: float = inf  # bytes of host memory for a rank
+    stepping: tuple[float, ...]
+    """Per device, further bytes during the optimizer's step, when no activations are held."""
+    host_optimizer: tuple[float, ...]  # per device, bytes of the optimizer on its host
+    host: float = inf  # bytes of host memory for a rank's activations
 
     @property
     def saved(self) -> Sequence[float]:
@@ -103,7 +102,8 @@ class PlannedStep:
 
         Limits are compared with this sum.
         """
-        return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
+        rows = zip(kept, self.static, self.buffers, self.stepping, strict=True)
+        return tuple(static + max(activations + buffers, stepping) for activations, static, buffers, stepping in rows)
 
     def room(self, memory: float) -> tuple[float, ...]:
         """Return the bytes of each device's ``memory`` that are left for activations, up to rounding."""
@@ -123,7 +123,7 @@ class _Cut:
     execution: Execution
     cluster: Cluster
     dp: int  # data-parallel ranks
-    distributed: bool  # whether the optimizer is sharded
+    bytes: ParameterBytes
     pace: MeasuredSlowdown
     rolls_back: bool = False  # whether a step may be undone
     gradients: int = 1  # copies of the fp32 gradients: 2 if updates are delayed
@@ -170,6 +170,7 @@ class _Cut:
             Price(
                 seconds=(part.seconds + part.communication * -1) * (1 / devices),
                 parameters=-(-part.parameters // devices),
+                ends=-(-part.ends // devices),
             )
             for part in self.vocabulary()
         ]
@@ -190,21 +191,28 @@ class _Cut:
 
         If a step may be rolled back, the state for that is included.
         """
-        element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
-        gradients = (part.parameters - part.frozen) * self.gradients * GRADIENT
-        nbytes = part.parameters * element + gradients + part.cached
-        return nbytes + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
+        of, (trained, experts) = self.bytes, part.trained
+        stored = part.parameters - (0 if of.keeps_weights else part.quantised(self.execution))
+        weights = self.shared(stored, min(experts, stored)) if of.shards_weights else stored
+        gradients = self.shared(trained, experts) if of.shards_gradients else trained
+        ends = self.updated(part.ends, 0) * (of.ends_optimizer - of.optimizer)
+        nbytes = weights * of.weight + gradients * self.gradients * of.gradient + part.cached
+        return nbytes + (of.optimizer + of.rollback * self.rolls_back) * self.updated(trained, experts) + ends
 
-    def updated(self, part: Price) -> float:
-        """Return the number of a part's parameters that one rank's optimizer updates.
+    def updated(self, trained: int, experts: int) -> float:
+        """Return the number of these trained parameters that one rank's optimizer updates.
 
-        They are all that are trained or, with a sharded optimizer, the rank's share of them.
+        They are all or, with a sharded optimizer, the rank's share of them. ``experts`` of them belong to experts.
         """
-        trained, experts = part.trained
-        if not self.distributed:
-            return trained
-        of_experts = experts / max(1.0, self.execution.expert_replicas(self.replicas))
-        return (trained - experts) / self.replicas + of_experts
+        return self.shared(trained, experts, self.bytes.instances) if self.bytes.shards_optimizer else trained
+
+    def shared(self, parameters: float, experts: float, instances: int = 1) -> float:
+        """Return a rank's share of parameters that data-parallel ranks divide, of which ``experts`` are of experts.
+
+        With several ``instances``, only as large a part of these ranks divides them.
+        """
+        replicas = max(1.0, self.replicas / instances)
+        return (parameters - experts) / replicas + experts / max(1.0, self.execution.expert_replicas(replicas))
 
 
 def price(
@@ -239,7 +247,7 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
         run.execution,
         run.cluster,
         run.parallelism.dp,
-        distributed=bool(run.flags.get(DISTRIBUTED)),
+        bytes=parameter_bytes(run.precision, run.flags),
         pace=pace or MeasuredSlowdown(),
         rolls_back=run.rolls_back,
         gradients=2 if run.delays_updates else 1,
@@ -351,7 +359,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     share = cut.share(placement.num_devices)
     device_parts = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
     replicas = placement.replicas
-    updated = [sum(cut.updated(part) for part in device) for device in device_parts]
+    updated = [sum(cut.updated(*part.trained) for part in device) for device in device_parts]
     return PlannedStep(
         placement=placement,
         layers=layers,
@@ -366,8 +374,10 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         work=tuple(sum(part.seconds.total for part in device) / replicas for device in device_parts),
         reduction=max(_exposed(cut, device, replicas) for device in device_parts)
         + max(_sums(cut, device, placement) for device in device_parts),
-        optimizer=max(updated) * prices.adam_seconds(cut.cluster),
-        rollback=tuple(_ROLLBACK * cut.rolls_back * count for count in updated),
+        optimizer=max(updated) * prices.adam_seconds(cut.cluster, cut.bytes),
+        rollback=tuple(cut.bytes.rollback * cut.rolls_back * count for count in updated),
+        stepping=tuple(cut.bytes.stepping * count for count in updated),
+        host_optimizer=tuple(cut.bytes.host * count for count in updated),
     )
 
 
@@ -410,7 +420,7 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
     """
     if placement.replicas == 1:
         return 0.0
-    nbytes = sum(part.trained[0] for part in device) * GRADIENT
+    nbytes = sum(part.trained[0] for part in device) * cut.bytes.gradient
     link = cut.cluster.link(placement.num_devices, cut.execution.tp * cut.execution.cp * cut.dp)
     return prices.all_reduce(nbytes, placement.replicas, link)
 
@@ -430,14 +440,15 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
     link = cut.cluster.link(cut.replicas, cut.execution.tp)
     apart = cut.cluster.link(of_experts, cut.execution.expert_tp * cut.execution.ep)
 
-    def messages(nbytes: int) -> float:
+    def messages(nbytes: float) -> float:
         return prices.gather(others * nbytes, cut.replicas, link) + prices.gather(experts * nbytes, of_experts, apart)
 
     forward = sum(part.seconds.forward for part in device)
     backward = sum(part.seconds.input + part.seconds.weight for part in device) if replicas == 1 else 0.0
-    if not cut.distributed:
-        return max(0.0, 2 * messages(GRADIENT) - backward)
-    return max(0.0, messages(GRADIENT) - backward) + max(0.0, messages(cut.execution.element) - forward)
+    gradients = messages(cut.bytes.gradient)
+    if not cut.bytes.shards_optimizer:
+        return max(0.0, 2 * gradients - backward)
+    return max(0.0, gradients - backward) + max(0.0, messages(cut.execution.element) - forward)
 
 
 def mfu(run: Run, seconds: float) -> float:
