@@ -106,20 +106,20 @@ def evaluated(
         UnsupportedError: there is no bash here, or no way to close it in (``no-bash``).
         ConfigError: the script did not end, and started nothing (``no-end``), or has no valid syntax (``bad-syntax``).
     """
-    given = _Given(variables or {}, environment or {}, [], {}, script)
+    inputs = _Given(variables or {}, environment or {}, [], {}, script)
     deadline = time.monotonic() + _SECONDS
     for _ in range(_MOST_ROUNDS):
-        evaluation, needs, errors = _evaluated_once(given, name, arguments, deadline)
+        evaluation, needs, errors = _evaluated_once(inputs, name, arguments, deadline)
         programs = {match[1] for _, text in errors if (match := _NOT_STARTED.fullmatch(text))}
-        programs = {program for program in programs if _NAME.fullmatch(program)} - {*given.programs}
-        files = {path: _text_of(path, folder) for path in needs if path not in given.files}
-        if len(given.files) + len(files) > _MOST_FILES:
+        programs = {program for program in programs if _NAME.fullmatch(program)} - {*inputs.programs}
+        files = {path: _text_of(path, folder) for path in needs if path not in inputs.files}
+        if len(inputs.files) + len(files) > _MOST_FILES:
             evaluation.unfinished = f"the script reads more than {_MOST_FILES} files"
             break
         if not programs and not files:
             break
-        given.programs += sorted(programs)
-        given.files |= files
+        inputs.programs += sorted(programs)
+        inputs.files |= files
     for line, text in errors:
         if not any(noise in text for noise in _NOISE):
             evaluation.errors.append((line, text))
@@ -154,7 +154,7 @@ def _text_of(path: str, folder: Path | None) -> str:
 
 
 def _evaluated_once(
-    given: _Given, name: str, arguments: Sequence[str], deadline: float
+    inputs: _Given, name: str, arguments: Sequence[str], deadline: float
 ) -> tuple[Evaluation, list[str], list[tuple[int, str]]]:
     """Return the evaluation, the paths of files that the script wants to read, and the errors with their lines."""
     bash = shutil.which("bash")
@@ -169,7 +169,7 @@ def _evaluated_once(
     channel, into_channel = os.pipe()
     try:
         with open(files, "wb", closefd=False) as file:
-            file.write(given.data())
+            file.write(inputs.data())
         os.lseek(files, 0, os.SEEK_SET)
         words = [
             sys.executable,
