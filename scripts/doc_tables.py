@@ -135,7 +135,7 @@ def _memory(implementation: str) -> Costs:
     """Return costs with the bytes of Llama-70B, for layers of Megatron (``local``) or of Transformer Engine."""
     model, cluster = replace(load("llama3-70b", Model), sequence=SEQUENCE), load("h100-80g", Cluster)
     cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": implementation}
-    return Costs(memory=from_formulas(model, typed(cut, Execution), cluster).costs().memory)
+    return from_formulas(model, typed(cut, Execution), cluster).costs()
 
 
 def _peaks(run: Timeline) -> list[float]:

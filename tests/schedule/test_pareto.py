@@ -13,25 +13,26 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.tools.planner.pareto import bound_line, choices, trades, useful_caps
+from megatron_pipemem.tools.planner.pareto import bound_line, choices, dominated, trades, useful_caps
 
 
 @pytest.mark.parametrize(("p", "m", "costs"), [(2, 6, (1, 1.5, 0.5)), (4, 8, (1, 1, 1))])
 def test_pareto_choices_are_not_dominated(p: int, m: int, costs: tuple[float, float, float]) -> None:
     found = choices(p, m, Costs(*costs), [0.5, 1.0], max_chunks=2)
-    front = [choice for choice in found if not choice.dominated]
-    for choice in found:
+    front = []
+    for (choice, _), is_dominated in zip(found, dominated(found), strict=True):
         better = [
             other
-            for other in found
-            if other.peak <= choice.peak and other.makespan <= choice.makespan and other is not choice
+            for other, _ in found
+            if other.peak <= choice.peak and other.makespan <= choice.makespan
             and (other.peak, other.makespan) != (choice.peak, choice.makespan)
         ]  # fmt: skip
-        assert choice.dominated or not better
+        assert is_dominated or not better
+        front += [] if is_dominated else [choice]
     assert [choice.peak for choice in front] == sorted(choice.peak for choice in front)
     assert [choice.makespan for choice in front] == sorted((choice.makespan for choice in front), reverse=True)
-    assert all(trade.more.bubble_rate < trade.less.bubble_rate for trade in trades(front))
-    assert trades(front)
+    assert trades(found)
+    assert all(less in front and more.bubble_rate < less.bubble_rate for less, more in trades(found))
 
 
 @examples(6)
@@ -42,7 +43,7 @@ def test_pareto_choices_are_not_dominated(p: int, m: int, costs: tuple[float, fl
     barriers=st.sampled_from([(0,), (0, 1, 2)]),
 )
 def test_no_choice_is_below_the_line_of_bounds(p, m, costs, barriers) -> None:
-    found = choices(p, m, costs, barriers=barriers, max_chunks=4)
+    found = [timeline for timeline, _ in choices(p, m, costs, barriers=barriers, max_chunks=4)]
     line = bound_line(found, costs, levels=5)
     assert [rate for _, rate in line] == sorted((rate for _, rate in line), reverse=True)
     assert all(0 <= rate < 1 for _, rate in line)
@@ -54,7 +55,7 @@ def test_no_choice_is_below_the_line_of_bounds(p, m, costs, barriers) -> None:
 def test_the_line_of_bounds_is_lower_bound() -> None:
     """Recomputed forwards are no work of these schedules: counted as such they made it .2552, -.0921 and -.2343."""
     costs, v = Costs(1, 1.5, 0.5), Placement.v_shape(8)
-    found = [choice for choice in choices(8, 24, costs, max_chunks=2) if choice.schedule.placement == v]
+    found = [timeline for timeline, _ in choices(8, 24, costs, max_chunks=2) if timeline.schedule.placement == v]
     line = bound_line(found, costs, levels=8)
     for cap, rate in line:
         assert rate == pytest.approx(1 - 24 * 3 / lower_bound(v, 24, costs, cap))
@@ -62,7 +63,7 @@ def test_the_line_of_bounds_is_lower_bound() -> None:
 
 
 def test_orders_that_the_bound_does_not_know_have_none() -> None:
-    (plain, *_) = choices(2, 4, max_chunks=1)
+    ((plain, _), *_) = choices(2, 4, max_chunks=1)
     assert bound_line([plain], levels=1)[0][1] > 0
     full = Schedule.from_csv("0F0,0R0,0B0,0F1,0R1,0B1\n1F0,1R0,1B0,1F1,1R1,1B1")
     assert bound_line([replace(plain, schedule=full)], levels=1)[0][1] == 0

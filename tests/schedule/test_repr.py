@@ -17,7 +17,6 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.search.result import ResultCache
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.pareto import choices, trades
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.space import Limits
 
@@ -37,7 +36,6 @@ def public_objects() -> dict[str, object]:
     schedule = build_schedule("v-half", num_devices=16, num_microbatches=64)
     small = build_schedule("1f1b", num_devices=4, num_microbatches=8)
     found = search_schedule(num_devices=4, num_microbatches=8, seconds=0)
-    compared = choices(4, 8, caps=[0.75], seconds=0)
     limits = Limits({"schedule": ["1f1b"], "tp": [1], "recompute": ["none"], "variant": ["plain"]})
     planned = plan(load(RUN, Run), limits=limits, top=2, search_seconds=0)
     return {
@@ -47,15 +45,12 @@ def public_objects() -> dict[str, object]:
         "timeline": simulate(schedule),
         "search": found,
         "candidate": found.best,
-        "choice": compared[0],
-        "trade": trades([choice for choice in compared if not choice.dominated])[0],
         "offload plan": plan_offload(schedule, Costs(channel=Channel(0.5)), "half"),
         "plan": planned.plans[0],
         "plans": planned,
         "placement": Placement.wave(128, 8),
         "replicas": Placement.bidirectional(4),
         "vocabulary": choose_vocabulary(small, Costs(), 1.0),
-        "vocabulary option": choose_vocabulary(small, Costs(), 1.0).best,
         "costs": PER_STAGE,
         "channel": PER_STAGE.channel,
         **{family.name: family for family in families()},

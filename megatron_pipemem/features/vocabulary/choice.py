@@ -91,35 +91,23 @@ _LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True)
-class VocabularyOption:
-    """One way to place the LM head, with the simulated timeline of the step."""
-
-    name: str  # ``off``, ``redistribute``, or the number of the paper's algorithm, ``1`` or ``2``
-    timeline: Timeline
-    layers: tuple[int, ...] | None  # layers of each stage, if known
-
-    def __repr__(self) -> str:
-        return f"<VocabularyOption {self.name}: {self.timeline!r}>"
-
-    @property
-    def makespan(self) -> float:
-        return self.timeline.makespan
-
-
-@dataclass(frozen=True)
 class VocabularyChoice:
-    """The chosen way to place the LM head, the reason as one sentence, and all compared options by name."""
+    """The chosen way to place the LM head, the reason as one sentence, and the simulated steps of all ways by name.
 
-    best: VocabularyOption
+    The names are ``off``, ``redistribute``, and the numbers of the paper's algorithms, ``1`` and ``2``.
+    """
+
+    best: str
     reason: str
-    options: Mapping[str, VocabularyOption]
+    steps: Mapping[str, Timeline]
+    moved: tuple[int, ...] | None  # layers of each stage for ``redistribute``; ``None`` if layers cannot be moved
 
     def __repr__(self) -> str:
-        return f"<VocabularyChoice {self.best.name} of {', '.join(self.options)}: {brief(self.reason)}>"
+        return f"<VocabularyChoice {self.best} of {', '.join(self.steps)}: {brief(self.reason)}>"
 
     def without(self, name: str) -> VocabularyChoice:
-        """Return the choice that results if the option ``name`` is not allowed."""
-        return _choose({other: option for other, option in self.options.items() if other != name})
+        """Return the choice that results if the way ``name`` is not allowed."""
+        return _choose({other: step for other, step in self.steps.items() if other != name}, self.moved)
 
 
 def choose_vocabulary(
@@ -150,52 +138,47 @@ def choose_vocabulary(
             "no-time",
             "F, I and W of the layers take no time, so the head has no cost relative to them; give costs above 0",
         )
-    options: dict[str, VocabularyOption] = {}
-
-    def consider(name: str, timeline: Timeline, layout: Sequence[int] | None) -> None:
-        options[name] = VocabularyOption(name, timeline, None if layout is None else tuple(layout))
 
     def with_head(head: float, layout: Sequence[int] | None) -> Costs:
         return head_on_last_stage(costs, placement, head, layout, slices=slices)
 
-    consider(OFF, simulate(schedule, with_head(head, layout)), layout)
+    steps, moved = {OFF: simulate(schedule, with_head(head, layout))}, None
     if layers is not None:
         moved = redistribute(layers, placement, head * layers / model_seconds)
-        consider(REDISTRIBUTE, simulate(schedule, with_head(head, moved)), moved)
+        steps[REDISTRIBUTE] = simulate(schedule, with_head(head, moved))
     alone = with_head(0.0, layout)
     for algorithm, barriers in BARRIERS_OF_ALGORITHM.items():
         prices = costs.vocabulary or VocabularyCosts.of_head(head, placement.num_devices, barriers)
         priced = replace(alone, vocabulary=prices)
         if with_passes is None:
-            consider(str(algorithm), simulate(with_vocabulary(schedule, barriers, priced), priced), layout)
+            steps[str(algorithm)] = simulate(with_vocabulary(schedule, barriers, priced), priced)
         elif barriers in with_passes:
-            consider(str(algorithm), simulate(with_passes[barriers], priced), layout)
-    return _choose(options)
+            steps[str(algorithm)] = simulate(with_passes[barriers], priced)
+    return _choose(steps, moved)
 
 
-def _choose(options: Mapping[str, VocabularyOption]) -> VocabularyChoice:
-    fastest = min(option.makespan for option in options.values())
-    near = [option for option in options.values() if option.makespan <= fastest * (1 + _LEAST_GAIN)]
-    # Options that keep the model whole come first. Of the two algorithms, the one that holds less comes first.
-    rank = {OFF: 0, REDISTRIBUTE: 1, "2": 2, "1": 3}
-    best = min(near, key=lambda option: rank[option.name])
-    return VocabularyChoice(best, _reason(best, options), options)
+def _choose(steps: Mapping[str, Timeline], moved: tuple[int, ...] | None) -> VocabularyChoice:
+    fastest = min(step.makespan for step in steps.values())
+    near = [name for name, step in steps.items() if step.makespan <= fastest * (1 + _LEAST_GAIN)]
+    # Ways that keep the model whole come first. Of the two algorithms, the one that holds less comes first.
+    best = min(near, key=(OFF, REDISTRIBUTE, "2", "1").index)
+    return VocabularyChoice(best, _reason(best, steps), steps, moved)
 
 
-def _reason(best: VocabularyOption, options: Mapping[str, VocabularyOption]) -> str:
-    others = [option for option in options.values() if (option.name in _UNCUT_OPTIONS) != (best.name in _UNCUT_OPTIONS)]
+def _reason(best: str, steps: Mapping[str, Timeline]) -> str:
+    others = [name for name in steps if (name in _UNCUT_OPTIONS) != (best in _UNCUT_OPTIONS)]
     if not others:
         return f"{_named(best)}: no other way was allowed"
-    other = min(others, key=lambda option: option.makespan)
-    gain = other.makespan / best.makespan - 1
-    if best.name in _UNCUT_OPTIONS:
+    other = min(others, key=lambda name: steps[name].makespan)
+    gain = steps[other].makespan / steps[best].makespan - 1
+    if best in _UNCUT_OPTIONS:
         saved = f"would save {-gain:.1%} of the step" if gain < 0 else f"would take {gain:.1%} longer"
-        more = BARRIERS_OF_ALGORITHM[int(other.name)]
+        more = BARRIERS_OF_ALGORITHM[int(other)]
         why = f"{_named(other)} {saved}, which is not worth {more} more microbatches in flight"
     else:
         why = f"{_named(other)}, the best way without it, takes {gain:.1%} longer"
     return f"{_named(best)}: {why}"
 
 
-def _named(option: VocabularyOption) -> str:
-    return _UNCUT_OPTIONS.get(option.name) or f"vocabulary parallelism by Algorithm {option.name}"
+def _named(way: str) -> str:
+    return _UNCUT_OPTIONS.get(way) or f"vocabulary parallelism by Algorithm {way}"

@@ -438,9 +438,9 @@ def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loade
         alone = replace(without_ends(prices), vocabulary=None)
         layers = None if isinstance(prices, PartCosts) else question.layers
         choice = choose_vocabulary(schedule, alone, seconds, layers=layers, with_passes=passes)
-        algorithm, reason = choice.best.name, choice.reason
+        algorithm, reason = choice.best, choice.reason
         if algorithm == REDISTRIBUTE:
-            layout = choice.best.layers
+            layout = choice.moved
             assert layout is not None, "redistribution moves layers"
             moved = head_on_last_stage(alone, schedule.placement, seconds, layout, slices=schedule.slices)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"

@@ -58,7 +58,14 @@ from megatron_pipemem.tools.cli.options import (
     complete_schedules,
     takes_group,
 )
-from megatron_pipemem.tools.planner.pareto import ParetoPoint, bound_line, choices, trades, useful_caps
+from megatron_pipemem.tools.planner.pareto import (
+    bound_line,
+    busy_seconds,
+    choices,
+    dominated,
+    trades,
+    useful_caps,
+)
 from megatron_pipemem.tools.report import SUFFIXES, save_comparison
 from megatron_pipemem.tools.report import pareto as picture
 from megatron_pipemem.tools.report.figure import IMAGES, write_picture
@@ -457,18 +464,20 @@ def pareto(
     layers = num_layers(price_options, prices)
     most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
     with showing("families"):
-        candidates = choices(devices, microbatches, prices, cap_values, seconds, ResultCache(), barriers, priced, most)
-    note_uneven_cuts(prices, [choice.schedule.placement for choice in candidates])
+        compared = choices(devices, microbatches, prices, cap_values, seconds, ResultCache(), barriers, priced, most)
+    timelines = [timeline for timeline, _ in compared]
+    note_uneven_cuts(prices, [timeline.schedule.placement for timeline in timelines])
     for cap in cap_values:
-        if all(choice.peak > loosened(cap) for choice in candidates):
+        if all(timeline.peak > loosened(cap) for timeline in timelines):
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g} of 1F1B's peak")
     # Busy times differ if some schedules cut the head and others do not. All bubbles count from the smallest one.
-    work = min((choice.makespan * (1 - choice.bubble_rate) for choice in candidates), default=0.0)
-    points = [_point(choice, work) for choice in candidates]
-    listed = [number for number, choice in enumerate(candidates) if show_all or not choice.dominated]
-    cheap = [str(trade) for trade in trades([choice for choice in candidates if not choice.dominated])]
+    work = min(map(busy_seconds, timelines), default=0.0)
+    are_out = dominated(compared)
+    points = [_point(*choice, is_out, work) for choice, is_out in zip(compared, are_out, strict=True)]
+    listed = [number for number, is_out in enumerate(are_out) if show_all or not is_out]
+    cheap = [_saving(less, more) for less, more in trades(compared)]
     facts = {
-        "choices": [_choice_facts(candidates[number], in_bytes) for number in listed],
+        "choices": [_choice_facts(*compared[number], are_out[number], in_bytes) for number in listed],
         "trades": cheap,
         "output": output,
     }
@@ -479,15 +488,15 @@ def pareto(
         if layers is None:
             allowed = f"up to {most} chunks per device are allowed, because the number of layers is unknown"
             yield f"{allowed}; --layers N allows up to N/p chunks"
-        if len(listed) < len(candidates):
-            yield f"{len(candidates) - len(listed)} dominated schedules are not listed; --all lists them"
+        if len(listed) < len(compared):
+            yield f"{len(compared) - len(listed)} dominated schedules are not listed; --all lists them"
 
     print_answer(facts, shown(), as_json)
     if output is not None:
         title = f"p = {devices}, m = {microbatches}, costs {price_options.costs}"
 
         def draw() -> None:
-            bound = bound_line(candidates, prices, priced)
+            bound = bound_line(timelines, prices, priced)
             write_picture(lambda: picture.draw(points, bound, title, in_bytes), output, "bubble against peak")
 
         print_file(output, draw, as_json)
@@ -513,39 +522,49 @@ def _parse_caps(text: str) -> list[float]:
     return caps
 
 
-def _name(choice: ParetoPoint) -> str:
-    barriers = choice.schedule.vocabulary_barriers
-    chunks = choice.schedule.placement.num_chunks
-    name = choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
+def _saving(less: Timeline, more: Timeline) -> str:
+    """Return how much bubble a little more memory saves."""
+    work = min(busy_seconds(less), busy_seconds(more))
+    before, after = 1 - work / less.makespan, 1 - work / more.makespan
+    return (
+        f"a peak of {more.peak:.4g} instead of {less.peak:.4g} saves {100 * (before - after):.1f} points of bubble "
+        f"({before:.1%} -> {after:.1%})"
+    )
+
+
+def _name(schedule: Schedule, cap: float | None) -> str:
+    barriers, chunks = schedule.vocabulary_barriers, schedule.placement.num_chunks
+    name = schedule.name if cap is None else f"{schedule.name} {cap:.4g}"
     parts = [name, *([f"{chunks} chunks"] if chunks > 2 else [])]
     return ", ".join([*parts, *([f"{barriers} barrier{'s' if barriers > 1 else ''}"] if barriers else [])])
 
 
-def _point(choice: ParetoPoint, work: float) -> picture.Point:
+def _point(timeline: Timeline, cap: float | None, is_dominated: bool, work: float) -> picture.Point:
     """Return a schedule as a point of the picture. Its bubble is the fraction of its makespan beyond ``work``.
 
     ``work`` is the shortest busy time of a busiest device among the compared schedules, in the unit of the costs.
     """
     return picture.Point(
-        _name(choice),
-        choice.schedule.placement.name,
-        choice.peak,
-        1 - work / choice.makespan if choice.makespan else 0.0,
-        choice.dominated,
-        choice.cap is not None,
+        _name(timeline.schedule, cap),
+        timeline.schedule.placement.name,
+        timeline.peak,
+        1 - work / timeline.makespan if timeline.makespan else 0.0,
+        is_dominated,
+        cap is not None,
     )
 
 
-def _choice_facts(choice: ParetoPoint, in_bytes: bool) -> dict[str, object]:
+def _choice_facts(timeline: Timeline, cap: float | None, is_dominated: bool, in_bytes: bool) -> dict[str, object]:
+    schedule = timeline.schedule
     return {
-        "schedule": choice.schedule.name,
-        "memory_cap": choice.cap,
-        "vocabulary_barriers": choice.schedule.vocabulary_barriers,
-        "placement": choice.schedule.placement.name,
-        "chunks": choice.schedule.placement.num_chunks,
-        "peak_activation": max(peaks(choice.schedule)),
-        "share_of_1f1b": choice.peak if in_bytes else None,
-        "makespan": choice.makespan,
-        "bubble_rate": choice.bubble_rate,
-        "dominated": choice.dominated,
+        "schedule": schedule.name,
+        "memory_cap": cap,
+        "vocabulary_barriers": schedule.vocabulary_barriers,
+        "placement": schedule.placement.name,
+        "chunks": schedule.placement.num_chunks,
+        "peak_activation": max(peaks(schedule)),
+        "share_of_1f1b": timeline.peak if in_bytes else None,
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        "dominated": is_dominated,
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
@@ -17,55 +16,19 @@ from megatron_pipemem.features.vocabulary.orders import families_with_passes
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.display import brief, doing, tell
+from megatron_pipemem.schedule.display import doing, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.search import MAX_CHUNKS
 from megatron_pipemem.search.result import ResultCache
 
 _TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True)
-class ParetoPoint:
-    """A schedule with its peak memory, in activation units or in the unit of the costs, and its makespan in seconds."""
-
-    schedule: Schedule
-    peak: float
-    makespan: float
-    bubble_rate: float  # idle fraction of the busiest device
-    cap: float | None
-    """The memory cap of the search that found the schedule; ``None`` for a family's schedule."""
-    dominated: bool
-    """Whether another point is no worse in memory and time, and better in one of them."""
-
-    def __repr__(self) -> str:
-        cap = "" if self.cap is None else f" under {self.cap:.4g}"
-        return (
-            f"<ParetoPoint {brief(self.schedule.name)}{cap}: peak {self.peak:.4g}, makespan {self.makespan:.6g}, bubble "
-            f"{self.bubble_rate:.2%}{', dominated' if self.dominated else ''}>"
-        )
-
-
-@dataclass(frozen=True)
-class Trade:
-    """Two schedules, of which ``more`` saves much time for a little more memory than ``less``."""
-
-    less: ParetoPoint
-    more: ParetoPoint
-
-    def __repr__(self) -> str:
-        return f"<Trade: {self}>"
-
-    def __str__(self) -> str:
-        work = min(_work(self.less), _work(self.more))
-        before, after = (1 - work / choice.makespan for choice in (self.less, self.more))
-        return (
-            f"a peak of {self.more.peak:.4g} instead of {self.less.peak:.4g} saves {100 * (before - after):.1f} points of "
-            f"bubble ({before:.1%} -> {after:.1%})"
-        )
+Compared = tuple[Timeline, float | None]
+"""A simulated schedule, and the memory cap of the search that found it; ``None`` for a family's schedule."""
 
 
 def useful_caps(num_devices: int, most: int = 13) -> list[float]:
@@ -89,7 +52,7 @@ def choices(
     barriers: Sequence[int] = (0,),
     priced: Callable[[Schedule], Costs] | None = None,
     max_chunks: int = MAX_CHUNKS,
-) -> list[ParetoPoint]:
+) -> list[Compared]:
     """Return the schedules to compare, sorted by peak: those of families, and the search's result under every cap.
 
     Families are the synchronous ones with one replica that neither offload nor, by default, cut microbatches, with up
@@ -118,17 +81,17 @@ def choices(
             with suppress(PipememError), doing(progress):
                 candidates.append((choose(request, shape, knowledge).schedule, cap))
     timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in candidates]
-    rows = [(t.peak, t.makespan) for t in timelines]
-    return sorted(
-        (
-            ParetoPoint(schedule, t.peak, t.makespan, t.bubble_rate, cap, _dominated(index, rows))
-            for index, ((schedule, cap), t) in enumerate(zip(candidates, timelines, strict=True))
-        ),
-        key=lambda choice: (choice.peak, choice.makespan),
-    )
+    compared = [(timeline, cap) for timeline, (_, cap) in zip(timelines, candidates, strict=True)]
+    return sorted(compared, key=lambda choice: (choice[0].peak, choice[0].makespan))
 
 
-def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
+def dominated(compared: Sequence[Compared]) -> list[bool]:
+    """Return for every schedule whether another one is no worse in memory and time, and better in one of them."""
+    rows = [(timeline.peak, timeline.makespan) for timeline, _ in compared]
+    return [_is_dominated(index, rows) for index in range(len(rows))]
+
+
+def _is_dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
     """Return whether another row dominates the row at ``index``. Of equal rows all but the first are dominated.
 
     A row is ``(peak, makespan)``, and lower is better in both.
@@ -142,15 +105,16 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
     return False
 
 
-def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
-    """Return pairs of neighbouring points of ``front`` whose second point saves much time for a little more memory.
+def trades(compared: Sequence[Compared], least: float = 0.03) -> list[tuple[Timeline, Timeline]]:
+    """Return pairs of schedules, of which the second saves much time for a little more memory than the first.
 
-    The second point's makespan is shorter by at least the share ``least``. Its peak is higher by at most a quarter of
-    the largest peak in ``front``. ``front`` has the points that are not dominated, sorted by peak.
+    Both are neighbours among those that are not dominated. The second one's makespan is shorter by at least the share
+    ``least``. Its peak is higher by at most a quarter of the largest peak.
     """
-    largest = max((choice.peak for choice in front), default=0.0)
+    front = [timeline for (timeline, _), is_out in zip(compared, dominated(compared), strict=True) if not is_out]
+    largest = max((timeline.peak for timeline in front), default=0.0)
     return [
-        Trade(less, more)
+        (less, more)
         for less, more in zip(front, front[1:], strict=False)
         if more.peak - less.peak <= largest / 4 * (1 + _TOLERANCE)
         and less.makespan - more.makespan >= least * less.makespan
@@ -158,7 +122,7 @@ def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
 
 
 def bound_line(
-    points: Sequence[ParetoPoint],
+    points: Sequence[Timeline],
     costs: Costs | None = None,
     priced: Callable[[Schedule], Costs] | None = None,
     levels: int = 64,
@@ -178,7 +142,7 @@ def bound_line(
         for point in points
     }
     prices = {kind: priced(point.schedule) if priced else costs for kind, point in kinds.items()}
-    work = min(_work(choice) for choice in points)
+    work = min(busy_seconds(choice) for choice in points)
     line = []
     for peak in sorted(peaks):
         least = min(_least_seconds(point, prices[kind], peak) for kind, point in kinds.items())
@@ -186,21 +150,21 @@ def bound_line(
     return line
 
 
-def _work(choice: ParetoPoint) -> float:
+def busy_seconds(choice: Timeline) -> float:
     """Return the seconds that the busiest device computes, which do not depend on the order."""
     return choice.makespan * (1 - choice.bubble_rate)
 
 
-def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
+def _least_seconds(choice: Timeline, costs: Costs, cap: float) -> float:
     """Return seconds that no order with a point's placement can beat under ``cap``; infinity if no order keeps it.
 
     ``choice`` is the point. ``cap`` is in the unit of the memory of ``costs``.
     """
     schedule = choice.schedule
     if not _is_plain(schedule):
-        return _work(choice)
+        return busy_seconds(choice)
     try:
-        return max(_work(choice), lower_bound(schedule.placement, schedule.num_microbatches, costs, cap))
+        return max(busy_seconds(choice), lower_bound(schedule.placement, schedule.num_microbatches, costs, cap))
     except UnsupportedError:
         return math.inf
 

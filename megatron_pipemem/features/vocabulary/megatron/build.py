@@ -112,13 +112,13 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     if moving and getattr(model, "hybrid_layer_pattern", None) is None:  # of which all layers are alike
         moving["layers"] = sum(layout)
     choice = choose_vocabulary(schedules[0], costs, head, **moving, with_passes=schedules)
-    if choice.best.name == REDISTRIBUTE:
-        layers = choice.best.layers
-        tell(logger, "vocabulary: %s; --pipeline-model-parallel-layout for layers per stage %s", choice.reason, layers)
+    if choice.best == REDISTRIBUTE:
+        stages = choice.reason, choice.moved
+        tell(logger, "vocabulary: %s; --pipeline-model-parallel-layout for layers per stage %s", *stages)
         # The user has placed the layers, so only the other ways are left.
         choice = choice.without(REDISTRIBUTE)
     tell(logger, "vocabulary: %s", choice.reason)
-    return 0 if choice.best.name == OFF else BARRIERS_OF_ALGORITHM[int(choice.best.name)]
+    return 0 if choice.best == OFF else BARRIERS_OF_ALGORITHM[int(choice.best)]
 
 
 NAME = "vocabulary"
