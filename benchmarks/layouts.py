@@ -50,7 +50,7 @@ class Recipe:
             global_batch=MICROBATCHES * self.pp * dp, sequence_parallel=self.tp > 1,
         )  # fmt: skip
         cluster = replace(load("h100-80g", Cluster), nodes=DEVICES // 8)
-        return Run(load(self.model, Model), cluster, cut, megatron=OF_REPLICAS)
+        return Run(load(self.model, Model), cluster, cut, flags=OF_REPLICAS)
 
 
 RECIPES = (

@@ -52,6 +52,7 @@ CODES = {
     "not-json": "A file is not JSON. The message names line and column.",
     "not-on-cpu": "A layer or kernel exists on GPUs only. Pass the flag that the message names.",
     "not-yaml": "A file or an override is not YAML. The message names the place.",
+    "old-key": "A key of an earlier version. The message has the one to write.",
     "other-model": "A profile is of another model than the run's. Profile the run's.",
     "other-version": "A function of Megatron-Core or Transformer Engine is missing or has changed. Install a tested version.",
     "plan-differs": "A flag contradicts the file of `--pipemem-plan`. Leave the flag out, or plan with it.",

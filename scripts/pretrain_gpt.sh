@@ -10,7 +10,7 @@
 #     MASTER_PORT   a free port there (default 29500)
 # PYTHON is the interpreter. The default is that of scripts/setup.sh, or else python3.
 #
-# All flags of the training script come from the file. If the file has a training.save_interval, a second start resumes from
+# All flags of the training script come from the file. If the file has a save_interval, a second start resumes from
 # the last checkpoint, and SIGUSR1 makes the ranks save one and exit.
 set -euo pipefail
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -155,6 +155,7 @@ def _number(value: object, is_whole: bool) -> float:
 
 WHOLE = Limit(most=10**30)
 COUNT = Limit(1, 10**30)
+COUNT_OR_ZERO = Limit(0, 10**30)
 NOT_NEGATIVE = Limit(0)
 POSITIVE = Limit(0, above=True)
 

@@ -31,9 +31,9 @@ RUNS = Path(__file__).parents[2] / "configs" / "runs"
 def stock(name: str, **changes) -> Run:
     """A run of this repository under Megatron's own 1F1B, with its layers shared out evenly."""
     run = load(RUNS / f"{name}.yaml", Run)
-    megatron = {key: value for key, value in run.megatron.items() if "layout" not in key}
+    flags = {key: value for key, value in run.flags.items() if "layout" not in key}
     choice = replace(run.schedule, name="stock")
-    return replace(run, schedule=choice, megatron=megatron, parallelism=replace(run.parallelism, **changes))
+    return replace(run, schedule=choice, flags=flags, parallelism=replace(run.parallelism, **changes))
 
 
 LLAMA, QWEN = stock("llama3-70b-64xh100"), stock("qwen3-30b-a3b-16xh100")
@@ -89,7 +89,7 @@ def test_the_flag_for_pairs_is_named_where_experts_are_far_apart():
     assert found.gain(advice.today) > max(way.gain(alone.today) for way in alone.proposals.values()) + AS_FAST
     assert near.today.step.exchange_share < advice.today.step.exchange_share
     flag = {"overlap-moe-expert-parallel-comm": True}
-    kept = replace(run, megatron=run.megatron | flag, schedule=found.run.schedule)
+    kept = replace(run, flags=run.flags | flag, schedule=found.run.schedule)
     kept = advise(kept, names=("1f1b", "zb-h1"))
     assert kept.today.run.pairs and kept.verdict != "pairs"
 
@@ -105,7 +105,7 @@ def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     assert way.peak <= advice.today.peak * (1 + SAME_MEMORY) and way.seconds < min(
         each.seconds for each in advice.proposals.values() if each is not way
     )
-    packed = advise(replace(run, megatron=run.megatron | {"sft": True}), slices=True)
+    packed = advise(replace(run, flags=run.flags | {"sft": True}), slices=True)
     assert "same memory, slices" not in packed.proposals and "sft" in packed.unsliced and advice.unsliced is None
     allowed = {key: [getattr(sizes, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
     named = {"schedule": [way.order.name], "slices": [way.slices], "slice_cut": ["tokens"]}
@@ -154,7 +154,8 @@ def uneven(layers: int, **flags) -> Run:
     """A run of few microbatches with this number of layers on four pipeline ranks."""
     run = stock("llama3-70b-64xh100", pp=4, dp=1, global_batch=8)
     cluster = replace(run.cluster, memory_gib=1000)
-    return replace(run, cluster=cluster, model=replace(run.model, layers=layers), megatron={**run.megatron, **flags})
+    flags = run.flags | {name.replace("_", "-"): value for name, value in flags.items()}
+    return replace(run, cluster=cluster, model=replace(run.model, layers=layers), flags=flags)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_flags_for_the_ends_are_priced_as_they_cut():
 
 
 def test_refused_flags_are_named_with_the_schedules_that_they_keep_away():
-    advice = advise(replace(LLAMA, megatron={**LLAMA.megatron, "cuda-graph-impl": "local"}))
+    advice = advise(replace(LLAMA, flags={**LLAMA.flags, "cuda-graph-impl": "local"}))
     assert not advice.proposals
     assert any("zb-h1" in names for _, names in advice.refused.values())
 
@@ -194,7 +195,7 @@ def test_refused_flags_are_named_with_the_schedules_that_they_keep_away():
 def test_an_overlap_that_is_worth_more_than_the_bubble_stays():
     """Megatron hides messages to experts under its own schedules alone."""
     plain = stock("qwen3-30b-a3b-16xh100", chunks=2)
-    overlapped = replace(plain, megatron={**plain.megatron, "overlap-moe-expert-parallel-comm": True})
+    overlapped = replace(plain, flags={**plain.flags, "overlap-moe-expert-parallel-comm": True})
     before, after = (advise(run, names=("zb-h1", "v-half")) for run in (plain, overlapped))
     assert after.today.seconds < before.today.seconds and after.proposals
     assert all(way.gain(after.today) < way.gain(before.today) for way in after.proposals.values())
@@ -241,9 +242,9 @@ def test_a_report_of_the_run_gives_measured_prices(tmp_path):
 def test_verdicts():
     """Every answer, on a run for which it is the right one."""
     plain = stock("qwen3-30b-a3b-16xh100", chunks=2)
-    overlapped = replace(plain, megatron={**plain.megatron, "overlap-moe-expert-parallel-comm": True})
+    overlapped = replace(plain, flags={**plain.flags, "overlap-moe-expert-parallel-comm": True})
     long = replace(LLAMA, parallelism=replace(LLAMA.parallelism, pp=2, tp=8, dp=4, global_batch=4 * 512))
-    wasted = replace(LLAMA, megatron={**LLAMA.megatron, "pipeline-model-parallel-layout": "Et*35|t*15|t*15|t*15L"})
+    wasted = replace(LLAMA, flags={**LLAMA.flags, "pipeline-model-parallel-layout": "Et*35|t*15|t*15|t*15L"})
     found = {
         "ours": advise(LLAMA),
         "stay": advise(long, names=("1f1b",)),

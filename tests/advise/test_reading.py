@@ -158,4 +158,4 @@ def test_what_is_missing_or_wrong_is_named(code, flags, start, values):
 
 @pytest.mark.parametrize("flag", ["freeze-vision-tower", "tokenizer-prompt-format", "data-path2"])
 def test_flags_of_the_program_itself_do_not_hinder(flag):
-    assert flag in read(f"--vocab-size 9 --{flag} x").run.megatron
+    assert flag in read(f"--vocab-size 9 --{flag} x").run.flags

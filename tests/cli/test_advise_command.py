@@ -56,7 +56,7 @@ def shown(script: Path) -> list[str]:
 
 
 def test_a_script_under_1f1b_is_told_of_a_faster_schedule_in_its_memory(advice):
-    assert advice["run"]["parallelism"] == {"pp": 8, "dp": 2, "global_batch": 32}
+    assert {"pp": 8, "dp": 2, "global_batch": 32}.items() <= advice["run"].items()
     today, best = advice["ways"]["today"], advice["ways"]["same memory, chunks"]
     assert (today["schedule"], best["schedule"]) == ("1f1b", "gis")
     assert best["seconds"] == pytest.approx(today["seconds"] * (1 - best["gain"])) and best["gain"] > 0.05
@@ -82,7 +82,7 @@ def test_a_command_line_means_the_same_as_the_script(pipemem_json, advice):
 
 
 def test_overrides_stand_after_a_file(pipemem_json, written):
-    assert pipemem_json("advise", written, "parallelism.global_batch=64")["run"]["parallelism"]["global_batch"] == 64
+    assert pipemem_json("advise", written, "global_batch=64")["run"]["global_batch"] == 64
 
 
 def test_the_run_is_written_as_a_run_file(written):
@@ -103,7 +103,7 @@ def test_plans_are_compared_with_the_run_as_it_stands(pipemem, pipemem_json, wri
     assert ways["same memory, chunks"]["seconds"] in [each["seconds"] for each in found["plans"]]
     printed = pipemem(*words).stdout
     assert "today: stock 1f1b" in printed and f"{ways['same memory, chunks']['gain']:.1%}" in printed
-    other = pipemem_json(*words, "--set", "cluster.nodes=4", "--set", "megatron.timing-log-level=2")
+    other = pipemem_json(*words, "--set", "cluster.nodes=4", "--set", "timing_log_level=2")
     assert other["today"] is None and found["one_queue"] is None and "--timing-log-level 2" in other["one_queue"]
 
 

@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.registry import build_schedule
 SLOW_LAST = (0.01, 0.01, 0.01, 0.02)
 
 
-PIPELINE = ("parallelism.pp=4", "parallelism.dp=2")
+PIPELINE = ("pp=4", "dp=2")
 
 
 def report(**changes) -> dict:
@@ -66,7 +66,7 @@ def test_with_the_run_it_advises_at_the_measured_times(pipemem, pipemem_json, re
     assert found["advice"] == alone and found["peak"] == found["bytes_of_1f1b"] == 4 << 20
     told = pipemem("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
     assert "by measured prices" in told.stdout and told.stdout.splitlines()[0] in pipemem("explain", run()).stdout
-    wrong = refuses("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "parallelism.pp=2")
+    wrong = refuses("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "pp=2")
     check_refusal(wrong, "other-model", "pipeline ranks")
 
 

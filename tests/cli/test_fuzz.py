@@ -216,8 +216,17 @@ RUN = {
     **RAW,
     "model": MODEL,
     "cluster": CLUSTER,
-    "parallelism": {"tp": 1, "pp": 2, "dp": 1, "micro_batch": 1, "global_batch": 2},
-    "schedule": {"name": "v-half", "memory_cap": "0.9", "options": {}, "offload": "off"},
+    "tp": 1,
+    "pp": 2,
+    "dp": 1,
+    "micro_batch": 1,
+    "global_batch": 2,
+    "schedule": "v-half",
+    "pipemem_memory_cap": "0.9",
+    "pipemem_option": {},
+    "pipemem_offload": "off",
+    "hybrid_layer_pattern": None,
+    "disable_bias_linear": False,
     "environment": {"A": "b"},
 }
 LINES = (
@@ -233,7 +242,7 @@ LINES = (
     "3",
     "[" * 2000,
 )
-KEYS = "model.num_layers model.num_attention_heads parallelism.pp parallelism.global_batch schedule.name x".split()
+KEYS = "model.num_layers model.num_attention_heads pp global_batch schedule x".split()
 SETS = st.tuples(st.sampled_from([*KEYS, ""]), JUNK).map("=".join)
 
 
@@ -246,10 +255,10 @@ def runs(draw, whole: Any) -> str:
 
 GRID = {
     "run": "run.yaml",
-    "set": {"training.iterations": 2},
-    "points": [{"parallelism": {"pp": 2}}],
-    "product": {"schedule.name": ["1f1b", "stock"]},
-    "only": [{"schedule.name": "1f1b"}],
+    "set": {"train_iters": 2},
+    "points": [{"pp": 2}],
+    "product": {"schedule": ["1f1b", "stock"]},
+    "only": [{"schedule": "1f1b"}],
 }
 
 
@@ -314,7 +323,7 @@ CASES = {
         command(
             *("plan", "run.yaml", *FEW_PLANS),
             options(set=SETS, memory=JUNK, only=JUNK, profile=JUNK, top=SMALL, output=JUNK),
-            run_yaml=runs({**RUN, "parallelism": {"global_batch": 2}}),
+            run_yaml=runs(RUN),
         ),
     ),
     "grid": (

@@ -32,7 +32,7 @@ def test_it_is_what_was_asked_for(pipemem, empty):
     assert (cut.tp, cut.pp, cut.dp, cut.ranks) == (8, 4, 2, 64) and cut.sequence_parallel
     assert (run.schedule.name, run.cluster.nodes) == ("zbv", 8)
     assert replace(run.cluster, nodes=1) == replace(load("h200-141g", Cluster), nodes=1)
-    assert run.megatron["use-distributed-optimizer"] is True and run.output == "out/runs/llama3-70b"
+    assert run.flags["use-distributed-optimizer"] is True and run.output == "out/runs/llama3-70b"
     assert feasible(run) is None and "pipemem plan llama3-70b.yaml" in Path("llama3-70b.yaml").read_text()
 
 
@@ -57,14 +57,14 @@ def test_layers_that_do_not_divide_get_a_layout(pipemem, empty):
     told = pipemem("init", "deepseek-v3", "-p", 16, "--dp", 64, "--ep", 64)
     assert told.exit_code == 0 and {"80.6", "76.6"} <= set(told.stderr.split())
     said = yaml.safe_load(Path("deepseek-v3.yaml").read_text())
-    assert said["megatron"]["pipeline-model-parallel-layout"] == "Et|(t*2|)*29t|tmL"
-    assert said["cluster"] == {"base": "h100-80g", "nodes": 128} and said["parallelism"]["ep"] == 64
+    assert said["pipeline_model_parallel_layout"] == "Et|(t*2|)*29t|tmL"
+    assert said["cluster"] == {"base": "h100-80g", "nodes": 128} and said["ep"] == 64
 
 
 def test_cpu_ranks_and_one_pipeline_rank(pipemem, empty):
     pipemem("init", "tiny-gpt", "--cluster", "cpu", "--output", "a/b.yaml")
     run = load("a/b.yaml", Run)
-    assert run.precision == "fp32" and "use-distributed-optimizer" not in run.megatron and feasible(run) is None
+    assert run.precision == "fp32" and "use-distributed-optimizer" not in run.flags and feasible(run) is None
     pipemem("init", "tiny-gpt", "-p", 1)
     assert load("tiny-gpt.yaml", Run).schedule.name == "stock" and feasible(load("tiny-gpt.yaml", Run)) is None
 

@@ -100,7 +100,7 @@ def test_groups_of_microbatches_that_the_run_names(pipemem_json, refuses):
     asked = ("layout", "tiny-gpt", "-p", 2, "-v", 2, "-m", 3)
     check_refusal(refuses(*asked), "needs-microbatches", "groups of 2")
     for taken in (
-        ("--set", "megatron.microbatch-group-size-per-virtual-pipeline-stage=3"),
+        ("--set", "microbatch_group_size_per_virtual_pipeline_stage=3"),
         ("--schedule", "interleaved"),
     ):
         assert pipemem_json(*asked, *taken)["microbatches"] == 3

@@ -154,7 +154,7 @@ app({words})
 @pytest.fixture
 def grid_file(tmp_path) -> Path:
     file = tmp_path / "three.yaml"
-    names = {"schedule.name": ["1f1b", "v-half", "zbv"]}
+    names = {"schedule": ["1f1b", "v-half", "zbv"]}
     file.write_text(yaml.safe_dump({"run": str(RUN), "product": names}))
     return file
 
@@ -170,12 +170,12 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     folder = tmp_path / "a folder"
-    options = ["--output", folder, "--set", "training.iterations=3"]
+    options = ["--output", folder, "--set", "train_iters=3"]
     result = pipemem("grid", grid_file, "--max-parallel", 1, *options)
     assert result.exit_code == code and result.stdout == ""
     lines = result.stderr.splitlines()
-    assert "0 of 3 points have ended, now schedule.name=1f1b" in lines
-    assert any(line.startswith("1 of 3 points have ended, now schedule.name=v-half, about ") for line in lines)
+    assert "0 of 3 points have ended, now schedule=1f1b" in lines
+    assert any(line.startswith("1 of 3 points have ended, now schedule=v-half, about ") for line in lines)
     assert "ending 1 running points" in lines
     first, command = lines[-1].split("; continue with: ")
     assert first == "error: interrupted with 3 of 3 points not finished or failed"
@@ -183,4 +183,4 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     assert words == ["pipemem", "grid", str(grid_file), "--max-parallel", "1", *map(str, options), "--resume"]
     monkeypatch.setattr(local, "_on_this_node", lambda *_: Command((sys.executable, "-c", ""), {}))
     resumed = pipemem(*words[1:])
-    assert "points have ended, now schedule.name=v-half" in resumed.stderr and "schedule.name=zbv: " in resumed.stderr
+    assert "points have ended, now schedule=v-half" in resumed.stderr and "schedule=zbv: " in resumed.stderr

@@ -57,7 +57,7 @@ def arguments(tmp_path, monkeypatch) -> Callable[[str], list[str]]:
 
 def trained_grid(folder: Path) -> None:
     """Runs of large models, with the numbers that they would have."""
-    points = [{"schedule.name": name, "parallelism": {"pp": 2, "dp": 2}} for name in ("1f1b", "v-half", "po-f")]
+    points = [{"schedule": name, "pp": 2, "dp": 2} for name in ("1f1b", "v-half", "po-f")]
     (folder / "g.yaml").write_text(yaml.safe_dump({"run": str(RUN), "points": points}))
     store = Store(folder / "grid")
     store.create(folder / "g.yaml", load_points(folder / "g.yaml"))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = {
     "ROOT": str(ROOT),
     "TINY": str(ROOT / "configs" / "runs" / "tiny-cpu.yaml"),
-    "TE": "-s megatron.transformer-impl=transformer_engine",
+    "TE": "-s transformer_impl=transformer_engine",
 }
 
 TABLE = r"""
@@ -151,7 +151,7 @@ layout TINY -p 1 | no-pipeline
 layout TINY --tp 2 | conflicting-options --tp
 layout lama3-8b -p 4 | no-file "'lama3-8b'" "'llama3-8b'"
 layout llama3-8b -p 4 --beside Et|tL | bad-layout "'Et|tL'" 32
-layout llama3-8b -p 4 --vocab-parallel 3 | bad-type schedule.vocab_parallel "'3'"
+layout llama3-8b -p 4 --vocab-parallel 3 | bad-type pipemem_vocab_parallel "'3'"
 layout llama3-8b -p 4 --tp 5 | does-not-divide tp 5 32
 run nope.py | no-file nope.py
 
@@ -169,26 +169,26 @@ launch TINY --print --master-port 65536 | bad-number --master-port 65536
 launch TINY --print --sbatch=--time=1 | conflicting-options --launcher
 launch TINY --print --launcher slurm --srun=pmix | bad-syntax
 grid ROOT/configs/grids/tiny-cpu.yaml --sbatch=-p | conflicting-options --sbatch -p --launcher
-launch TINY --print -s parallelism.pp=3 -s schedule.name=stock | does-not-divide 8 3
-launch TINY --print -s parallelism.dp=3 | does-not-divide global_batch 8
-launch TINY --print -s parallelism.dp=4 | does-not-fit 16 8
-launch TINY --print -s parallelism.tp=3 | does-not-divide 3 4
-launch TINY --print -s parallelism.tp=1000000000000 | bad-number parallelism.tp 1000000000000 1,000,000
-launch TINY --print -s parallelism.chunks=-1 | bad-number parallelism.chunks -1
-launch TINY --print -s schedule.name=v-hlf | unknown-schedule v-half
-launch TINY --print -s schedule.memory_cap=0.1 | over-cap
-launch TINY --print -s schedule.offload=some | bad-type schedule.offload
-launch TINY --print -s schedule.options=[1] | bad-type schedule.options [1]
-launch TINY --print -s "schedule.recompute_modules={a: 1}" | bad-type
+launch TINY --print -s pp=3 -s schedule=stock | does-not-divide 8 3
+launch TINY --print -s dp=3 | does-not-divide global_batch 8
+launch TINY --print -s dp=4 | does-not-fit 16 8
+launch TINY --print -s tp=3 | does-not-divide 3 4
+launch TINY --print -s tp=1000000000000 | bad-number tp 1000000000000 1,000,000
+launch TINY --print -s chunks=-1 | bad-number chunks -1
+launch TINY --print -s schedule=v-hlf | unknown-schedule v-half
+launch TINY --print -s pipemem_memory_cap=0.1 | over-cap
+launch TINY --print -s pipemem_offload=some | bad-type pipemem_offload
+launch TINY --print -s pipemem_option=[1] | bad-type pipemem_option [1]
+launch TINY --print -s "recompute_modules={a: 1}" | bad-type
 launch TINY --print -s schedul.name=x | unknown-key schedule
 launch TINY --print -s cluster.tflops=.inf | bad-number cluster.tflops inf
 launch TINY --print -s script=nowhere.py | no-file nowhere.py
-launch TINY --print -s training.data=nowhere | no-file training.data nowhere.bin
-launch TINY --print -s "training.data='.5 msc://there .5 here'" | no-file here.bin
-launch TINY --print -s megatron=[1] | bad-type [1]
-launch TINY --print -s megatron.--lr=1 | bad-syntax --lr
-launch TINY --print TE -s megatron.use-transformer-engine-op-fuser=true | unsupported-setting --use-transformer-engine-op-fuser
-launch TINY --print TE -s precision=bf16 -s megatron.fp8-format=hybrid -s megatron.pipemem-recompute=full | fp8-delayed-scaling
+launch TINY --print -s data_path=nowhere | no-file data_path nowhere.bin
+launch TINY --print -s "data_path='.5 msc://there .5 here'" | no-file here.bin
+launch TINY --print -s megatron=[1] | old-key megatron
+launch TINY --print --set=--lr=1 | bad-syntax --lr lr
+launch TINY --print TE -s use_transformer_engine_op_fuser=true | unsupported-setting --use-transformer-engine-op-fuser
+launch TINY --print TE -s bf16=true -s fp8_format=hybrid -s pipemem_recompute=full | fp8-delayed-scaling
 
 # Sizes for which a command would take very long
 simulate 1f1b -p 4 -m 100000000 | too-large 1,200,000,000 "559 GiB" "20 hours"
@@ -203,7 +203,7 @@ check 1f1b --write x.csv -p 4 -m 100000000 | too-large 100000000
 check mine.csv -m 100000000 | too-large 100000000
 pareto -p 4 -m 100000000 | too-large 100000000
 layout llama3-8b -p 4 -m 100000000 | too-large 100000000
-launch TINY --print -s parallelism.global_batch=100000000 | too-large 100000000 4
+launch TINY --print -s global_batch=100000000 | too-large 100000000 4
 """
 ROWS = [line for line in TABLE.splitlines() if line and not line.startswith("#")]
 
@@ -245,7 +245,7 @@ def test_no_command_takes_sizes_of_0(refuses, name):
 
 def test_a_plan_is_never_too_large(pipemem):
     limits = ("--only", "tp=1", "--only", "pp=4", "--only", "micro_batch=1", "--search-seconds", 0, "--json")
-    done = pipemem("plan", NAMES["TINY"], "--set", "parallelism.global_batch=100000000", *limits)
+    done = pipemem("plan", NAMES["TINY"], "--set", "global_batch=100000000", *limits)
     assert done.exit_code == 0, done.output
     best = json.loads(done.stdout)["plans"][0]
     assert best["microbatches"] == 50_000_000 and best["bubble_rate"] < 1e-6

@@ -52,17 +52,17 @@ def test_the_front_is_what_nothing_dominates(points):
 def test_the_table_is_sorted_and_tells_where_the_prediction_missed():
     points = [
         replace(
-            run(0, {"parallelism.pp": 2}, 100.0, 2 << 20, 2 << 20, 0.1),
+            run(0, {"pp": 2}, 100.0, 2 << 20, 2 << 20, 0.1),
             measured_bubble_rate=(0.1, 0.09),
             bytes_of_1f1b=5 << 20,
         ),
-        run(1, {"schedule.memory_cap": "0.5"}, 200.0, 3 << 20, 1 << 20, 0.1, 0.2),
+        run(1, {"pipemem_memory_cap": "0.5"}, 200.0, 3 << 20, 1 << 20, 0.1, 0.2),
         run(2, {}, 50.0, 4 << 20),
     ]
     text = io.StringIO()
     Console(file=text, width=120).print(table(points))
     rows = [line for line in text.getvalue().splitlines() if line.strip()[:1] in ("0", "1", "2")]
-    assert "schedule.memory_cap" in text.getvalue()
+    assert "pipemem_memory_cap" in text.getvalue()
     assert rows[0].split()[:3] == ["1", "*", "0.5"] and "3 ≠" in rows[0]
     assert (
         rows[1].split()[:3] == ["0", "*", "2"]

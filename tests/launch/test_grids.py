@@ -46,5 +46,5 @@ def test_every_point_starts(grid, monkeypatch):
         asked = (choice.name, choice.vocab_parallel, choice.recompute, choice.offload)
         fewest = cut.pp if choice.name == STOCK else family(choice.name).fewest_microbatches(cut.pp)
         short = replace(cut, global_batch=fewest * cut.micro_batch * cut.dp)
-        kinds.setdefault((short, *asked, repr(point.run.megatron)), replace(point.run, parallelism=short))
+        kinds.setdefault((short, *asked, repr(point.run.flags)), replace(point.run, parallelism=short))
     assert {feasibility.feasible(run, any_size=True) for run in kinds.values()} == {None}

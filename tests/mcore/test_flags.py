@@ -170,8 +170,7 @@ def plan_file(tmp_path):
     model = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000, "seq_length": 64}
     model |= {"untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     parallelism = {"tp": 2, "pp": 2, "chunks": 4, "micro_batch": 2, "global_batch": 8}
-    run = {"model": model, "cluster": "cpu", "parallelism": parallelism, "schedule": {"name": str(order)}}
-    run["megatron"] = {"clip-grad": 0}
+    run = {"model": model, "cluster": "cpu", **parallelism, "schedule": str(order), "clip_grad": 0}
     file = tmp_path / "best.yaml"
     file.write_text(yaml.safe_dump(run))
     return str(file)

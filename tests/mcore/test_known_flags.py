@@ -25,9 +25,9 @@ TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
     [
         ({"lrr": 0.1}, ("unknown-flag", "--lrr", "lr")),
         ({"pipemem-reprot": "x"}, ("unknown-flag", "pipemem-report")),
-        ({"lr": "fast"}, ("bad-number", "megatron.lr", "fast", "--lr")),
+        ({"lr": "fast"}, ("bad-number", "lr", "fast", "--lr")),
         ({"pipemem-vocab-piece-tokens": 0}, ("bad-number", "--pipemem-vocab-piece-tokens", 0)),
-        ({"lr": True}, ("bad-type", "megatron.lr", "--lr")),
+        ({"lr": True}, ("bad-type", "lr", "--lr")),
         ({"optimizer": "sdg"}, ("bad-choice", "sdg")),
         ({"log-throughput": 3}, ("bad-type", 3, "--log-throughput")),
     ],
@@ -79,7 +79,7 @@ def test_what_megatron_takes():
 
 def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
     def launch(*changes: str):
-        sets = [word for change in ("megatron.my_flag=3", *changes) for word in ("--set", change)]
+        sets = [word for change in ("my_flag=3", *changes) for word in ("--set", change)]
         return pipemem("launch", TINY, "--print", *sets)
 
     assert "Megatron has no flag --my-flag" in launch().stderr
@@ -87,5 +87,5 @@ def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
     script.write_text("")
     assert "--my-flag 3" in launch(f"script={script}").stdout
     file = str(ROOT / "configs" / "grids" / "tiny-cpu.yaml")
-    grid = ["grid", file, "--set", "megatron.my_flag=3", "--launcher", "print"]
+    grid = ["grid", file, "--set", "my_flag=3", "--launcher", "print"]
     assert "Megatron has no flag --my-flag" in pipemem(*grid).stderr

@@ -67,8 +67,8 @@ def test_without_a_barrier_the_drain_is_gone_and_a_second_batch_of_gradients_the
 
 def test_replicas_reduce_for_themselves():
     late, each = (best(name, dp=2, pp=2) for name in ("pipedream-2bw", "pipedream"))
-    assert "use-distributed-optimizer" not in late.run.megatron and late.run.megatron["overlap-grad-reduce"]
-    assert "overlap-grad-reduce" not in each.run.megatron
+    assert "use-distributed-optimizer" not in late.run.flags and late.run.flags["overlap-grad-reduce"]
+    assert "overlap-grad-reduce" not in each.run.flags
     assert each.step.reduction > late.step.reduction
 
 
@@ -80,7 +80,7 @@ def test_nobody_gets_one_without_asking():
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 def test_planned_flags_pass_the_refusals_of_the_run(name):
     asked = {"use_distributed_optimizer": True, "overlap-grad-reduce": True}
-    planned = best(name, replace(RUN, megatron=asked), dp=2, pp=2).run
+    planned = best(name, replace(RUN, flags=asked), dp=2, pp=2).run
     assert (planned.schedule.name, feasible(planned)) == (name, None)
 
 
@@ -88,9 +88,9 @@ def test_planned_flags_pass_the_refusals_of_the_run(name):
     ("run", "reason"),
     [
         (replace(RUN, model=replace(RUN.model, tied=True)), "tie the embedding to the head"),
-        (replace(RUN, precision="fp16"), "use bf16 or fp32"),
-        (replace(RUN, megatron={"calculate_per_token_loss": True}), "drop --calculate-per-token-loss"),
-        (replace(RUN, megatron={"clip-grad": 1.0}), "pass --clip-grad 0"),
+        (replace(RUN, flags={"fp16": True}), "use bf16 or fp32"),
+        (replace(RUN, flags={"calculate-per-token-loss": True}), "drop --calculate-per-token-loss"),
+        (replace(RUN, flags={"clip-grad": 1.0}), "pass --clip-grad 0"),
     ],
 )
 def test_what_cannot_update_by_the_microbatch_is_not_planned(run, reason):

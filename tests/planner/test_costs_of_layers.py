@@ -127,14 +127,14 @@ def test_bytes_per_element_of_the_papers(dropout, execution, per_element):
         ("llama3-8b", "h100-80g", {}, 0),  # Transformer Engine's kernel rotates, also beside Megatron's own layers
         ("llama3-8b", "h100-80g", {"transformer-impl": "local"}, 0),
         ("llama3-8b", "h100-80g", {"no-rope-fusion": True}, 128),
-        ("llama3-8b", "h100-80g", {"no_rope_fusion": True, "rotary_percent": 0.5}, 64),
+        ("llama3-8b", "h100-80g", {"no-rope-fusion": True, "rotary-percent": 0.5}, 64),
         ("llama3-8b", "cpu", {}, 128),  # where there are no such kernels
         ("deepseek-v3", "h100-80g", {}, 0),
         ("deepseek-v3", "h100-80g", {"no-rope-fusion": True}, 64),
     ],
 )
 def test_tables_of_rotations_are_kept_unless_a_kernel_rotates(model, cluster, flags, channels):
-    run = Run(load(model, Model), load(cluster, Cluster), megatron=flags)
+    run = Run(load(model, Model), load(cluster, Cluster), flags=flags)
     tables = [each.nbytes for each in layer_tensors(run.model, run.execution) if each.name == "tables of rotations"]
     assert sum(tables) == 4 * run.model.sequence * channels * run.execution.element
 

@@ -60,7 +60,7 @@ def test_linear_layers_are_faster_and_attention_is_not():
 
 def test_weights_have_copies_by_rows_and_by_columns():
     run = Run(LLAMA, H100, Parallelism(tp=2, pp=4, global_batch=16))
-    narrow = replace(run, megatron={"fp8-format": "hybrid"})
+    narrow = replace(run, flags={"fp8-format": "hybrid"})
     assert narrow.execution.fp8 == "delayed"
     weights = sum(each.parameters(2) for block in LLAMA.kinds[0] for each in matrices(LLAMA, PLAIN, block))
     assert layer(LLAMA, fp8("delayed"), H100).cached == 2 * weights <= 2 * layer_parameters(LLAMA, PLAIN)
@@ -68,19 +68,17 @@ def test_weights_have_copies_by_rows_and_by_columns():
 
 
 def test_flags_of_a_run_say_the_recipe(tmp_path):
-    run = Run(LLAMA, H100, megatron={"fp8_format": "e4m3", "fp8_recipe": "blockwise"})
+    run = Run(LLAMA, H100, flags={"fp8-format": "e4m3", "fp8-recipe": "blockwise"})
     assert run.execution.fp8 == "blockwise"
-    assert replace(run, megatron={"fp8-recipe": "blockwise"}).execution.fp8 == "none"
+    assert replace(run, flags={"fp8-recipe": "blockwise"}).execution.fp8 == "none"
     with refused("bad-choice", kind=ConfigError):
-        replace(run, megatron={"fp8-format": "e4m3", "fp8-recipe": "custom"}).execution.check(LLAMA)
+        replace(run, flags={"fp8-format": "e4m3", "fp8-recipe": "custom"}).execution.check(LLAMA)
     with refused("needs-option", kind=ConfigError):
         Execution(fp8="delayed").check(LLAMA)
 
 
 def test_a_device_without_8_bit_products_is_refused(tmp_path):
     source = tmp_path / "run.yaml"
-    source.write_text(
-        "model: llama3-8b\ncluster: a100-80g\nparallelism: {global_batch: 64}\nmegatron: {fp8-format: hybrid}\n"
-    )
+    source.write_text("model: llama3-8b\ncluster: a100-80g\nglobal_batch: 64\nfp8_format: hybrid\n")
     done = pipemem("plan", source, "--search-seconds", "0")
     assert done.exit_code == 2 and "cluster.fp8_tflops" in done.output

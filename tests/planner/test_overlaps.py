@@ -53,7 +53,7 @@ def test_the_exchange_of_a_layer_follows_from_tokens_experts_and_link():
 
 
 def planned(megatron, **limits):
-    run = replace(RUN, cluster=SLOW, parallelism=Parallelism(global_batch=32), megatron=megatron)
+    run = replace(RUN, cluster=SLOW, parallelism=Parallelism(global_batch=32), flags=megatron)
     limits = {"tp": (4,), "micro_batch": (1,), "recompute": ("none",), "variant": ("plain",)} | limits
     return plan(run, limits=Limits(limits), top=200, search_seconds=0).plans
 
@@ -73,7 +73,7 @@ def test_megatrons_orders_keep_the_overlap_and_all_are_weighed_without():
 
 
 def test_pairs_of_microbatches_need_chunks_and_experts_on_several_ranks():
-    run = replace(RUN, model=EXPERTS, parallelism=Parallelism(global_batch=32, ep=2), megatron={EP: True})
+    run = replace(RUN, model=EXPERTS, parallelism=Parallelism(global_batch=32, ep=2), flags={EP: True})
     limits = {"tp": (1,), "pp": (2,), "micro_batch": (1,), "variant": ("plain", "pairs")}
     plans = plan(run, limits=Limits(limits), top=200, search_seconds=0).plans
     kept = [each for each in plans if each.hides_messages and is_stocks(each.run)]
@@ -98,9 +98,7 @@ def test_documented_shares():
         assert round(100 * sum(each.total for each in step.exchange) / passes) == int(share)
 
 
-EXCHANGING = replace(
-    RUN, model=EXPERTS, cluster=SLOW, parallelism=Parallelism(global_batch=32, ep=4), megatron={EP: True}
-)
+EXCHANGING = replace(RUN, model=EXPERTS, cluster=SLOW, parallelism=Parallelism(global_batch=32, ep=4), flags={EP: True})
 """Experts whose tokens travel for a third of a forward."""
 
 
@@ -118,14 +116,14 @@ def test_pairs_are_planned_and_run_as_planned(tmp_path):
         if name in alone:
             assert each.seconds < alone[name].seconds
         (order, text), (_, run) = run_files(each, tmp_path / f"{name}.yaml").items()
-        assert Schedule.from_csv(text).pairs == each.passes.pairs and order.name in run and EP in run
+        assert Schedule.from_csv(text).pairs == each.passes.pairs and order.name in run and EP.replace("-", "_") in run
     # The step in pairs takes no less than the bound by which the planner leaves out others.
     for each in plans:
         if each.variant == "pairs":
             cut, step = each.run.parallelism, each.step
             bound = lower_bound(step.placement, cut.microbatches, step.costs, pairs=True)
             assert bound <= each.makespan * (1 + 1e-9)
-    assert not any(each.variant == "pairs" for each in plan(replace(EXCHANGING, megatron={}), limits=limits).plans)
+    assert not any(each.variant == "pairs" for each in plan(replace(EXCHANGING, flags={}), limits=limits).plans)
 
 
 def test_a_search_for_an_order_with_pairs_keeps_them():
@@ -138,7 +136,7 @@ def test_a_search_for_an_order_with_pairs_keeps_them():
 
 
 def test_a_run_of_our_schedules_with_the_flag_runs_in_pairs():
-    run = replace(RUN, megatron={EP: True}, schedule=ScheduleChoice("v-half"))
+    run = replace(RUN, flags={EP: True}, schedule=ScheduleChoice("v-half"))
     assert request_of(run).pairs and not request_of(replace(run, schedule=ScheduleChoice("stock"))).pairs
 
 
@@ -148,7 +146,7 @@ def test_the_command_says_what_the_overlap_is_worth(tmp_path):
         "model: {num_layers: 8, hidden_size: 2048, num_attention_heads: 16, vocab_size: 32000, seq_length: 1024,"
         " untie_embeddings_and_output_weights: true, attention_dropout: 0.0, hidden_dropout: 0.0}\n"
         "cluster: {base: h100-80g, nodes: 1, intra_node: {gb_per_s: 40}}\n"
-        "parallelism: {global_batch: 16, tp: 4, pp: 2, dp: 1}\nmegatron: {tp-comm-overlap: true}\n"
+        "global_batch: 16\ntp: 4\npp: 2\ntp_comm_overlap: true\n"
     )
     more = ["--only", "tp=4", "--only", "pp=2", "--only", "recompute=none", "--search-seconds", "0", "--top", "1"]
     text = pipemem("plan", source, *more)
@@ -158,7 +156,7 @@ def test_the_command_says_what_the_overlap_is_worth(tmp_path):
     assert facts["plans"][0]["seconds"] < facts["without_overlap"]["seconds"]
     ours = pipemem("plan", source, *more, "--only", "schedule=zb-h1")
     assert "no listed plan keeps the overlap" in " ".join(ours.stdout.split()), ours.output
-    source.write_text(source.read_text().replace("tp-comm-overlap", "sequence-parallel"))
+    source.write_text(source.read_text().replace("tp_comm_overlap", "sequence_parallel"))
     assert json.loads(pipemem("plan", source, *more, "--json").stdout)["without_overlap"] is None
 
 

@@ -116,7 +116,7 @@ def test_the_peak_that_a_plan_lists_is_a_limit_that_admits_it(dice, recompute):
     )
     cluster = replace(CLUSTER, nodes=1, devices_per_node=6, memory_gib=dice.uniform(8, 24))
     flags = {DISTRIBUTED: True} if dice.random() < 0.7 else {}
-    run = Run(model, cluster, Parallelism(global_batch=dice.choice([12, 24, 96])), megatron=flags)
+    run = Run(model, cluster, Parallelism(global_batch=dice.choice([12, 24, 96])), flags=flags)
     schedules = ("1f1b", "gpipe", "zb-h1", "v-half")
     limits = Limits({"schedule": schedules, "recompute": (recompute,), "micro_batch": (1,)})
     for best in plan(run, limits=limits, top=2, search_seconds=0).plans:
@@ -128,7 +128,7 @@ def test_the_peak_that_a_plan_lists_is_a_limit_that_admits_it(dice, recompute):
 def test_the_first_plan_is_the_fastest_where_bounds_and_times_are_rounded_apart():
     """The bound of v-half adds up to the time that zb-h1 takes, by a rounding more than the time that v-half takes."""
     model, cluster = replace(MODEL, vocabulary=1823, dropout=0.1), replace(CLUSTER, nodes=1, devices_per_node=6)
-    run = Run(model, cluster, Parallelism(global_batch=96), megatron={DISTRIBUTED: True})
+    run = Run(model, cluster, Parallelism(global_batch=96), flags={DISTRIBUTED: True})
     chosen = {"schedule": ("zb-h1", "v-half"), "recompute": ("none",), "micro_batch": (1,), "pp": (1,), "tp": (1,)}
     first, both = (plan(run, limits=Limits(chosen), top=top, search_seconds=0).plans for top in (1, 2))
     assert {each.schedule for each in both} == {"v-half", "zb-h1"}
@@ -227,8 +227,8 @@ model:
    untie_embeddings_and_output_weights: true, attention_dropout: 0.0, hidden_dropout: 0.0}
 cluster: {memory_gib: 24, tflops: 300, intra_node: {gb_per_s: 200}, inter_node: {gb_per_s: 20}, nodes: 2,
   devices_per_node: 4, host: {d2h_gb_per_s: 20, h2d_gb_per_s: 20}, host_memory_gib: 500}
-parallelism: {global_batch: 16}
-megatron: {lr: 1.0e-4}
+global_batch: 16
+lr: 1.0e-4
 """
 
 
@@ -253,13 +253,13 @@ def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
 def test_what_a_start_refuses_is_not_planned():
     """With CUDA graphs of Megatron's layers, our schedules do not start; one pipeline rank takes stock's step."""
     limits = Limits({"pp": [1, 2], "tp": [4], "recompute": ["none"], "micro_batch": [1]})
-    graphs = replace(RUN, megatron={"cuda-graph-impl": "local"})
+    graphs = replace(RUN, flags={"cuda-graph-impl": "local"})
     answers = [plan(run, limits=limits, search_seconds=1, refusal=refused_settings) for run in (RUN, graphs)]
     assert [{way.run.parallelism.pp for way in answer.plans} for answer in answers] == [{2}, {1}]
     ours = replace(graphs, parallelism=replace(graphs.parallelism, pp=2), schedule=ScheduleChoice(name="zbv"))
     error = refused_settings(ours)
     assert error.code == "unsupported-setting" and str(error) in answers[1].rejected
-    assert str(error) not in answers[0].rejected and refused_settings(replace(ours, megatron={})) is None
+    assert str(error) not in answers[0].rejected and refused_settings(replace(ours, flags={})) is None
 
 
 def test_plans_without_a_barrier_between_steps_launch_so():
@@ -302,7 +302,7 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     assert max(best["peak_bytes"]) <= 8 * GIB and best["pp"] == 4 and sum(best["layers"]) == 8
     run = load(target, Run)
     assert (run.schedule.name, run.parallelism.micro_batch) == (best["schedule"], best["micro_batch"])
-    assert run.megatron["lr"] == 1e-4 and feasible(run) is None
+    assert run.flags["lr"] == 1e-4 and feasible(run) is None
     assert max(held(run).device) == pytest.approx(max(best["peak_bytes"]))
     launched = pipemem("launch", target, "--print", "--node-rank", "0", "--master-addr", "h")
     assert launched.exit_code == 0 and f"--pipemem-schedule {best['schedule']}" in launched.stdout
@@ -404,7 +404,7 @@ def test_every_rank_of_a_planned_hybrid_model_has_experts_where_megatron_waits_f
     assert any("fewer layers with experts" in reason for reason in found.rejected)
     for each in found.plans:
         check_experts(each.run.flags, each.run.flags[layout.PATTERN], each.step.placement)
-    free = plan(replace(run, megatron={"moe-router-load-balancing-type": "none"}), limits=limits, search_seconds=0)
+    free = plan(replace(run, flags={"moe-router-load-balancing-type": "none"}), limits=limits, search_seconds=0)
     assert free.plans[0].seconds < found.plans[0].seconds
     with refused("bad-layout", kind=UnsupportedError):
         check_experts({}, free.plans[0].run.flags[layout.PATTERN], free.plans[0].step.placement)
@@ -431,5 +431,5 @@ def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_pa
     source = tmp_path / "run.yaml"
     source.write_text(CONFIG)
     only = [f"--only={key}={','.join(map(str, values))}" for key, values in limits.items()]
-    done = pipemem("plan", str(source), "--set=schedule.overlap_steps=true", "--search-seconds", "0", *only)
+    done = pipemem("plan", str(source), "--set=pipemem_overlap_steps=true", "--search-seconds", "0", *only)
     assert done.exit_code == 0 and "gain" in done.output and "none" in done.output, done.output

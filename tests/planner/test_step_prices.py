@@ -46,7 +46,7 @@ def parameters_of_halves() -> tuple[int, int]:
 
 def test_bytes_of_ranks_by_hand():
     cut = Parallelism(pp=2, dp=2, global_batch=8)
-    run = replace(RUN, parallelism=cut, megatron={DISTRIBUTED: True}, schedule=ScheduleChoice("1f1b"))
+    run = replace(RUN, parallelism=cut, flags={DISTRIBUTED: True}, schedule=ScheduleChoice("1f1b"))
     h, s, v = 2048, 1024, 32000
     parameters = parameters_of_halves()
     # 16-bit parameters and fp32 gradients; master parameters and two moments on one of two ranks.
@@ -59,7 +59,7 @@ def test_bytes_of_ranks_by_hand():
 
 def test_without_the_distributed_optimizer_every_rank_holds_all_of_it():
     cut = Parallelism(dp=4, global_batch=8)
-    shared = price(replace(RUN, parallelism=cut, megatron={DISTRIBUTED: True}), Placement.linear(1))
+    shared = price(replace(RUN, parallelism=cut, flags={DISTRIBUTED: True}), Placement.linear(1))
     alone = price(replace(RUN, parallelism=cut), Placement.linear(1))
     parameters = 8 * (12 * 2048**2 + 13 * 2048) + 2 * 32000 * 2048 + 1024 * 2048 + 2 * 2048
     assert alone.static[0] - shared.static[0] == pytest.approx(parameters * 12 * 3 / 4)
@@ -108,7 +108,7 @@ def test_messages_between_nodes_are_slower():
 def test_reduction_hides_behind_backwards_that_are_long_enough():
     def reduction(link: float) -> float:
         cluster = replace(CLUSTER, intra_node=Link(link, 0.0))
-        run = replace(RUN, cluster=cluster, parallelism=Parallelism(dp=2, global_batch=8), megatron={DISTRIBUTED: True})
+        run = replace(RUN, cluster=cluster, parallelism=Parallelism(dp=2, global_batch=8), flags={DISTRIBUTED: True})
         return price(run, Placement.linear(1)).reduction
 
     ends = [head(MODEL, Execution(), CLUSTER), embedding(MODEL, Execution(), CLUSTER)]
@@ -173,7 +173,7 @@ def test_a_step_that_is_too_long_to_build_is_priced_by_shorter_ones(name, monkey
 def test_layouts_are_read_as_written(counts):
     model = replace(MODEL, layers=sum(counts))
     text = layout.written(counts)
-    assert run_layout.pieces_of(replace(RUN, model=model, megatron={layout.FLAG: text}), len(counts)) == tuple(counts)
+    assert run_layout.pieces_of(replace(RUN, model=model, flags={layout.FLAG: text}), len(counts)) == tuple(counts)
 
 
 def test_runs_that_do_not_fit_are_refused_with_the_rank():
@@ -203,22 +203,24 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     offloading = replace(small, schedule=replace(run.schedule, offload="full"))
     assert "needs" in feasible(small) and feasible(offloading) is None
     # The plan moves less where the host has less, until the device no longer has room for what stays.
-    little = replace(offloading, megatron={"pipemem-host-memory": "1GiB"})
+    little = replace(offloading, flags={"pipemem-host-memory": "1GiB"})
     assert max(held(little).host) <= GIB / 4 and "of" in feasible(little)
 
 
 def test_the_state_to_roll_back_to_is_counted():
     cut = Parallelism(pp=2, dp=2, global_batch=8)
     flags = {DISTRIBUTED: True, "rerun-mode": "disabled"}
-    run = replace(RUN, parallelism=cut, megatron=flags, schedule=ScheduleChoice("1f1b"))
+    run = replace(RUN, parallelism=cut, flags=flags, schedule=ScheduleChoice("1f1b"))
     overlapped = replace(run, schedule=replace(run.schedule, overlap_steps=True))
     plain, ahead = held(run), held(overlapped)
     # A parameter in fp32 and two moments, of the rank's half.
     state = [count * 12 / 2 for count in parameters_of_halves()]
     kept = [with_state - without for with_state, without in zip(ahead.device, plain.device, strict=True)]
     assert kept == pytest.approx(state) and ahead.host == plain.host == (0, 0)
-    assert held(replace(overlapped, megatron={**flags, "clip-grad": 0})).device == plain.device
-    in_single = held(replace(overlapped, precision="fp32")).device[0] - held(replace(run, precision="fp32")).device[0]
+    assert held(replace(overlapped, flags={**flags, "clip-grad": 0})).device == plain.device
+
+    in_fp32 = {**flags, "bf16": False}
+    in_single = held(replace(overlapped, flags=in_fp32)).device[0] - held(replace(run, flags=in_fp32)).device[0]
     assert in_single == pytest.approx(state[0])
 
     tight = replace(CLUSTER, memory_gib=(ahead.device[0] - 1) / GIB)
@@ -233,11 +235,11 @@ def test_layouts_of_models_that_predict_ahead():
     assert run_layout.pieces_of(run, 4) == (2, 2, 2, 3) and layout.flags(model, (2, 2, 2, 3)) == {}
     with refused("bad-number", "eight"):
         run_layout.pieces_of(
-            replace(run, model=replace(model, mtp_layers=0), megatron={layout.FIRST_OR_LAST[0]: "eight"}), 4
+            replace(run, model=replace(model, mtp_layers=0), flags={layout.FIRST_OR_LAST[0]: "eight"}), 4
         )
     assert layout.flags(model, (3, 3, 2, 1)) == {layout.FLAG: "Et*3|t*3|t*2|m*2L"}
     for counts in ((3, 3, 2, 1), (4, 4, 1, 0)):
-        assert run_layout.pieces_of(replace(run, megatron=layout.flags(model, counts)), 4) == counts
+        assert run_layout.pieces_of(replace(run, flags=layout.flags(model, counts)), 4) == counts
 
 
 def test_a_hybrid_models_layers_are_shared_out_by_its_pattern():
@@ -248,8 +250,8 @@ def test_a_hybrid_models_layers_are_shared_out_by_its_pattern():
     assert sum(step.layers) == 8 and max(step.work) < max(price(run, Placement.linear(2), (4, 4)).work)
     flags = layout.flags(model, step.layers)
     assert flags == {layout.PATTERN: f"{'----****'[: step.layers[0]]}|{'----****'[step.layers[0] :]}/*"}
-    assert run_layout.pieces_of(replace(run, megatron=flags), 2) == step.layers
-    words = script_flags(replace(run, megatron=flags))
+    assert run_layout.pieces_of(replace(run, flags=flags), 2) == step.layers
+    words = script_flags(replace(run, flags=flags))
     assert words.count("--hybrid-layer-pattern") == 1 and flags[layout.PATTERN] in words and "--num-layers" not in words
 
 
@@ -258,7 +260,7 @@ def test_uneven_routing_is_priced_at_its_worst():
     run = replace(RUN, model=sparse, parallelism=Parallelism(pp=2, dp=4, ep=4, global_batch=16))
     worse = replace(run, parallelism=replace(run.parallelism, expert_load=1.5))
     assert worse.execution.expert_load == 1.5
-    assert replace(worse, megatron={"moe_expert_capacity_factor": 1.25}).execution.expert_load == 1.25
+    assert replace(worse, flags={"moe-expert-capacity-factor": 1.25}).execution.expert_load == 1.25
     assert replace(worse, parallelism=replace(worse.parallelism, ep=1)).execution.expert_load == 1
     even, uneven = (price(each, Placement.linear(2)) for each in (run, worse))
     assert all(b > a for a, b in zip(even.costs.memory[Kind.F], uneven.costs.memory[Kind.F], strict=True))
@@ -267,8 +269,8 @@ def test_uneven_routing_is_priced_at_its_worst():
 def test_a_run_that_does_not_fit_at_its_worst_is_told_what_it_needs_at_its_best():
     sparse = replace(MODEL, experts=8, experts_per_token=2)
     run = replace(RUN, model=sparse, parallelism=Parallelism(pp=4, dp=2, ep=2, global_batch=64, expert_load=3.0))
-    run = replace(run, schedule=ScheduleChoice("1f1b"), megatron={"moe_expert_capacity_factor": 2.5})
-    evenly = replace(run, parallelism=replace(run.parallelism, expert_load=1.0), megatron={})
+    run = replace(run, schedule=ScheduleChoice("1f1b"), flags={"moe-expert-capacity-factor": 2.5})
+    evenly = replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags={})
     most, least = (max(held(each).device) / GIB for each in (run, evenly))
     assert least < most
     reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=(least + most) / 2)))
@@ -286,7 +288,7 @@ def test_deepseek_v3_is_shared_out_at_least_as_evenly_as_by_hand():
     placement = Placement.interleaved(16, 2)
     own, by_hand = price(run, placement), price(run, placement, (3, *[2] * 29, 1, 0))
     assert max(own.work) <= max(by_hand.work)
-    assert run_layout.pieces_of(replace(run, megatron=layout.flags(run.model, own.layers)), 32) == own.layers
+    assert run_layout.pieces_of(replace(run, flags=layout.flags(run.model, own.layers)), 32) == own.layers
 
 
 def test_what_predicts_ahead_stays_with_the_head_in_a_v_and_where_the_head_is_cut():

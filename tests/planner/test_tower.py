@@ -30,7 +30,7 @@ def run(name: str, schedule: str = "zb-h1", images: int = 4, **flags: bool) -> R
     model = known_model(name)
     model = replace(model, tower=replace(model.tower, images=images), sequence=4096)
     cut = Parallelism(tp=4, pp=4, micro_batch=1, global_batch=16)
-    return Run(model, replace(H100, nodes=2), cut, ScheduleChoice(name=schedule), megatron=flags)
+    return Run(model, replace(H100, nodes=2), cut, ScheduleChoice(name=schedule), flags=flags)
 
 
 def without(asked: Run) -> Run:
@@ -78,7 +78,7 @@ def test_layers_to_which_the_tower_adds_stay_on_the_first_stage():
 
 def test_what_is_frozen_has_no_weight_gradients():
     whole = run("qwen3-vl-8b")
-    frozen = replace(whole, megatron={FREEZES["language"]: True, FREEZES["tower"]: True})
+    frozen = replace(whole, flags={FREEZES["language"]: True, FREEZES["tower"]: True})
     step, plain = (price(each, Placement.linear(4), (9,) * 4) for each in (frozen, whole))
     assert set(step.costs.backward_weight) == {0} != set(plain.costs.backward_weight)
     assert 0 < step.costs.backward_input[0] - step.costs.backward_input[1] < plain.costs.backward_weight[0] / 10

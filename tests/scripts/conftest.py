@@ -27,7 +27,7 @@ def write_grid(tmp_path):
 def store(tmp_path, write_grid) -> Store:
     """Four points, of which the second fails and the last is infeasible."""
     names = ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]
-    points = load_points(write_grid(product={"schedule.name": names}))
+    points = load_points(write_grid(product={"schedule": names}))
     made = Store(tmp_path / "grid")
     made.create(tmp_path / "grid.yaml", points)
     return made

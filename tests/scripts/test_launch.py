@@ -62,33 +62,41 @@ def test_a_run_names_the_module_of_its_schedule(tmp_path, monkeypatch):
         "from megatron_pipemem.families.v_shape import V_MIN\n"
         "FAMILY = replace(V_MIN, name='launched')\n"
     )
-    assert "unknown schedule 'launched'" in feasible(tiny("schedule.name=launched"))
-    run = tiny("schedule.name=launched", f"schedule.module={path}")
+    assert "unknown schedule 'launched'" in feasible(tiny("schedule=launched"))
+    run = tiny("schedule=launched", f"pipemem_schedule_module={path}")
     assert feasible(run) is None
     assert flags(run)["--pipemem-schedule-module"] == [str(path)]
     with refused("cannot-import", "gone.py", kind=ConfigError) as raised:
-        tiny("schedule.module=gone.py")
-    assert "schedule.module" in str(raised.value)
+        tiny("pipemem_schedule_module=gone.py")
+    assert "pipemem_schedule_module" in str(raised.value)
 
 
 def test_steps_without_a_barrier_are_launched_without_what_joins_the_ranks():
-    run = tiny("schedule.name=zbv", "schedule.overlap_steps=true", "megatron.clip-grad=1.0")
+    run = tiny("schedule=zbv", "pipemem_overlap_steps=true", "clip_grad=1.0")
     assert feasible(run) is None
     found = flags(run)
     assert (found["--rerun-mode"], found["--log-interval"]) == (["disabled"], ["10"])
     assert "--rerun-mode" not in flags(tiny()) and flags(tiny())["--log-interval"] == ["1"]
-    assert flags(tiny("schedule.overlap_steps=true", "megatron.log-interval=5"))["--log-interval"] == ["5"]
+    assert flags(tiny("pipemem_overlap_steps=true", "log_interval=5"))["--log-interval"] == ["5"]
 
 
 def test_parallelism_and_schedule_become_flags():
     found = flags(
         tiny(
-            "parallelism={tp: 2, pp: 2, dp: 3, micro_batch: 2, global_batch: 24, sequence_parallel: true}",
-            "schedule={name: interleaved, memory_cap: 0.9, costs: profile, offload: half, vocab_parallel: 2}",
-            "schedule.random=layerwise",
-            "schedule.microbatch_costs=FLOPs",
-            "schedule.overlap_steps=true",
-            "parallelism.chunks=2",
+            *(
+                "tp=2",
+                "pp=2",
+                "dp=3",
+                "micro_batch=2",
+                "global_batch=24",
+                "sequence_parallel=true",
+                "schedule=interleaved",
+            ),
+            *("pipemem_memory_cap=0.9", "pipemem_costs=profile", "pipemem_offload=half", "pipemem_vocab_parallel=2"),
+            "pipemem_random=layerwise",
+            "pipemem_microbatch_costs=FLOPs",
+            "pipemem_overlap_steps=true",
+            "chunks=2",
         )
     )
     for flag, values in {
@@ -114,13 +122,13 @@ def test_parallelism_and_schedule_become_flags():
 def test_what_shares_a_channel_to_the_host_reaches_the_run():
     known = ("cluster.devices_per_node=4", "cluster.switches=[[0, 1], [2, 3]]")
     said = "--pipemem-offload-option=switches=[[0,1],[2,3]]"
-    assert flags(tiny(*known, "schedule={name: 1f1b, offload: full}"))[said] == []
-    assert said not in flags(tiny(*known, "schedule.name=1f1b"))
+    assert flags(tiny(*known, "schedule=1f1b", "pipemem_offload=full"))[said] == []
+    assert said not in flags(tiny(*known, "schedule=1f1b"))
 
 
 @pytest.mark.parametrize("off", ["off", "'off'", "false"])
 def test_off_is_off_however_yaml_reads_it(off):
-    found = flags(tiny(f"schedule.offload={off}", f"schedule.vocab_parallel={off}"))
+    found = flags(tiny(f"pipemem_offload={off}", f"pipemem_vocab_parallel={off}"))
     assert "--pipemem-offload" not in found and "--pipemem-vocab-parallel" not in found
 
 
@@ -140,29 +148,29 @@ def test_off_is_off_however_yaml_reads_it(off):
     ],
 )
 def test_recompute(recompute, expected):
-    found = flags(tiny(f"schedule.recompute={recompute}", "schedule.recompute_modules=[core_attn, layernorm]"))
+    found = flags(tiny(f"recompute_granularity={recompute}", "recompute_modules=[core_attn, layernorm]"))
     assert {flag: values for flag, values in found.items() if flag.startswith("--recompute")} == expected
 
 
 def test_precision_and_platform():
-    assert "--bf16" in flags(tiny("precision=bf16")) and "--bf16" not in flags(tiny())
+    assert "--bf16" in flags(tiny("bf16=true")) and "--bf16" not in flags(tiny())
     assert "--cpu" in command(tiny()).words
-    on_gpu = tiny("cluster.backend=nccl", "precision=bf16")
+    on_gpu = tiny("cluster.backend=nccl", "bf16=true")
     assert "--cpu" not in command(on_gpu).words and "--transformer-impl" not in flags(on_gpu)
 
 
 def test_checkpoints_are_resumed_from_and_a_signal_saves_one():
-    found = flags(tiny("training.save_interval=5", "training.load=pretrained", "output=here"))
+    found = flags(tiny("save_interval=5", "load=pretrained", "output=here"))
     assert found["--save"] == found["--load"] == ["here/checkpoints"]
     assert found["--pretrained-checkpoint"] == ["pretrained"]
     assert "--exit-signal-handler" in found and found["--exit-signal"] == ["SIGUSR1"]
-    without = flags(tiny("training.load=pretrained"))
+    without = flags(tiny("load=pretrained"))
     assert without["--load"] == ["pretrained"] and "--save" not in without and "--exit-signal" not in without
 
 
 def test_a_run_is_unfinished_while_its_last_checkpoint_is_of_an_earlier_step(tmp_path):
     def code(*changes: str) -> int:
-        sets = ["training.iterations=10", "training.save_interval=5", f"output={tmp_path}", *changes]
+        sets = ["train_iters=10", "save_interval=5", f"output={tmp_path}", *changes]
         return pipemem("unfinished", TINY, *(word for change in sets for word in ("--set", change))).exit_code
 
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -172,20 +180,20 @@ def test_a_run_is_unfinished_while_its_last_checkpoint_is_of_an_earlier_step(tmp
         tracker.write_text(written)
         assert code() == expected
     tracker.write_text("5")
-    assert code("training.save_interval=0") == 1, "it would not load the checkpoint"
+    assert code("save_interval=0") == 1, "it would not load the checkpoint"
 
 
 def test_own_flags_come_before_defaults_and_take_any_value():
-    found = flags(tiny("megatron={lr: 0.5, eval_iters: 3, log-throughput: true, seed: null, split: [1, 2]}"))
+    found = flags(tiny("lr=0.5", "eval_iters=3", "log_throughput=true", "seed=null", "split=[1, 2]"))
     assert found["--lr"] == ["0.5"] and found["--eval-iters"] == ["3"]
     assert found["--log-throughput"] == [] and found["--split"] == ["1", "2"]
     assert words({"a": False, "b": None, "c": True, "d": -1.5}) == ["--c", "--d", "-1.5"]
 
 
-@pytest.mark.parametrize("key", ["num-layers", "global_batch_size", "pipemem-schedule", "train-iters", "bf16"])
+@pytest.mark.parametrize("key", ["save", "exit_signal", "pipemem_report", "max_position_embeddings"])
 def test_a_flag_that_another_key_sets_is_refused(key):
-    with refused("conflicting-options", kind=ConfigError):
-        script_flags(tiny(f"megatron.{key}=1", "precision=bf16"))
+    with refused("conflicting-options", key, kind=ConfigError):
+        script_flags(tiny(f"{key}=1", "save_interval=5"))
 
 
 def test_a_model_without_a_flag_for_its_activation_is_refused():
@@ -210,45 +218,45 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_star
     assert f"{tmp_path}/file/run/report.json" in line and line.endswith(" [cannot-write]")
 
 
-ASYNCHRONOUS = ("schedule.name=pipedream", "model.untie_embeddings_and_output_weights=true")
-SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
+ASYNCHRONOUS = ("schedule=pipedream", "model.untie_embeddings_and_output_weights=true")
+SLICED = ("schedule=seq1f1b", "pipemem_option={slices: 4}")
 SHORT = {
     "ASYNCHRONOUS": ASYNCHRONOUS,
-    "OVERLAPPED": ("schedule.name=zbv", "schedule.overlap_steps=true", "megatron.clip-grad=1.0"),
+    "OVERLAPPED": ("schedule=zbv", "pipemem_overlap_steps=true", "clip_grad=1.0"),
     "SLICED": SLICED,
-    "ALL_MODULES": ("schedule.recompute=selective", "schedule.recompute_modules=[activation, core_attn, layernorm]"),
+    "ALL_MODULES": ("recompute_granularity=selective", "recompute_modules=[activation, core_attn, layernorm]"),
 }
 REFUSED = """
-schedule.name=nowhere.csv | no-file nowhere.csv
-schedule.costs=nowhere.json | no-file nowhere.json
-schedule.memory_cap=6GiB | unit-mismatch --pipemem-schedule
-schedule.name=auto schedule.options={"foo":1} | unknown-option foo
-schedule.name=auto schedule.options={"chunks":3} | too-few-layers 8 12
-megatron.num-layers-per-virtual-pipeline-stage=2 | needs-chunks 2 1
-megatron.pipeline-model-parallel-layout=Et*2|t*2|t*2|t*2L | needs-chunks 8
-schedule.name=auto model.hybrid_layer_pattern='*-*-*-*-' megatron.hybrid-layer-pattern='*-|*-*|-*-' | needs-chunks 0.75 3
-megatron.hybrid-layer-pattern=M*|M*|M* | conflicting-options model
-megatron.iterations-to-skip=[3] | unsupported-setting --iterations-to-skip
-schedule.name=stock schedule.vocab_parallel=2 | not-for-stock
-schedule.microbatch_costs=flop | bad-choice
-schedule.microbatch_costs=gone.json | no-file gone.json
-OVERLAPPED megatron.rerun-mode=report_stats | unsupported-setting --rerun-mode
-OVERLAPPED precision=fp16 | unsupported-setting
-schedule.name=gems parallelism.pp=1 | no-pipeline 1
-SLICED schedule.options={"slices":7} | slices-do-not-fit 7 1
-schedule.name=zbv schedule.slice_cut=flops | no-slices
-SLICED megatron.moe-aux-loss-coeff=0.1 | unsupported-setting --moe-router-enable-expert-bias
+schedule=nowhere.csv | no-file nowhere.csv
+pipemem_costs=nowhere.json | no-file nowhere.json
+pipemem_memory_cap=6GiB | unit-mismatch --pipemem-schedule
+schedule=auto pipemem_option={"foo":1} | unknown-option foo
+schedule=auto pipemem_option={"chunks":3} | too-few-layers 8 12
+num_layers_per_virtual_pipeline_stage=2 | needs-chunks 2 1
+pipeline_model_parallel_layout=Et*2|t*2|t*2|t*2L | needs-chunks 8
+schedule=auto model.hybrid_layer_pattern='*-*-*-*-' hybrid_layer_pattern='*-|*-*|-*-' | needs-chunks 0.75 3
+model.hybrid_layer_pattern='*-*-*-*-' hybrid_layer_pattern='M*|M*|M*' | conflicting-options model
+iterations_to_skip=[3] | unsupported-setting --iterations-to-skip
+schedule=stock pipemem_vocab_parallel=2 | not-for-stock
+pipemem_microbatch_costs=flop | bad-choice
+pipemem_microbatch_costs=gone.json | no-file gone.json
+OVERLAPPED rerun_mode=report_stats | unsupported-setting --rerun-mode
+OVERLAPPED fp16=true | unsupported-setting
+schedule=gems pp=1 | no-pipeline 1
+SLICED pipemem_option={"slices":7} | slices-do-not-fit 7 1
+schedule=zbv pipemem_slice_cut=flops | no-slices
+SLICED moe_aux_loss_coeff=0.1 | unsupported-setting --moe-router-enable-expert-bias
 SLICED model.attention_dropout=0.1 model.hidden_dropout=0.1 | unsupported-setting --attention-dropout 0
-SLICED schedule.overlap_steps=true | conflicting-options
-schedule.recompute=selective schedule.recompute_modules=[activation] | unsupported-setting
-ALL_MODULES schedule.name=stock | unsupported-setting
-schedule.offload=full megatron.pipemem-recompute=full schedule.vocab_parallel=1 | conflicting-features
-ASYNCHRONOUS schedule.offload=full | conflicting-features --pipemem-offload
-ASYNCHRONOUS megatron.clip-grad=1.0 | unsupported-setting --clip-grad 0
-ASYNCHRONOUS megatron.clip-grad=null | unsupported-setting --clip-grad 0
+SLICED pipemem_overlap_steps=true | conflicting-options
+recompute_granularity=selective recompute_modules=[activation] | unsupported-setting
+ALL_MODULES schedule=stock | unsupported-setting
+pipemem_offload=full pipemem_recompute=full pipemem_vocab_parallel=1 | conflicting-features
+ASYNCHRONOUS pipemem_offload=full | conflicting-features --pipemem-offload
+ASYNCHRONOUS clip_grad=1.0 | unsupported-setting --clip-grad 0
+ASYNCHRONOUS clip_grad=null | unsupported-setting --clip-grad 0
 ASYNCHRONOUS model.untie_embeddings_and_output_weights=false | tied-embedding
-schedule.name=pipedream-2bw parallelism.global_batch=3 | needs-microbatches
-schedule.name=pipedream-2bw schedule.options={"update_every":4} | has-own-flag --global-batch-size
+schedule=pipedream-2bw global_batch=3 | needs-microbatches
+schedule=pipedream-2bw pipemem_option={"update_every":4} | has-own-flag --global-batch-size
 """
 """Keys of the run that are changed, and the code of the error with the values in its message."""
 
@@ -266,33 +274,33 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
     file = tmp_path / "mine.csv"
     for name, changes, reason in (
         ("v-half", (), None),
-        ("v-half", ("parallelism.pp=2",), "schedules 4 devices but the pipeline has 2 ranks"),
-        ("v-half", ("parallelism.global_batch=12",), "8 microbatches but this step has 12"),
-        ("v-half", ("parallelism.chunks=2",), None),
-        ("v-half", ("parallelism.chunks=3",), "has 2 chunks per rank, not 3"),
-        ("v-half", ("schedule.memory_cap=0.5",), "cap"),
+        ("v-half", ("pp=2",), "schedules 4 devices but the pipeline has 2 ranks"),
+        ("v-half", ("global_batch=12",), "8 microbatches but this step has 12"),
+        ("v-half", ("chunks=2",), None),
+        ("v-half", ("chunks=3",), "has 2 chunks per rank, not 3"),
+        ("v-half", ("pipemem_memory_cap=0.5",), "cap"),
         ("seq1f1b", (), None),
         ("seq1f1b", ("model.attention_dropout=0.1", "model.hidden_dropout=0.1"), "--attention-dropout 0"),
     ):
         file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
-        found = feasible(tiny(f"schedule.name={file}", *changes))
+        found = feasible(tiny(f"schedule={file}", *changes))
         assert found is None if reason is None else reason in found
     file.write_bytes(b"\xff\xfe")
-    assert "not UTF-8 text" in feasible(tiny(f"schedule.name={file}"))
+    assert "not UTF-8 text" in feasible(tiny(f"schedule={file}"))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         ASYNCHRONOUS,
-        ("schedule.name=pipedream-2bw", "megatron.clip-grad=1.0"),
-        ("schedule.name=gems",),
-        ("schedule.name=stock", "parallelism.chunks=2"),
-        ("schedule.name=auto", "schedule.memory_cap=6GiB", "schedule.options={seconds: 1}"),
-        ("schedule.name=1f1b", "schedule.offload=full", "schedule.memory_cap=0.6"),
-        ("schedule.recompute=selective", "schedule.recompute_modules=[mlp]", "model.add_bias_linear=false"),
-        (*SLICED, "schedule.vocab_parallel=1"),
-        (*SLICED, "schedule.vocab_parallel=auto"),
+        ("schedule=pipedream-2bw", "clip_grad=1.0"),
+        ("schedule=gems",),
+        ("schedule=stock", "chunks=2"),
+        ("schedule=auto", "pipemem_memory_cap=6GiB", "pipemem_option={seconds: 1}"),
+        ("schedule=1f1b", "pipemem_offload=full", "pipemem_memory_cap=0.6"),
+        ("recompute_granularity=selective", "recompute_modules=[mlp]", "model.add_bias_linear=false"),
+        (*SLICED, "pipemem_vocab_parallel=1"),
+        (*SLICED, "pipemem_vocab_parallel=auto"),
     ],
 )
 def test_what_a_run_takes_is_not_refused(changes):
@@ -308,7 +316,7 @@ def test_printed_commands_are_what_a_shell_runs():
 
 
 def test_a_dataset_is_both_of_its_files(tmp_path):
-    prefix, sets = tmp_path / "tokens", ("--print", "--set", f"training.data=0.3 {tmp_path / 'tokens'}")
+    prefix, sets = tmp_path / "tokens", ("--print", "--set", f"data_path=0.3 {tmp_path / 'tokens'}")
     prefix.with_suffix(".bin").touch()
     assert f"there is no file {prefix}.idx" in pipemem("launch", TINY, *sets).stderr
     prefix.with_suffix(".idx").touch()
@@ -361,7 +369,7 @@ def test_a_launch_shows_its_command(tmp_path, monkeypatch):
 
 
 def test_a_run_for_gpus_is_not_started_where_there_are_none(tmp_path, monkeypatch):
-    on_gpus = tiny("cluster=h100-80g", "precision=bf16")
+    on_gpus = tiny("cluster=h100-80g", "bf16=true")
     check_devices(tiny(), tmp_path)
     with refused("no-gpu", kind=UnsupportedError):
         check_devices(on_gpus, tmp_path)
@@ -402,13 +410,13 @@ def test_shellcheck_finds_nothing():
 def test_the_training_script_knows_every_flag():
     """All shipped models, and every key that becomes a flag, by Megatron's own parser."""
     pytest.importorskip("megatron.core")
-    gpu = ("cluster=h100-80g", "precision=bf16", "training.save_interval=1", "training.load=x", "parallelism.ep=1")
+    gpu = ("cluster=h100-80g", "bf16=true", "save_interval=1", "load=x", "ep=1")
     models = [path.stem for path in (SHIPPED / "models").glob("*.yaml") if path.stem != "gemma2-9b"]
     runs = [
         *(tiny(f"model={name}", *gpu) for name in models),
-        tiny("schedule.recompute=full", "parallelism={sequence_parallel: true, tp: 2, cp: 2}"),
-        tiny("schedule.recompute=selective", "schedule.name=stock", "parallelism.chunks=2"),
-        tiny("training.data='1 a 1 b'", "training.cache=c", "precision=fp16"),
+        tiny("recompute_granularity=full", "sequence_parallel=true", "tp=2", "cp=2"),
+        tiny("recompute_granularity=selective", "schedule=stock", "chunks=2"),
+        tiny("data_path='1 a 1 b'", "data_cache_path=c", "fp16=true"),
     ]
     assert len(runs) > 10 and known_flags()
     for run in runs:

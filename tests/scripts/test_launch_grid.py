@@ -66,39 +66,37 @@ def settings(points) -> list[dict]:
 def test_points_times_product(write_grid):
     points = load_points(
         write_grid(
-            points=[{"parallelism": {"pp": 4}}, {"parallelism": {"pp": 2, "dp": 2}}],
-            product={"schedule.name": ["stock", "v-half"], "megatron.lr": [0.1, 0.2]},
-            set={"training.iterations": 3},
+            points=[{"pp": 4}, {"pp": 2, "dp": 2}],
+            product={"schedule": ["stock", "v-half"], "lr": [0.1, 0.2]},
+            set={"train_iters": 3},
         )
     )
     expected = [
-        {**cut, "schedule.name": name, "megatron.lr": rate}
-        for cut in ({"parallelism.pp": 4}, {"parallelism.pp": 2, "parallelism.dp": 2})
+        {**cut, "schedule": name, "lr": rate}
+        for cut in ({"pp": 4}, {"pp": 2, "dp": 2})
         for name in ("stock", "v-half")
         for rate in (0.1, 0.2)
     ]
     assert settings(points) == expected
     assert [point.index for point in points] == list(range(8))
     for point in points:
-        assert point.run.training.iterations == 3
-        assert point.run.parallelism.pp == point.settings["parallelism.pp"]
-        assert point.run.parallelism.dp == point.settings.get("parallelism.dp", 1)
-        assert point.run.megatron["lr"] == point.settings["megatron.lr"]
-        assert point.run.megatron["seed"] == 1234, "keys beside the changed one stay"
+        assert point.run.iterations == 3
+        assert point.run.parallelism.pp == point.settings["pp"]
+        assert point.run.parallelism.dp == point.settings.get("dp", 1)
+        assert point.run.flags["lr"] == point.settings["lr"]
+        assert point.run.flags["seed"] == 1234, "keys beside the changed one stay"
 
 
 def test_filters_look_at_the_whole_run(write_grid):
-    product = {"schedule.name": ["stock", "v-half", "zbv"], "parallelism.pp": [2, 4]}
-    excluded = load_points(
-        write_grid(product=product, exclude=[{"schedule.name": ["v-half", "zbv"], "parallelism": {"pp": 2}}])
-    )
-    assert {(p.settings["schedule.name"], p.settings["parallelism.pp"]) for p in excluded} == {
+    product = {"schedule": ["stock", "v-half", "zbv"], "pp": [2, 4]}
+    excluded = load_points(write_grid(product=product, exclude=[{"schedule": ["v-half", "zbv"], "pp": 2}]))
+    assert {(p.settings["schedule"], p.settings["pp"]) for p in excluded} == {
         ("stock", 2),
         ("stock", 4),
         ("v-half", 4),
         ("zbv", 4),
     }
-    only = load_points(write_grid(product=product, only=[{"schedule.name": "zbv"}, {"parallelism.pp": 2}]))
+    only = load_points(write_grid(product=product, only=[{"schedule": "zbv"}, {"pp": 2}]))
     assert len(only) == 4 and [point.index for point in only] == [0, 1, 2, 3]
     assert len(load_points(write_grid(product=product, exclude=[{"model.num_layers": 9}]))) == 6
     for pattern, reason in (
@@ -110,25 +108,25 @@ def test_filters_look_at_the_whole_run(write_grid):
 
 
 BAD = [
-    {"megatron.num-layers": 4},
+    {"save": "x", "save_interval": 4},
     {"model.gated_linear_unit": True},
     {"script": "nowhere.py"},
-    {"schedule.name": "nowhere.csv"},
-    {"megatron": [1]},
-    {"parallelism": {"pp": 9, "dp": 1}, "cluster": {"nodes": 2, "devices_per_node": 8}, "model.num_layers": 18},
+    {"schedule": "nowhere.csv"},
+    {"pipemem_option": [1]},
+    {"pp": 9, "dp": 1, "cluster": {"nodes": 2, "devices_per_node": 8}, "model.num_layers": 18},
 ]
 
 
 def test_points_that_cannot_start_are_infeasible_and_do_not_stop_the_others(write_grid, tmp_path):
-    good = [{"schedule.name": "v-half"}, {"schedule.name": "v-min"}]
+    good = [{"schedule": "v-half"}, {"schedule": "v-min"}]
     points = load_points(write_grid(points=[good[0], *BAD, good[1]]))
     assert points[0].reason is None and points[-1].reason is None
     told = [
-        "num-layers",
+        "save",
         "geglu",
         "nowhere.py",
         "nowhere.csv",
-        "megatron",
+        "pipemem_option",
         "9 ranks cannot be shared evenly by 2 nodes",
     ]
     for point, words in zip(points[1:-1], told, strict=True):
@@ -159,7 +157,7 @@ def test_a_point_that_cannot_be_started_here_fails_alone(store, write_grid, tmp_
 
 
 def test_filters_read_values_as_runs_do(write_grid):
-    product = {"schedule.vocab_parallel": [1, 2], "schedule.memory_cap": [1.5, 2], "megatron.lr": [0.1, 0.2]}
+    product = {"pipemem_vocab_parallel": [1, 2], "pipemem_memory_cap": [1.5, 2], "lr": [0.1, 0.2]}
 
     def kept(**filters) -> set:
         found = load_points(write_grid(product=product, **filters))
@@ -167,16 +165,14 @@ def test_filters_read_values_as_runs_do(write_grid):
 
     everything = kept()
     assert len(everything) == 8
-    assert kept(exclude=[{"schedule.vocab_parallel": 2}]) == {each for each in everything if each[0] == 1}
-    assert kept(only=[{"schedule.memory_cap": [1.5]}]) == {each for each in everything if each[1] == 1.5}
-    assert kept(exclude=[{"schedule.offload": "off", "megatron.lr": 0.1}]) == {
-        each for each in everything if each[2] == 0.2
-    }
+    assert kept(exclude=[{"pipemem_vocab_parallel": 2}]) == {each for each in everything if each[0] == 1}
+    assert kept(only=[{"pipemem_memory_cap": [1.5]}]) == {each for each in everything if each[1] == 1.5}
+    assert kept(exclude=[{"pipemem_offload": "off", "lr": 0.1}]) == {each for each in everything if each[2] == 0.2}
     assert kept(only=[{"model": "tiny-gpt"}]) == everything
     for pattern, reason in (
-        ({"megatron.rl": 0.1}, ("bad-filter", "exclude.megatron.rl")),
-        ({"schedule.vocab_parallel": 7}, ("bad-filter", 7, "cpu.yaml", "schedule.vocab_parallel", 1, 2)),
-        ({"parallelism.pp": "four"}, ("bad-filter", "four")),
+        ({"rl": 0.1}, ("bad-filter", "exclude.rl")),
+        ({"pipemem_vocab_parallel": 7}, ("bad-filter", 7, "cpu.yaml", "pipemem_vocab_parallel", 1, 2)),
+        ({"pp": "four"}, ("bad-filter", "four")),
     ):
         with refused(*reason, kind=ConfigError):
             kept(exclude=[pattern])
@@ -185,29 +181,29 @@ def test_filters_read_values_as_runs_do(write_grid):
 @pytest.mark.parametrize(
     ("keys", "place"),
     [
-        ({"set": {"training.iteration": 4}}, "set.training.iteration"),
-        ({"set": {"training": {"iteration": 4}}}, "set.training.iteration"),
-        ({"product": {"training.iteration": [4]}}, "product.training.iteration"),
-        ({"product": {"training": [{"iterations": 4}, {"iteration": 4}]}}, "product.training.iteration"),
-        ({"points": [{"schedule.name": "stock"}, {"training.iteration": 4}]}, "points.training.iteration"),
-        ({"only": [{"training.iteration": 4}]}, "only.training.iteration"),
+        ({"set": {"train_iter": 4}}, "set.train_iter"),
+        ({"set": {"cluster": {"node": 4}}}, "set.cluster.node"),
+        ({"product": {"train_iter": [4]}}, "product.train_iter"),
+        ({"product": {"cluster": [{"nodes": 4}, {"node": 4}]}}, "product.cluster.node"),
+        ({"points": [{"schedule": "stock"}, {"train_iter": 4}]}, "points.train_iter"),
+        ({"only": [{"train_iter": 4}]}, "only.train_iter"),
     ],
 )
 def test_a_wrong_key_is_the_grids_mistake(write_grid, keys, place):
     file = write_grid(**keys)
-    with refused("unknown-key", "iterations", kind=ConfigError) as caught:
+    with refused("unknown-key", kind=ConfigError) as caught:
         load_points(file)
     assert (caught.value.file, caught.value.key) == (str(file), place)
     with refused("unknown-key", "schedule", kind=ConfigError):
-        load_points(write_grid(), ["schedul.name=x"])
+        load_points(write_grid(), ["schedul=x"])
 
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"set": {"parallelism.tp": "many"}}, ("no-points", "parallelism.tp", "many")),
-        ({"product": {"schedule.name": "stock"}}, ("bad-type", "product", "schedule.name")),
-        ({"product": {"schedule.name": []}}, ("bad-type", "product.schedule.name")),
+        ({"set": {"tp": "many"}}, ("no-points", "tp", "many")),
+        ({"product": {"schedule": "stock"}}, ("bad-type", "product", "schedule")),
+        ({"product": {"schedule": []}}, ("bad-type", "product.schedule")),
         ({"points": ["v-half"]}, ("bad-type", "v-half")),
         ({"run": "nowhere"}, ("no-file", "nowhere")),
         ({"pints": []}, ("unknown-key", "points")),
@@ -228,7 +224,7 @@ def test_one_failing_point_does_not_stop_the_others(store):
     )
     stock, failed, half, unstarted, infeasible = store.results()
     assert stock.status == half.status == "done"
-    assert half.settings == {"schedule.name": "v-half"} and half.peaks_agree is True
+    assert half.settings == {"schedule": "v-half"} and half.peaks_agree is True
     run = store.run(2)
     assert half.seconds_per_step == 0.5, "the first step of a start does not count"
     assert half.tokens_per_second == run.parallelism.global_batch * run.model.sequence / 0.5
@@ -247,18 +243,18 @@ def test_a_run_that_ends_well_but_without_a_report_failed(store):
 
 def test_a_points_file_says_only_what_is_not_the_default(store):
     said = yaml.safe_load(store.run_file(2).read_text())
-    assert said["schedule"] == {"name": "v-half"} and "trace" not in said and "tp" not in said["parallelism"]
+    assert said["schedule"] == "v-half" and "trace" not in said and "tp" not in said
     assert store.run(2) == replace(load_points(store.folder.parent / "grid.yaml")[2].run, output=str(store.place(2)))
 
 
 def test_a_grids_run_may_lie_beside_it(tmp_path, write_grid):
     for name, steps in (("mine", 3), ("tiny-cpu", 5)):  # the package has one of the second name, too
-        (tmp_path / f"{name}.yaml").write_text(f"base: tiny-cpu\ntraining: {{iterations: {steps}}}\n")
+        (tmp_path / f"{name}.yaml").write_text(f"base: tiny-cpu\ntrain_iters: {steps}\n")
         (point,) = load_points(write_grid(run=name))
-        assert point.run.training.iterations == steps
+        assert point.run.iterations == steps
     (tmp_path / "tiny-cpu.yaml").unlink()
     (point,) = load_points(write_grid(run="tiny-cpu"))
-    assert point.run.training.iterations == 10, "of the package"
+    assert point.run.iterations == 10, "of the package"
 
 
 # The grid's own process, with training replaced by the program above.
@@ -323,17 +319,17 @@ def test_two_grids_do_not_share_a_folder(store):
 
 
 def test_the_folder_of_another_grid_is_refused(store, write_grid):
-    product = {"schedule.name": ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]}
+    product = {"schedule": ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]}
     store.resume(load_points(write_grid(product=product)))
     for keys, overrides, reason in (
-        ({"product": {"schedule.name": ["stock"]}}, (), ("exists-already", 5, 1)),
+        ({"product": {"schedule": ["stock"]}}, (), ("exists-already", 5, 1)),
         (
-            {"product": {"schedule.name": ["stock", "1f1b", "v-min", "1f1b-v", "no-such"]}},
+            {"product": {"schedule": ["stock", "1f1b", "v-min", "1f1b-v", "no-such"]}},
             (),
-            ("exists-already", "schedule.name", "v-half", "v-min"),
+            ("exists-already", "schedule", "v-half", "v-min"),
         ),
-        ({"product": product, "set": {"training.iterations": 3}}, (), ("exists-already", 3)),
-        ({"product": product}, ("megatron.lr=0.5",), ("exists-already", "megatron.lr", "0.5")),
+        ({"product": product, "set": {"train_iters": 3}}, (), ("exists-already", 3)),
+        ({"product": product}, ("lr=0.5",), ("exists-already", "lr", "0.5")),
     ):
         with refused(*reason, kind=UnsupportedError):
             store.resume(load_points(write_grid(**keys), overrides))
@@ -344,7 +340,7 @@ def test_the_folder_of_another_grid_is_refused(store, write_grid):
 
 def test_infeasible_points_are_judged_again(write_grid, tmp_path):
     script = tmp_path / "train.py"
-    points = [{"script": str(script)}, {"schedule.name": "no-such"}]
+    points = [{"script": str(script)}, {"schedule": "no-such"}]
     made = Store(tmp_path / "grid")
     made.create(tmp_path / "grid.yaml", load_points(write_grid(points=points)))
     assert made.open_points() == []
@@ -371,12 +367,10 @@ def test_a_left_over_that_ends_by_itself_is_no_error(store):
 
 def test_commands_are_printed_and_nothing_is_written(write_grid, tmp_path):
     run = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
-    file = write_grid(product={"schedule.name": ["v-half", "no-such"]}, set={"megatron.split": [1, 2]})
+    file = write_grid(product={"schedule": ["v-half", "no-such"]}, set={"split": [1, 2]})
     result = pipemem("grid", file, "--launcher", "print", "--output", tmp_path / "out")
     good, bad = result.stdout.splitlines()
-    assert good.startswith(
-        f"pipemem launch {run} --set 'megatron.split=[1, 2]' --set schedule.name=v-half --set output="
-    )
+    assert good.startswith(f"pipemem launch {run} --set 'split=[1, 2]' --set schedule=v-half --set output=")
     assert bad.startswith("# ") and "no-such" in bad
     assert not (tmp_path / "out").exists()
 
@@ -390,8 +384,8 @@ def test_the_report_groups_what_did_not_run_and_marks_the_front(store):
     text = pipemem("report", store.folder).stdout
     assert (
         "rank 3 failed" in text
-        and "infeasible: schedule.name=no-such" in text
-        and "without a result: schedule.name=1f1b-v" in text
+        and "infeasible: schedule=no-such" in text
+        and "without a result: schedule=1f1b-v" in text
     )
 
 

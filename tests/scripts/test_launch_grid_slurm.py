@@ -35,7 +35,7 @@ def fake_slurm(tmp_path, monkeypatch, queue: str = "") -> Path:
 
 def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatch):
     called = fake_slurm(tmp_path, monkeypatch, r"41 0 R\n40 2 R\n41 N/A PD")
-    cuts = [{"parallelism.pp": 4}, {"parallelism.pp": 2}, {"parallelism": {"pp": 2, "dp": 2}}]
+    cuts = [{"pp": 4}, {"pp": 2}, {"pp": 2, "dp": 2}]
     common = {"cluster.devices_per_node": 2, "cluster.nodes": 2, "cluster.backend": "nccl"}
     store = Store(tmp_path / "grid")
     store.create(tmp_path / "grid.yaml", load_points(write_grid(points=cuts, set=common)))
@@ -86,7 +86,7 @@ def commands(printed: str) -> list[list[str]]:
 
 def test_printed_arrays_are_what_would_be_submitted(tmp_path, write_grid, monkeypatch):
     called = fake_slurm(tmp_path, monkeypatch)
-    cuts = [{"parallelism.pp": 4}, {"parallelism.pp": 3}, {"parallelism.pp": 2}]
+    cuts = [{"pp": 4}, {"pp": 3}, {"pp": 2}]
     file = write_grid(points=cuts, set={"cluster.devices_per_node": 2, "cluster.nodes": 2})
     folder = tmp_path / "never"
     asked = ("grid", file, "--launcher", "slurm", "--output", folder, "--max-parallel", 3, "--sbatch=--partition=big")
@@ -96,10 +96,10 @@ def test_printed_arrays_are_what_would_be_submitted(tmp_path, write_grid, monkey
     assert {"--array=0%3", "--nodes=2", "--partition=big"} < set(two) and {"--array=2%3", "--nodes=1"} < set(one)
     assert two[-2:] == [str(SCRIPT), str(folder)]
     assert all(f"# {line}".rstrip() in printed.splitlines() for line in SCRIPT.read_text().splitlines())
-    assert "# left out: parallelism.pp=3" in printed
+    assert "# left out: pp=3" in printed
     told = json.loads(said(*asked, "--print", "--json"))
     assert [job["command"] for job in told["jobs"]] == [two, one] and told["script"] == str(SCRIPT)
-    assert [job["points"] for job in told["jobs"]] == [[0], [2]] and list(told["left_out"]) == ["parallelism.pp=3"]
+    assert [job["points"] for job in told["jobs"]] == [[0], [2]] and list(told["left_out"]) == ["pp=3"]
     monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm, too
     assert commands(said(*asked, "--print")) == [two, one]
 
@@ -115,14 +115,14 @@ def test_a_run_is_submitted_as_one_job(tmp_path, monkeypatch):
         "--sbatch=--time=1",
         "--srun=--mpi=pmix",
         "--set",
-        "training.cache=a b",
+        "data_cache_path=a b",
     )
     printed = said(*asked, "--print")
     assert not called.exists()
     (words,) = commands(printed)
     assert {"--nodes=8", "--gpus-per-node=8", "--time=1"} < set(words)
     assert words[words.index(str(batch_file)) :] == [
-        *(str(batch_file), "--mpi=pmix", str(run), "--set", "training.cache=a b")
+        *(str(batch_file), "--mpi=pmix", str(run), "--set", "data_cache_path=a b")
     ]
     assert json.loads(said(*asked, "--print", "--json")) == {"command": words, "script": str(batch_file)}
     assert json.loads(said(*asked, "--json")) == {"job": "41"}

@@ -16,12 +16,13 @@ STEPS = 20
 SAVE_INTERVAL = 4
 # One rank on each of two nodes: every start of a rank imports Megatron, which takes longer than the training.
 TWO_RANKS = {
-    "parallelism": {"pp": 2},
-    "training": {"iterations": STEPS, "save_interval": SAVE_INTERVAL},
+    "pp": 2,
+    "train_iters": STEPS,
+    "save_interval": SAVE_INTERVAL,
     "cluster": {"base": "cpu", "nodes": 2, "devices_per_node": 1},
 }
 FOUR_RANKS = {
-    "training": {"save_interval": 4},  # the stand-in's ranks meet where checkpoints would be
+    "save_interval": 4,  # the stand-in's ranks meet where checkpoints would be
     "cluster": {"base": "cpu", "nodes": 2, "devices_per_node": 2},
 }
 STAND_IN = str(Path(__file__).parent / "stand_in.py")
@@ -76,13 +77,13 @@ def grid(slurm, workplace):
     """An array job with two points, the second of which hangs and fails when tried again, and one that is never started."""
     base = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
     points = [
-        {"schedule.name": "v-half"},
-        {"script": STAND_IN, "megatron.behaviour": "hang", "training.save_interval": 4},
-        {"parallelism.pp": 64},
+        {"schedule": "v-half"},
+        {"script": STAND_IN, "behaviour": "hang", "save_interval": 4},
+        {"pp": 64},
     ]
     common = {
-        "parallelism.pp": 2,
-        "training.iterations": STEPS,
+        "pp": 2,
+        "train_iters": STEPS,
         "cluster.devices_per_node": 1,
         "cluster.nodes": 4,
     }
@@ -168,7 +169,7 @@ def test_an_array_job_that_was_killed_goes_on_where_it_was(slurm, grid, uninterr
 
 
 def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, submit):
-    job, log = submit("fail", {**FOUR_RANKS, "script": STAND_IN, "megatron": {"behaviour": "fail"}})
+    job, log = submit("fail", {**FOUR_RANKS, "script": STAND_IN, "behaviour": "fail"})
     found = slurm.ended(job)
     text = log.read_text()
     assert found["JobState"] == "FAILED" and found["ExitCode"] != "0:0", text

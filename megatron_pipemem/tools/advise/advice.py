@@ -134,7 +134,7 @@ def _candidates(
     whether its passes may run in pairs.
     """
     paired = [in_pairs(run)] if pairs and may_pair(run) else []
-    own = [run] if run.pairs else [run, *(replace(bare, megatron=run.flags | bare.megatron) for bare in paired)]
+    own = [run] if run.pairs else [run, *(replace(bare, flags=run.flags | bare.flags) for bare in paired)]
     taken = [name for name in OURS if name in names]
     return {
         "stock": [(base, name) for base in own for name in STOCKS if name in names],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.model import cut_flags, layout
@@ -20,7 +20,7 @@ from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Con
 from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, ask_for
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
+from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.values import refuse_if, whole_number
 
 _PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
@@ -29,9 +29,16 @@ _GPUS = "give --gpus N, or --pipemem-check=N"
 _GPT2 = 50257
 _TYPING_ERROR = 0.9
 """Similarity to a known flag above which an unknown flag counts as mistyped. Others are the program's own."""
-_TRAINING = ("data-path", "mock-data", "data-cache-path", "save-interval", "load", "train-iters")
 _OTHERS = (
-    *("save", "pretrained-checkpoint", "exit-signal", "exit-signal-handler", "pipemem-report", "pipemem-trace"),
+    *(
+        "mock-data",
+        "save",
+        "pretrained-checkpoint",
+        "exit-signal",
+        "exit-signal-handler",
+        "pipemem-report",
+        "pipemem-trace",
+    ),
     *("max-position-embeddings", "recompute-method", "recompute-num-layers"),
 )
 """Flags that a run sets itself."""
@@ -95,15 +102,14 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
     if model.experts and cut.tp > 1 and not cut.sequence_parallel:
         cut = replace(cut, sequence_parallel=True)
         assumed.append("--sequence-parallel, without which Megatron trains no experts on tensor-parallel ranks; add it")
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    is_single = not (args.bf16 or args.fp16)
     cluster = replace(context.cluster, nodes=nodes, devices_per_node=per_node)
-    training = _training(flags)
-    args.mark(*_OTHERS, *_TRAINING, TOWER, IMAGES)
-    others = args.unread()
+    args.mark(*_OTHERS, "bf16", "fp16", TOWER, IMAGES)
+    others = args.unread() | ({"bf16": False} if is_single else {"fp16" if args.fp16 else "bf16": True})
     pattern_flag, pattern = cut_flags.given_pattern(flags)
     if pattern_flag is not None and layout.is_cut(pattern):
         others[pattern_flag] = pattern
-    run = Run(model, cluster, cut, choice, training, precision, others)
+    run = Run(model, cluster, cut, choice, others)
     if rank := run.execution.adapters:
         assumed.append(
             f"adapters of rank {rank} on all linear layers; the layers' own weights have no W, so a split backward gains "
@@ -263,20 +269,6 @@ def _schedule(args: Arguments, flags: Mapping[str, Any]) -> ScheduleChoice:
         if (value := flags.get(name)) is not None:
             settings[key] = parse_options(f"--{name}", value) if key in repeated else value
     return ScheduleChoice(**settings)
-
-
-def _training(flags: Mapping[str, Any]) -> Training:
-    """Return the number of iterations, the data and the checkpoint folders. Unknown paths are left out."""
-    values = {name: flags.get(name) for name in _TRAINING}
-    values = {name: value for name, value in values.items() if value is not None and UNKNOWN not in str(value)}
-    data = values.get("data-path", MOCK)
-    return Training(
-        iterations=whole_number(values.get("train-iters"), "train-iters") or Training.iterations,
-        save_interval=whole_number(values.get("save-interval"), "save-interval") or Training.save_interval,
-        load=values.get("load"),
-        data=" ".join(data) if isinstance(data, list) else str(data),
-        cache=values.get("data-cache-path"),
-    )
 
 
 def _model(args: Arguments, flags: Mapping[str, Any], assumed: list[str], vocabulary: int | None) -> Model:

@@ -50,9 +50,7 @@ from megatron_pipemem.tools.planner.space import OF_REPLICAS
 
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", "-s", metavar="KEY=VALUE", help="Change a key of the file, as in parallelism.pp=8; repeatable."
-    ),
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a key of the file, as in pp=8; repeatable."),
 ]
 PrintOnly = Annotated[bool, typer.Option("--print", help="Print the commands or jobs, and start nothing.")]
 Sbatch = Annotated[
@@ -108,7 +106,7 @@ def launch(
         # print the command instead of starting it
         pipemem launch configs/runs/tiny-cpu.yaml --print
         # change keys of the file
-        pipemem launch run.yaml --set parallelism.pp=8 --set schedule.name=v-half
+        pipemem launch run.yaml --set pp=8 --set schedule=v-half
         # start on each of two nodes
         pipemem launch run.yaml --nodes 2 --node-rank 0 --master-addr node0
         # submit as a job, in a container
@@ -191,12 +189,13 @@ def check_script_flags(run: Run) -> None:
 
 _MICROBATCHES = 8  # per pipeline rank
 _COMMENTS = dict(
-    parallelism="pipemem plan finds the fastest",
+    tp="pipemem plan finds the fastest sizes",
     schedule=f"see pipemem schedules; {STOCK} is Megatron's own",
-    training="data: the prefix of a Megatron dataset (PREFIX.bin and PREFIX.idx), or mock",
-    megatron="any other flag of the training script",
+    train_iters="tokens are made up; data_path: PREFIX trains on a Megatron dataset (PREFIX.bin and PREFIX.idx)",
+    lr="any other argument of Megatron",
     output="folder of reports, timelines and checkpoints",
 )
+"""Comments of a new run file, each above its key."""
 
 
 def init(
@@ -233,20 +232,23 @@ def init(
     check_output(path, (".yaml", ".yml"), "a run")
     if path.exists():
         raise UnsupportedError("exists-already", f"{path} exists already; choose another --output")
-    cut: dict[str, Any] = {"tp": tp, "pp": devices, "dp": dp, **({"ep": ep} if ep > 1 else {}), "micro_batch": 1}
-    cut |= {"global_batch": _MICROBATCHES * devices * dp, "sequence_parallel": tp > 1}
-    flags: dict[str, Any] = {"lr": 1e-4}
-    raw: dict[str, Any] = dict(
-        model=_name(model, path),
-        cluster=_name(cluster, path),
-        precision="bf16",
-        parallelism=cut,
-        schedule={"name": schedule if devices > 1 else STOCK},
-        training={"iterations": 20, "save_interval": 0, "data": "mock"},
-        megatron=flags,
-        output=f"out/runs/{path.stem}",
-    )
-    run = _completed(raw, flags, load(model, Model), load(cluster, Cluster))
+    raw: dict[str, Any] = {
+        "model": _name(model, path),
+        "cluster": _name(cluster, path),
+        "tp": tp,
+        "pp": devices,
+        "dp": dp,
+        **({"ep": ep} if ep > 1 else {}),
+        "micro_batch": 1,
+        "global_batch": _MICROBATCHES * devices * dp,
+        "sequence_parallel": tp > 1,
+        "schedule": schedule if devices > 1 else STOCK,
+        "train_iters": 20,
+        "save_interval": 0,
+        "lr": 1e-4,
+        "output": f"out/runs/{path.stem}",
+    }
+    run = _completed(raw, load(model, Model), load(cluster, Cluster))
     reason = feasible(run)
     write_whole(path, _text(raw, path))
     if as_json:
@@ -264,15 +266,12 @@ def _name(name_or_path: str, path: Path) -> str:
     return os.path.relpath(name_or_path, path.parent) if name_or_path.endswith((".yaml", ".yml")) else name_or_path
 
 
-def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
-    """Add to ``raw`` and ``flags`` the settings that follow from model and cluster, and return the whole run.
+def _completed(raw: dict[str, Any], model: Model, cluster: Cluster) -> Run:
+    """Add to ``raw`` the settings that follow from model and cluster, and return the whole run.
 
-    Both dicts are changed. The settings are the precision, the number of nodes, and flags such as the layout.
+    The settings are the precision, the number of nodes, and flags such as the layout.
     """
-    if cluster.backend == "gloo":
-        raw["precision"] = "fp32"
-    else:
-        flags |= OF_REPLICAS
+    flags: dict[str, Any] = {"bf16": False} if cluster.backend == "gloo" else {"bf16": True} | OF_REPLICAS
     run = typed(raw | {"model": settings_of(model), "cluster": settings_of(cluster)}, Run)
     nodes = min_nodes(run)
     if nodes != cluster.nodes:
@@ -280,7 +279,8 @@ def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster
         run = replace(run, cluster=replace(cluster, nodes=nodes))
     stages = schedule_of(run, request_of(run)).placement.model_stages
     flags |= layout.flags(model, layout.even(model, stages))  # empty if Megatron cuts the model evenly itself
-    return replace(run, megatron=flags)
+    raw |= {name.replace("-", "_"): value for name, value in flags.items()} | {"output": raw.pop("output")}
+    return replace(run, flags=run.flags | flags)
 
 
 def _text(raw: dict[str, Any], path: Path) -> str:

@@ -36,6 +36,7 @@ from megatron_pipemem.tools.cli.options import (
     takes_group,
 )
 from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
+from megatron_pipemem.tools.config.keys import PLACES
 from megatron_pipemem.tools.config.loading import load, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
 from megatron_pipemem.tools.launch.feasibility import refused_settings
@@ -309,13 +310,13 @@ def layout_command(
     """
     run = _run_of(of, overrides or (), {
         **_of_cut(context, of, cut),
-        "parallelism.pp": devices,
-        "parallelism.chunks": chunks,
-        "parallelism.dp": dp,
-        "schedule.name": schedule,
-        "schedule.vocab_parallel": vocab_parallel,
+        "pp": devices,
+        "chunks": chunks,
+        "dp": dp,
+        "schedule": schedule,
+        "pipemem_vocab_parallel": vocab_parallel,
         "cluster": cluster,
-        "model.sequence": sequence,
+        "seq_length": sequence,
     }, microbatches)  # fmt: skip
     parts = run.parallelism
     check_size(parts.pp, parts.microbatches, parts.chunks or 2, yes)
@@ -336,11 +337,11 @@ def layout_command(
 
 def _is_run(of: str) -> bool:
     """Return whether the argument is a run file. Otherwise it is a model."""
-    return of.endswith((".yaml", ".yml")) and bool({"model", "cluster", "parallelism"} & set(read_raw(of)))
+    return of.endswith((".yaml", ".yml")) and bool({"model", "cluster", *PLACES} & set(read_raw(of)))
 
 
 def _of_cut(context: typer.Context, of: str, cut: CutOptions) -> dict[str, Any]:
-    """Return the options of the parallelism as keys of a run file, for example ``parallelism.tp``.
+    """Return the options of the parallelism as keys of a run file, for example ``tp``.
 
     If ``of`` is a run file, it has these keys itself. Then return nothing, and raise an UnsupportedError if an option
     is given.
@@ -348,8 +349,16 @@ def _of_cut(context: typer.Context, of: str, cut: CutOptions) -> dict[str, Any]:
     if _is_run(of):
         check_runs_own(context, cut)
         return {}
-    elsewhere = {"recompute": "schedule.recompute", "precision": "precision"}
-    return {elsewhere.get(name, f"parallelism.{name}"): value for name, value in asdict(cut).items()}
+    keys = asdict(cut)
+    precision, recompute = keys.pop("precision"), keys.pop("recompute")
+    if precision not in _PRECISIONS:
+        choices = " or ".join(_PRECISIONS)
+        raise UnsupportedError("bad-choice", f"--precision {shortened(precision)}: give {choices}")
+    return keys | _PRECISIONS[precision] | {"recompute_granularity": recompute}
+
+
+_PRECISIONS = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}}
+"""Keys of a run file by the values of ``--precision``."""
 
 
 def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
@@ -364,13 +373,13 @@ def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], micro
     run = typed(raw, Run, Path(of) if is_run else None)
     parts = run.parallelism
     if not is_run:
-        if changes["parallelism.pp"] is None and parts.pp == 1:
+        if changes["pp"] is None and parts.pp == 1:
             raise UnsupportedError(
                 "missing-option", "the number of pipeline ranks is missing; give --devices, as in --devices 8"
             )
         microbatches = microbatches or _MICROBATCHES * parts.pp
         if parts.dp * parts.cp > 1:
-            run = replace(run, megatron=OF_REPLICAS | run.megatron)
+            run = replace(run, flags=OF_REPLICAS | run.flags)
     if microbatches is not None:
         run = replace(run, parallelism=parts.with_microbatches(microbatches))
     return run
@@ -384,7 +393,7 @@ def _check_stock_groups(run: Run) -> None:
     parts = run.parallelism
     if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
         return
-    group = run.megatron.get(GROUP_SIZE) or parts.pp
+    group = run.flags.get(GROUP_SIZE) or parts.pp
     rest = parts.microbatches % group
     if not parts.pp <= group <= parts.microbatches or 0 < rest < parts.pp:
         raise UnsupportedError(

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from inspect import Parameter, signature
@@ -36,7 +37,9 @@ from megatron_pipemem.model.arguments import ATTRIBUTES, NAMES
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.config.arguments import check_settings, model_from, model_settings
-from megatron_pipemem.values import converted
+from megatron_pipemem.tools.config.keys import KEYS, keys_of, misspelled, parts_of, place_of, synonyms
+from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.values import converted, refuse_if
 
 MOST_LEVELS = 50
 MOST_VALUES = 100_000
@@ -190,16 +193,19 @@ def settings_of(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if value != default:
             changed[field.name] = settings_of(value) if is_dataclass(value) else value
-    return changed
+    return keys_of(changed) if isinstance(config, Run) else changed
 
 
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key such as ``model.layers`` in a mapping, in place.
 
     If a part of the key has the name of a file (``model: llama3-8b``), it becomes a mapping with that name as ``base``.
+    Other keys of a run with the same meaning are removed.
     """
     *parents, last = key.split(".")
     here = raw
+    for other in () if parents else synonyms(raw, key, value):
+        del raw[other]
     for part in parents:
         inner = here.get(part)
         if isinstance(inner, str):
@@ -214,8 +220,11 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
     The error names ``file``, and the key with ``user`` before it.
     """
     here: Any = kind
-    for part in key.split("."):
+    for part in place_of(key) if kind is Run else key.split("."):
         if get_origin(here) is dict:
+            near = misspelled(part) if kind is Run else None
+            if near is not None:
+                raise ConfigError("unknown-key", f"unknown key; {near}", key=f"{user}{key}", file=file)
             return
         hints = _hints(here) if isinstance(here, type) and is_dataclass(here) else {}
         if part != BASE and part not in hints:
@@ -303,6 +312,9 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
     if not isinstance(own, Mapping):
         wanted = f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}"
         raise ConfigError("bad-type", wanted, key=prefix[:-1], file=file)
+    if kind is Run:
+        with _in_file(file):
+            own = parts_of(own)
     base, changes = {}, dict(own)
     if BASE in own:
         place = prefix[:-1] if isinstance(raw, str) else prefix + BASE
@@ -355,12 +367,12 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
     if kind is Model:
         parameters = {name: parameters[name] for name in _MODEL_FIELDS}
     for name, parameter in parameters.items():
-        inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"
+        inner, key = _dataclass_in(parameter.annotation), _key(prefix, name)
         if name not in raw:
             if is_whole and parameter.default is Parameter.empty:
                 raise ConfigError("missing-option", "is missing and has no default", key=key, file=file)
         elif inner is not None and isinstance(raw[name], Mapping):
-            arguments[name] = _build(inner, raw[name], file, f"{key}.", is_whole)
+            arguments[name] = _build(inner, raw[name], file, f"{prefix}{name}.", is_whole)
         elif (part_kind := _dataclass_of_values(parameter.annotation)) is not None and isinstance(raw[name], Mapping):
             arguments[name] = {at: typed(value, part_kind, file, f"{key}.{at}.") for at, value in raw[name].items()}
         else:
@@ -374,11 +386,29 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
             if not is_whole:
                 return check_settings(settings)
             return model_from(settings, **arguments)
+        if kind is Run and raw.get("script") is None:
+            for name in raw.get("flags", ()):
+                hint = misspelled(name)
+                refuse_if(hint, "unknown-key", name.replace("-", "_"), f"unknown key; {hint}")
         return kind(**arguments) if is_whole else None
     except ConfigError as error:
         raise ConfigError(
-            error.code, error.message, key=prefix + error.key if error.key else prefix[:-1], file=file
+            error.code, error.message, key=_key(prefix, error.key) if error.key else prefix[:-1], file=file
         ) from error
+
+
+def _key(prefix: str, name: str) -> str:
+    """Return a key as it is in a file. Those of a run are not in the places of their values."""
+    return KEYS.get((prefix[:-1], name), f"{prefix}{name}")
+
+
+@contextmanager
+def _in_file(file: Path | None) -> Iterator[None]:
+    """Add the file to a ConfigError that the block raises."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.code, error.message, key=error.key, file=file) from error
 
 
 @cache

@@ -29,10 +29,8 @@ def with_cut(run: Run, counts: Sequence[int]) -> Run:
 
     Earlier flags for the cut are removed.
     """
-    others = {
-        key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, *ACCOUNTED, PATTERN)
-    }
-    return replace(run, megatron=others | flags(run.model, counts))
+    others = {name: value for name, value in run.flags.items() if name not in (*FLAGS, *ACCOUNTED, PATTERN)}
+    return replace(run, flags=others | flags(run.model, counts))
 
 
 def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:

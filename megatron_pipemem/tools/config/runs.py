@@ -1,13 +1,17 @@
 """Describe a run: a model on a cluster, its parallelism, its schedule, and the other flags of its training script.
 
-For example:
+In a file, a run is a flat mapping of Megatron's argument names (``keys``):
 
 model: llama3-8b
 cluster: h100-80g
-parallelism: {tp: 4, pp: 4, dp: 2, micro_batch: 1, global_batch: 64}
-schedule: {name: v-half}
-training: {iterations: 1000, save_interval: 100}
-megatron: {lr: 3.0e-4, bf16: true}
+tp: 4
+pp: 4
+dp: 2
+global_batch: 64
+schedule: v-half
+train_iters: 1000
+save_interval: 100
+lr: 3.0e-4
 output: out/runs/mine
 """
 
@@ -31,10 +35,20 @@ from megatron_pipemem.model.model import (
     fullest_load,
 )
 from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
-from megatron_pipemem.schedule.options import AUTO, GATHERED, OFF, SHARDED, STOCK, Offload, early_weights
+from megatron_pipemem.schedule.options import (
+    AUTO,
+    COUNT,
+    COUNT_OR_ZERO,
+    GATHERED,
+    OFF,
+    SHARDED,
+    STOCK,
+    Offload,
+    early_weights,
+)
 from megatron_pipemem.schedule.registry import family, register_module
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.values import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited, refuse_if
+from megatron_pipemem.values import MOST_DEVICES, Amount, Count, Devices, Limited, refuse_if
 
 
 @dataclass(frozen=True)
@@ -83,9 +97,6 @@ class Parallelism(Limited):
         """Return the same ranks with a global batch that gives each pipeline ``count`` microbatches."""
         return replace(self, global_batch=count * self.micro_batch * self.dp)
 
-
-MOCK = "mock"
-"""The name of made-up tokens in place of a dataset."""
 
 SCRIPTS = (Path(__file__).parents[2] / "scripts").resolve()
 """The folder with the training script and the scripts that start it."""
@@ -154,20 +165,6 @@ def _at(key: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Training(Limited):
-    """The number of training steps, the data, and the checkpoints."""
-
-    iterations: Count = 10  # all training steps of the run, over all restarts
-    save_interval: CountOrZero = 0  # steps between checkpoints, 0 for none; a restarted run resumes from the last one
-    load: str | None = None  # folder of the checkpoint to start from, until the run has a checkpoint of its own
-    data: str = MOCK
-    """The prefix of a Megatron dataset (files ``.bin`` and ``.idx``), several prefixes as ``weight prefix weight
-    prefix``, or ``mock`` for made-up tokens.
-    """
-    cache: str | None = None  # folder of the datasets' index files
-
-
-@dataclass(frozen=True)
 class Run:
     """Everything that is needed to start a training run."""
 
@@ -177,15 +174,18 @@ class Run:
     cluster: Cluster
     parallelism: Parallelism = field(default_factory=Parallelism)
     schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
-    training: Training = field(default_factory=Training)
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    megatron: dict[str, Any] = field(default_factory=dict)
-    """Every other flag of the training script: ``lr: 1e-4`` is ``--lr 1e-4``, ``true`` gives a bare flag, ``false`` and
-    ``null`` leave the flag out, a list gives several values."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Every other flag of the training script, by its name without leading dashes: ``{"lr": 1e-4}`` is ``--lr 1e-4``,
+    ``True`` gives a bare flag, ``False`` and ``None`` leave the flag out, a list gives several values."""
     environment: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
     output: str = "out/runs/run"  # folder of the report, timelines and checkpoints, relative to the working directory
     trace: bool = False  # draw the timelines of the plan and of the run
     script: str | None = None  # path of the training script; default: pretrain_gpt.py in SCRIPTS
+
+    def __post_init__(self) -> None:
+        for flag, limit in (("train-iters", COUNT), ("save-interval", COUNT_OR_ZERO)):
+            problem = None if self.flags.get(flag) is None else limit.problem(self.flags[flag])
+            refuse_if(problem, "bad-number", f"--{flag}", str(problem))
 
     @property
     def report(self) -> Path:
@@ -204,16 +204,34 @@ class Run:
             saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
-        return self.training.save_interval > 0 and saved < self.training.iterations
+        return self.save_interval > 0 and saved < self.iterations
 
     @property
     def on_cpu(self) -> bool:
         return self.cluster.backend == "gloo"
 
     @property
-    def flags(self) -> dict[str, Any]:
-        """The flags under ``megatron``. Names have dashes and no leading dashes, for example ``clip-grad``."""
-        return {key.replace("_", "-"): value for key, value in self.megatron.items()}
+    def precision(self) -> Literal["bf16", "fp16", "fp32"]:
+        """The type of activations and gradients: ``bf16`` if no flag says another one."""
+        if self.flags.get("fp16"):
+            return "fp16"
+        return "bf16" if self.flags.get("bf16", True) else "fp32"
+
+    @property
+    def iterations(self) -> int:
+        """The number of training steps of the run, over all restarts."""
+        return int(self.flags.get("train-iters") or 10)
+
+    @property
+    def save_interval(self) -> int:
+        """The number of steps between checkpoints, 0 for none. A restarted run resumes from the last checkpoint."""
+        return int(self.flags.get("save-interval") or 0)
+
+    @property
+    def data(self) -> list[str]:
+        """The prefix of a Megatron dataset, or weights and prefixes in turn; empty for made-up tokens."""
+        data = self.flags.get("data-path") or ()
+        return data.split() if isinstance(data, str) else [*map(str, data)]
 
     @property
     def pairs(self) -> bool:

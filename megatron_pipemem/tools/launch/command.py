@@ -1,6 +1,6 @@
 """Build the command that starts a run.
 
-Only this module translates the keys of a run's configuration into flags of the training script.
+Only this module writes a run as flags of the training script.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.config.arguments import flags_of_attributes, frozen_flags, setters
-from megatron_pipemem.tools.config.runs import ADAPTERS, MOCK, RECOMPUTE_FLAG, Run, ScheduleChoice, resolve_script
+from megatron_pipemem.tools.config.runs import ADAPTERS, RECOMPUTE_FLAG, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.tools.cpu.flags import CPU_FLAGS
 from megatron_pipemem.values import refuse_if
 
 EXIT_SIGNAL = "SIGUSR1"
 """The signal at which a run saves a checkpoint and ends. Batch systems send it before they end a job."""
+_OF_TRAINING = ("train-iters", "data-path", "data-cache-path", "save-interval", "load")
+_RECOMPUTE = ("recompute-method", "recompute-num-layers")
+"""Flags whose values do not change a plan, so that a run may have others than the default."""
 _NODE_RANK, _MASTER_ADDR = "$NODE_RANK", "$MASTER_ADDR"
 """Variables that a shell replaces on every node."""
 
@@ -100,7 +103,7 @@ def ranks_per_node(run: Run, count: int) -> int:
     """Return the number of ranks per node on ``count`` nodes, or raise a ConfigError if that is not a whole number."""
     ranks = run.parallelism.ranks
     uneven = f"{ranks} ranks cannot be shared evenly by {count} nodes; change one of the two numbers"
-    refuse_if(ranks % count, "does-not-divide", "parallelism", uneven)
+    refuse_if(ranks % count, "does-not-divide", "pp", uneven)
     return ranks // count
 
 
@@ -112,19 +115,18 @@ def script_flags(run: Run) -> list[str]:
 def all_flags(run: Run) -> Flags:
     """Return all flags of a run's training script.
 
-    The ``megatron:`` section of the configuration overrides defaults of this package. Raise a ConfigError if it repeats
-    another key.
+    The run's own flags override defaults of this package. Raise a ConfigError if they contradict another key.
     """
-    fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
-    return {**fixed, **_defaults(run), **run.flags}
+    fixed = _fixed(run, {**_planned(run), "save_interval": _training_flags(run), "output": _output_flags(run)})
+    return {**fixed, **_defaults(run), **_others(run)}
 
 
 def planned_flags(run: Run) -> list[str]:
     """Return the flags on which a plan depends, as words of a command line.
 
-    They are those of model, parallelism, schedule, precision, and of the ``megatron:`` section.
+    They are all flags but those of data, checkpoints and output, and the defaults of this package.
     """
-    return words({**_fixed(run, _planned(run)), **run.flags})
+    return words({**_fixed(run, _planned(run)), **_others(run)})
 
 
 def _planned(run: Run) -> dict[str, Flags]:
@@ -133,17 +135,23 @@ def _planned(run: Run) -> dict[str, Flags]:
         "model": _model_flags(run),
         "parallelism": _parallelism_flags(run),
         "schedule": _schedule_flags(run),
-        "precision": {} if run.precision == "fp32" else {run.precision: True},
+        "bf16": {} if run.precision == "fp32" else {run.precision: True},
     }
 
 
+def _others(run: Run) -> Flags:
+    """Return a run's own flags, without those of ``_training_flags``."""
+    return {name: value for name, value in run.flags.items() if name not in _OF_TRAINING}
+
+
 def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
-    for name in run.flags:
-        refuse_if(name.startswith("-"), "bad-syntax", name, "is written without dashes in front")
-        for key, names in flags.items():
-            twice = f"is set by the run's key {shortened(key)} already; change it there"
-            refuse_if(name in names, "conflicting-options", name, twice)
-    return {name: value for names in flags.values() for name, value in names.items()}
+    """Return ``flags`` in one mapping. Raise a ConfigError if a flag of the run has another value there."""
+    for name, value in _others(run).items():
+        for key, fixed in flags.items():
+            differs = name in fixed and name not in _RECOMPUTE and value not in (fixed[name], None, False)
+            twice = f"is {shortened(value)}, and the run's {key} gives another value; change it there"
+            refuse_if(differs, "conflicting-options", name.replace("-", "_"), twice)
+    return {name: value for fixed in flags.values() for name, value in fixed.items()}
 
 
 def model_flags(model: Model) -> Flags:
@@ -160,7 +168,7 @@ def model_flags(model: Model) -> Flags:
 
 
 def _model_flags(run: Run) -> Flags:
-    """Return the flags of a run's model. Its layer pattern is left out if ``megatron:`` has it, cut into stages."""
+    """Return the flags of a run's model. Its layer pattern is left out if the run's flags have it, cut into stages."""
     flags = model_flags(run.model)
     cut = str(run.flags.get(layout.PATTERN, ""))
     return {
@@ -221,18 +229,19 @@ def _recompute_flags(choice: ScheduleChoice) -> Flags:
 
 
 def _training_flags(run: Run) -> Flags:
-    training = run.training
-    data: Flags = {"mock-data": True} if training.data == MOCK else {"data-path": training.data.split()}
+    data: Flags = {"data-path": run.data} if run.data else {"mock-data": True}
     saving: Flags = {}
-    if training.save_interval:
-        saving = {"save": run.checkpoints, "save-interval": training.save_interval}
+    load = run.flags.get("load")
+    if run.save_interval:
+        saving = {"save": run.checkpoints, "save-interval": run.save_interval}
         # At EXIT_SIGNAL, a rank saves its state and ends.
         saving |= {"exit-signal-handler": True, "exit-signal": EXIT_SIGNAL}
-    load = saving.get("save", training.load)
-    if saving and training.load is not None:
-        # Megatron starts from the pretrained checkpoint only while the run has none of its own.
-        saving["pretrained-checkpoint"] = training.load
-    return {"train-iters": training.iterations, **data, "data-cache-path": training.cache, **saving, "load": load}
+        if load is not None:
+            # Megatron starts from the pretrained checkpoint only while the run has none of its own.
+            saving["pretrained-checkpoint"] = load
+        load = run.checkpoints
+    cache = run.flags.get("data-cache-path")
+    return {"train-iters": run.iterations, **data, "data-cache-path": cache, **saving, "load": load}
 
 
 def _output_flags(run: Run) -> Flags:
@@ -243,7 +252,7 @@ def _output_flags(run: Run) -> Flags:
 
 
 def _defaults(run: Run) -> Flags:
-    """Return the default flags of this package, which the ``megatron:`` section of a run may override."""
+    """Return the default flags of this package, which the run's own flags may override."""
     flags: Flags = {
         "tokenizer-type": "NullTokenizer",
         "log-interval": 1,

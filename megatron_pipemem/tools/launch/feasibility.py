@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 from megatron_pipemem.tools.config.cluster import GIB
-from megatron_pipemem.tools.config.runs import MOCK, Run, resolve_script
+from megatron_pipemem.tools.config.runs import Run, resolve_script
 from megatron_pipemem.tools.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.tools.planner.balance import laid_out
 from megatron_pipemem.tools.planner.memory import held, request_of, schedule_of
@@ -62,18 +62,16 @@ def feasible(run: Run, any_size: bool = False) -> str | None:
 def check_data(run: Run) -> None:
     """Raise a ConfigError if a file with a run's training data is not on this machine.
 
-    Mock data and files in object storage are not checked.
+    Files in object storage are not checked.
     """
-    words = run.training.data.split()
-    if words == [MOCK]:
-        return
+    words = run.data
     prefixes = words[1::2] if len(words) > 1 and all(map(_is_number, words[::2])) else words
     for prefix in prefixes:
         for suffix in () if "://" in prefix else (".bin", ".idx"):  # Megatron also reads from object storage
             if not Path(f"{prefix}{suffix}").is_file():
                 message = f"there is no file {prefix}{suffix} on this machine"
-                remedy = f"give the prefix of a .bin and an .idx file, or {MOCK}"
-                raise ConfigError("no-file", f"{message}; {remedy}", key="training.data")
+                remedy = "give the prefix of a .bin and an .idx file, or leave the key out to train on made-up tokens"
+                raise ConfigError("no-file", f"{message}; {remedy}", key="data_path")
 
 
 def _is_number(text: str) -> bool:
@@ -143,7 +141,7 @@ def _schedules(run: Run) -> None:
     choice, cut = run.schedule, run.parallelism
     if cut.pp == 1 and choice.name != STOCK:
         raise UnsupportedError(
-            "no-pipeline", f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}"
+            "no-pipeline", f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule to {STOCK}"
         )
     request = request_of(run)
     schedule = None if choice.name == AUTO else schedule_of(run, request)
@@ -180,8 +178,7 @@ def _check_ours(run: Run, schedule: Schedule | None) -> None:
     if file is not None and chunks not in (None, file.placement.num_chunks):
         raise UnsupportedError(
             "needs-chunks",
-            f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set parallelism.chunks to the "
-            "file's number",
+            f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set chunks to the file's number",
         )
     if file is None and schedule is not None and family(name).asynchronous:
         check_asynchronous(run, name)
@@ -216,10 +213,8 @@ def _if_even(run: Run, request: Request, rank: int) -> str:
     load = run.execution.expert_load
     if load <= 1 or run.flags.get("moe-pad-expert-input-to-capacity"):
         return ""
-    others = {
-        key: value for key, value in run.megatron.items() if key.replace("_", "-") != "moe-expert-capacity-factor"
-    }
-    even = held(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), megatron=others), request)
+    others = {name: value for name, value in run.flags.items() if name != "moe-expert-capacity-factor"}
+    even = held(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags=others), request)
     assert even is not None, "the memory with uneven routing is known"
     needed = even.device[rank] / GIB
     return f" if its experts get {load:g} times an even share of tokens, and {needed:.1f} GiB with an even share,"

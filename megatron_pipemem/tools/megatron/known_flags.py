@@ -54,7 +54,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     flag_table = known_flags() if _megatrons_flags() else {}
     readers = {flag.name: flag.read for flag in flags_of(Request).values() if not flag.repeated}
     for name, value in flags.items() if flag_table else ():
-        key, option, shown = f"megatron.{name}", f"--{name}", shortened(value)
+        key, option, shown = name.replace("-", "_"), f"--{name}", shortened(value)
         if (flag := flag_table.get(option)) is None:
             near = difflib.get_close_matches(option, flag_table, n=1)
             hint = f"did you mean {near[0][2:]!r}?" if near else "see the training script's --help"
@@ -149,7 +149,7 @@ def _sources() -> list[Path]:
 
     Their content identifies a Megatron, because versions do not: ``dev`` calls itself 0.19.0.
     """
-    core, training = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
+    core, training = (importlib.util.find_spec(name.replace("-", "_")) for name in ("core", "training"))
     files = ((core, "transformer/transformer_config.py"), (training, "arguments.py"))
     paths = [Path(spec.origin).parent / file for spec, file in files if spec is not None and spec.origin is not None]
     return [path for path in paths if path.is_file()]

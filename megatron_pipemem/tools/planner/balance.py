@@ -314,7 +314,7 @@ def _requested_layout(run: Run, text: str | None, stages: int) -> tuple[int, ...
     requested = text if text is not None else run.flags.get(key)
     if requested is None or (text is None and pattern and not layout.is_cut(str(requested))):
         return None
-    counts = run_layout.pieces_of(replace(run, megatron={key: requested}), stages)
+    counts = run_layout.pieces_of(replace(run, flags={key: requested}), stages)
     if counts is None:
         raise ConfigError(
             "bad-layout",
@@ -353,4 +353,4 @@ def laid_out(run: Run) -> Run:
 
 def _uncut(run: Run) -> Run:
     replaced = (*REPLACED_BY_LAYOUT, LAYOUT)
-    return replace(run, megatron={k: v for k, v in run.megatron.items() if k.replace("_", "-") not in replaced})
+    return replace(run, flags={k: v for k, v in run.flags.items() if k not in replaced})

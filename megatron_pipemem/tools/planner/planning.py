@@ -88,7 +88,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
         clipping = {} if per_batch else {"clip-grad": 0}
         flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
-        own = replace(run, megatron=flags, schedule=replace(run.schedule, name=candidate.name))
+        own = replace(run, flags=flags, schedule=replace(run.schedule, name=candidate.name))
         try:
             request = Request(candidate.name, overlap_steps=run.schedule.overlap_steps)
             assumed = {"rerun-mode": "disabled"}  # as ``pipemem launch`` passes it

@@ -106,7 +106,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
                 **{key: getattr(run.schedule, key) for key in _KEPT_OF_SCHEDULE},
             )
             flags = {**OF_REPLICAS, **run.flags} if dp * cp > 1 else run.flags
-            whole = replace(run, parallelism=cut, schedule=choice, megatron=flags)
+            whole = replace(run, parallelism=cut, schedule=choice, flags=flags)
             for slices, way in _slicings(whole, run.schedule, limits, rejected):
                 candidate = whole if slices == 1 else with_slices(without_overlap(whole), slices, way)
                 if (reason := _impossible(candidate)) is not None:
@@ -144,13 +144,13 @@ def _slicings(
 def without_overlap(run: Run) -> Run:
     """Return the run without the flags that hide messages within layers or that only Megatron's schedules support."""
     apart = {flag: value for flag, value in run.flags.items() if flag not in STOCKS_ALONE}
-    return replace(run, megatron=apart)
+    return replace(run, flags=apart)
 
 
 def in_pairs(run: Run) -> Run:
     """Return the run with its forwards and backwards in pairs, and without flags that only Megatron's schedules support."""
     bare = without_overlap(run)
-    return replace(bare, megatron={_DISPATCHER: "alltoall"} | bare.flags | {EP_OVERLAP: True})
+    return replace(bare, flags={_DISPATCHER: "alltoall"} | bare.flags | {EP_OVERLAP: True})
 
 
 def may_pair(run: Run) -> bool:

@@ -1,18 +1,18 @@
 """Read the file of a grid: a run's configuration, and the keys in which its points differ.
 
     run: tiny-cpu
-    set: {training.iterations: 5}
+    set: {train_iters: 5}
     points:
-      - {parallelism: {tp: 1, pp: 4, dp: 1}}
-      - {parallelism: {tp: 2, pp: 2, dp: 1}}
+      - {tp: 1, pp: 4, dp: 1}
+      - {tp: 2, pp: 2, dp: 1}
     product:
-      schedule.name: [stock, v-half, v-min]
-      megatron.lr: [1.0e-4, 3.0e-4]
+      schedule: [stock, v-half, v-min]
+      lr: [1.0e-4, 3.0e-4]
     exclude:
-      - {schedule.name: v-min, parallelism.pp: 2}
+      - {schedule: v-min, pp: 2}
 
 Every entry of ``points`` is combined with every combination of values in ``product``. Either may be left out. Keys are
-dotted paths in a run's configuration. A mapping as a value changes only the keys that it names.
+those of a run's file; a dotted key changes a part of a mapping (``cluster.nodes``), and so does a mapping as a value.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.model.arguments import NAMES, arguments_of
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.tools.config.keys import place_of
 from megatron_pipemem.tools.config.loading import check_key, load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.feasibility import feasible
@@ -38,7 +39,7 @@ from megatron_pipemem.values import refuse_if
 _MOST_POINTS = 10_000
 
 Settings = dict[str, Any]
-"""Values by dotted keys of a run's configuration."""
+"""Values by dotted keys of a run's file."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class GridPoint:
 
 
 def label(settings: Settings) -> str:
-    """Return the settings of a point on one line: ``parallelism.pp=4, schedule.name=v-half``."""
+    """Return the settings of a point on one line: ``pp=4, schedule=v-half``."""
     return ", ".join(f"{key}={value}" for key, value in settings.items()) or "the run itself"
 
 
@@ -208,7 +209,7 @@ def _filter(
 def _value(run: Run, name: str, absent: Any = None) -> Any:
     """Return the value of a dotted key in a run; ``absent`` for a flag that the run does not set."""
     here: Any = run
-    for part in name.split("."):
+    for part in place_of(name):
         if isinstance(here, Model) and part in NAMES:
             return arguments_of(here).get(part, absent)
         here = here.get(part, absent) if isinstance(here, Mapping) else getattr(here, part, absent)
