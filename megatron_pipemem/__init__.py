@@ -84,6 +84,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 

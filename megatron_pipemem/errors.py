@@ -48,6 +48,7 @@ CODES = {
     "no-answer": "A process that imports Megatron takes too long or does not start. Ask for less, or mend what it waits for.",
     "no-file": "There is no such file, script or folder. Check the path.",
     "no-gpu": "The cluster of the run has GPUs and this machine has none. Start it there, or use `--print`.",
+    "no-launcher": "A run over several ranks was started as one process. Start it by torchrun, as the message says.",
     "not-installed": "A package or program is not installed here. The message names it.",
     "not-json": "A file is not JSON. The message names line and column.",
     "not-on-cpu": "A layer or kernel exists on GPUs only. Pass the flag that the message names.",

@@ -314,7 +314,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
 
 
 def remarks(flags: Flags, schedule: str) -> list[str]:
-    """Return a sentence on each flag without effect, and on those that tie checkpoints to runs of this placement."""
+    """Return a sentence on each flag without effect, that ties checkpoints to this placement, or meets a fault of Megatron."""
     sentences = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT
@@ -338,7 +338,18 @@ def remarks(flags: Flags, schedule: str) -> list[str]:
             "--ckpt-format torch writes a file with the chunks of each rank, which only a run with the same placement can load"
             "; pass --ckpt-format torch_dist to load it under other schedules"
         )
-    return sentences
+    return [*sentences, *upstream_faults(flags)]
+
+
+def upstream_faults(flags: Flags) -> list[str]:
+    """Return a sentence on each flag that does not do under a pipeline what it says, with Megatron's own schedules too."""
+    if is_given(flags, _DOCUMENT_MASK) and (_whole(flags.get("pipeline-model-parallel-size")) or 1) > 2:
+        return [
+            f"--{_DOCUMENT_MASK} reaches the first and the last pipeline rank only: Megatron's pretrain_gpt.py gives the "
+            "ranks between no mask, and their layers attend across documents; pack documents as Megatron's --sft does, or "
+            "pass the mask on every rank in a script of your own"
+        ]
+    return []
 
 
 def _has_chunks(placement: Placement) -> bool:
@@ -384,6 +395,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] =
     ),
 )
 GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
+_DOCUMENT_MASK = "reset-attention-mask"
 _RESHARDABLE = "dist-ckpt-optim-fully-reshardable"
 _WITHOUT_EFFECT = (
     "use-ring-exchange-p2p",

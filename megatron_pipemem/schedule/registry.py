@@ -127,9 +127,9 @@ def families_of(module: ModuleType) -> tuple[Family, ...]:
 
 def build_schedule(
     name: str,
-    *,
     num_devices: int,
     num_microbatches: int,
+    *,
     memory_cap: float | Sequence[float] | None = None,
     costs: Costs | None = None,
     **options: object,

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from lanes import nightly
 from launching import REPOSITORY, free_port, start_command
+from refusals import refused
 
 from megatron_pipemem.flags import words
 from megatron_pipemem.tools.cpu import ignore_missing_packages
@@ -89,6 +90,17 @@ def test_flags_of_a_gpu_are_replaced_on_cpu_ranks_and_others_kept() -> None:
     asked = cpu_flags(["--micro-batch-size", "1", "--transformer-impl", "transformer_engine"])
     assert asked[-2:] == ["--transformer-impl", "local"], "the last one counts"
     assert cpu_flags(["--steps", "3"]) == [], "of another program"
+
+
+def test_a_run_over_several_ranks_needs_a_launcher(monkeypatch) -> None:
+    flags = ["--micro-batch-size", "1", "--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size=2"]
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with refused("no-launcher", "--nproc-per-node 8"):
+        cpu_flags(flags)
+    cpu_flags(["--micro-batch-size", "1"])
+    monkeypatch.setenv("RANK", "0")
+    cpu_flags(flags)
 
 
 LLAMA = shlex.split("""

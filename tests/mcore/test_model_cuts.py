@@ -196,6 +196,12 @@ def test_a_state_that_only_this_placement_can_load_is_told():
         assert not remarks(flags | enough, "zb-h1")
 
 
+@pytest.mark.parametrize(("ranks", "is_told"), [("2", False), ("4", True)])
+def test_a_mask_that_megatron_gives_to_the_end_ranks_only_is_told(ranks, is_told):
+    flags = {"reset-attention-mask": True, "pipeline-model-parallel-size": ranks}
+    assert any("reset-attention-mask" in line for line in remarks(flags, "zb-h1")) == is_told
+
+
 def chunk(layers, embeds: bool, has_head: bool, of: int = 8, **more) -> torch.nn.Module:
     module = torch.nn.Linear(1, 1)
     numbered = [SimpleNamespace(layer_number=number) for number in layers]

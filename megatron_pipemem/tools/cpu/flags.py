@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.flags import Flags, values_by_flag, words
 from megatron_pipemem.logs import log_on_first_rank
 from megatron_pipemem.refusals import CPU, flag_values
@@ -30,11 +34,12 @@ def cpu_flags(arguments: list[str]) -> list[str]:
     and gets no flags.
 
     Raises:
-        UnsupportedError: a flag asks for a kernel that only a GPU has.
+        UnsupportedError: a flag asks for a kernel that only a GPU has, or no launcher has started the ranks.
     """
     flags = values_by_flag(arguments)
     if "micro-batch-size" not in flags:
         return []
+    _check_launched(flags)
     for error in CPU.errors(flag_values(flags)):
         raise error
     lacking = {name: value for name, value in CPU_FLAGS.items() if name not in flags}
@@ -44,3 +49,18 @@ def cpu_flags(arguments: list[str]) -> list[str]:
     if added:
         log_on_first_rank("CPU ranks: added %s", " ".join(added))
     return added
+
+
+_CUTS = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+
+
+def _check_launched(flags: Flags) -> None:
+    """Raise an UnsupportedError if the model is cut over several ranks, and this process is alone."""
+    sizes = [str(flags.get(name, 1)) for name in _CUTS]
+    ranks = math.prod(int(size) for size in sizes if size.isdecimal())
+    if ranks > 1 and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        raise UnsupportedError(
+            "no-launcher",
+            f"the flags cut the model over {ranks} ranks, and this process is alone; start it by "
+            f"torchrun --nproc-per-node {ranks} -m megatron_pipemem run --cpu ...",
+        )
