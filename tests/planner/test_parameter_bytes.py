@@ -50,7 +50,7 @@ def test_an_optimizer_with_other_tensors_is_refused():
 
 def static(flags: dict, **settings) -> float:
     cut = Parallelism(dp=4, global_batch=8)
-    return price(replace(RUN, parallelism=cut, megatron=flags, **settings), Placement.linear(1)).static[0]
+    return price(replace(RUN, parallelism=cut, flags=flags, **settings), Placement.linear(1)).static[0]
 
 
 def test_what_ranks_share():
@@ -82,7 +82,7 @@ def test_weights_in_8_bits_replace_those_in_16():
 
 def on_host(**flags) -> Run:
     cut = Parallelism(pp=2, dp=2, global_batch=8)
-    return replace(RUN, parallelism=cut, schedule=ScheduleChoice("1f1b"), megatron=AWARE | flags)
+    return replace(RUN, parallelism=cut, schedule=ScheduleChoice("1f1b"), flags=AWARE | flags)
 
 
 def test_an_optimizer_on_the_host_is_counted_there():
@@ -115,7 +115,7 @@ def test_megatrons_own_estimate_is_the_same(sharded, experts):
     model = replace(MODEL, norm="rmsnorm", position="rope", bias="none", activation="swiglu", experts=experts)
     model = replace(model, ffn=4096, experts_per_token=2 if experts else 1, expert_ffn=1024 if experts else None)
     cut = Parallelism(tp=tp, pp=pp, dp=dp, ep=ep, etp=1 if experts else None, global_batch=8, sequence_parallel=True)
-    run = replace(RUN, model=model, parallelism=cut, megatron=SHARDED if sharded else {})
+    run = replace(RUN, model=model, parallelism=cut, flags=SHARDED if sharded else {})
     args = SimpleNamespace(
         kv_channels=model.channels,
         num_attention_heads=model.heads,
