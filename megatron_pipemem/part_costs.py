@@ -156,7 +156,7 @@ class Parts:
 class PartCosts(Costs):
     """Costs whose seconds of F, I and W, and whose memory, are those of a model's parts, for any placement.
 
-    Memory is ``None`` for activation units, and otherwise empty. ``of`` returns the costs of a placement's stages.
+    ``memory`` is empty for that of the parts. ``of`` returns the costs of a placement's stages.
     """
 
     parts: Parts = field(kw_only=True)
@@ -191,15 +191,15 @@ class PartCosts(Costs):
         def summed(of: Callable[[Part], float]) -> tuple[float, ...]:
             return tuple(sum(map(of, layers), of(frame)) for layers, frame in parts_of_stages)
 
-        memory: dict[Kind, list[float]] | None = None
-        if self.memory is not None:
-            memory = {kind: list(summed(partial(_change, kind))) for part in self.parts.all for kind in part.memory}
-            _join_neighbours(memory, placement)
         prices: dict[str, Any] = {price.name: getattr(self, price.name) for price in fields(Costs)}
+        if self.memory == {}:
+            kinds = dict.fromkeys(kind for part in self.parts.all for kind in part.memory)
+            memory = {kind: list(summed(partial(_change, kind))) for kind in kinds}
+            _join_neighbours(memory, placement)
+            prices["memory"] = memory
         prices["forward"] = summed(lambda part: part.seconds.forward)
         prices["backward_input"] = summed(lambda part: part.seconds.input)
         prices["backward_weight"] = summed(lambda part: part.seconds.weight)
-        prices["memory"] = memory
         if self.exchange_share is not None:
             for name, of in (("forward", "forward"), ("backward", "input")):
                 seconds = (sum(getattr(layer.seconds, of) for layer in layers) for layers, _ in parts_of_stages)
@@ -218,7 +218,8 @@ class PartCosts(Costs):
         return replace(self, exchange_share=share)
 
     def with_scaled_memory(self, factor: float) -> Costs:
-        return self if self.memory is None else replace(self, parts=self.parts.scaled_bytes(factor))
+        memory = super().with_scaled_memory(factor).memory
+        return replace(self, memory=memory, parts=self.parts.scaled_bytes(factor))
 
 
 def _change(kind: Kind, part: Part) -> float:

@@ -126,8 +126,8 @@ class Knowledge:
         """
         updated = self
         if costs is not None:
-            before = self.costs if self.placement is None else self.costs.of(self.placement)
-            costs = replace(costs, memory=before.memory, channel=before.channel, microbatch=before.microbatch)
+            memory = self.costs.memory if costs.memory is None else costs.memory
+            costs = replace(costs, memory=memory, channel=self.costs.channel, microbatch=self.costs.microbatch)
             updated = replace(updated, costs=costs, priced_by=MEASURED)
         if changes is None:
             return updated

@@ -47,7 +47,7 @@ def costs_from(
     """Return the costs in seconds that the median times of actions give, one value per stage and slice.
 
     The values of a stage's slices follow each other. ``before`` are the present costs, and do not change. They replace
-    missing times of F, I and W, and give the proportion of I and W in a fused B. Their memory is not taken over.
+    missing times of F, I and W, and give the proportion of I and W in a fused B, and the memory.
     ``links`` has the seconds of a slice's message by (source, destination) of devices. Messages that are not in
     ``links`` cost nothing. ``slices`` is their number per microbatch. ``pairs`` has the median seconds of pairs, if the
     step had any. Without them the exchanges of experts' tokens keep their shares of F and I.
@@ -81,6 +81,7 @@ def costs_from(
         inputs,
         weights,
         p2p,
+        memory=before.of(placement).memory,
         recompute=recompute[Kind.R],
         recompute_selective=recompute[Kind.RS],
         vocabulary=_passes(medians, placement, before, slices),

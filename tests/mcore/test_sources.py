@@ -24,6 +24,8 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.measured import costs_from
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -309,6 +311,18 @@ def test_prices_of_parts_follow_the_layers_of_the_run(tmp_path):
     assert source.plan(shape, "start").timeline.makespan > 8 * 3 * 3
     with refused("costs-mismatch", 1, 3, 8, kind=CostsError):
         source.cut_is((1, 3))
+
+
+def test_measured_seconds_replace_those_of_parts_and_their_bytes_stay(tmp_path):
+    path = tmp_path / "parts.json"
+    layer = {"seconds": {"forward": 1, "input": 1, "weight": 1}, "memory": {"F": 8, "W": -8}}
+    path.write_text(
+        json.dumps({"parts": {"order": ["l"] * 8, "layers": {"l": layer}, "first": {}, "middle": {}, "last": {}}})
+    )
+    source, placement = programs_of("1f1b", None, str(path), {}), Placement.linear(4)
+    source.measured(costs_from({(Kind.F, 0): 5.0}, {}, placement, source.costs), None)
+    assert source.costs.seconds(placement)[Kind.F] == (5, 2, 2, 2)
+    assert source.costs.memory_changes(placement)[Kind.F] == (16,) * 4
 
 
 RUNNABLE = [each.name for each in families()]

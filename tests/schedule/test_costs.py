@@ -228,6 +228,14 @@ def test_neighbours_on_one_device_hand_over() -> None:
     assert handed[Kind.F] == sent[Kind.F]
 
 
+def test_other_memory_replaces_that_of_the_parts() -> None:
+    counted = replace(costs_of(), memory={Kind.F: (3.0, 4.0), Kind.W: (-3.0, -4.0)})
+    assert counted.memory_changes(Placement.linear(2))[Kind.F] == (3, 4)
+    assert counted.seconds(Placement.linear(2)) == costs_of().seconds(Placement.linear(2))
+    assert replace(costs_of(), memory=None).memory_changes(V) == Costs().memory_changes(V)
+    assert costs_of().with_scaled_memory(2).memory_changes(V)[Kind.F][0] == 2 * costs_of().memory_changes(V)[Kind.F][0]
+
+
 def test_a_channel_of_a_ratio_has_parts_too() -> None:
     costs = replace(costs_of(), channel=Channel(ratio=2))
     seconds = costs.transfer_seconds(Placement.linear(3))[Kind.OFFLOAD]
