@@ -14,8 +14,6 @@ from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import AUTO, LAYERWISE, TOKENS, check_effort, searched_placements, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import check_options, family, register_module
-from megatron_pipemem.schedule.schedule_file import schedule_of_file
-from megatron_pipemem.schedule.stream import UPDATE_EVERY, updates_per_batch
 
 SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed", "period", "slices")
 
@@ -128,7 +126,11 @@ _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-op
 
 def updates_per_microbatch(request: Request) -> bool:
     """Return whether an asynchronous schedule updates weights after every microbatch, and not once per step."""
-    return request.is_asynchronous and not updates_per_batch(request.schedule)
+    if not request.is_asynchronous:
+        return False
+    from megatron_pipemem.schedule.stream import updates_per_batch
+
+    return not updates_per_batch(request.schedule)
 
 
 def conflicts(request: Request) -> Iterator[UnsupportedError]:
@@ -186,6 +188,8 @@ def check(request: Request) -> Request:
                 "options-of-file",
                 f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}",
             )
+        from megatron_pipemem.schedule.schedule_file import schedule_of_file
+
         file = schedule_of_file(name, None if cap is None or request.plans_offload else cap.amount)
         check_barriers(name, file.vocabulary_barriers, request.vocab_parallel)
         request = replace(request, file=file)
@@ -193,12 +197,15 @@ def check(request: Request) -> Request:
             request = request.decided(file.vocabulary_barriers)
     _check_options(request)
     check_conflicts(request)
-    if request.is_asynchronous and UPDATE_EVERY in options:
-        raise UnsupportedError(
-            "has-own-flag",
-            f"{UPDATE_EVERY} of schedule {shortened(name)} is the number of microbatches of a step in a run; drop the option "
-            "and choose --global-batch-size",
-        )
+    if request.is_asynchronous:
+        from megatron_pipemem.schedule.stream import UPDATE_EVERY
+
+        if UPDATE_EVERY in options:
+            raise UnsupportedError(
+                "has-own-flag",
+                f"{UPDATE_EVERY} of schedule {shortened(name)} is the number of microbatches of a step in a run; drop the "
+                "option and choose --global-batch-size",
+            )
     if request.file is None and not (request.searches or request.is_stock):
         family(name).chunks_per_device(options)  # refuses unknown options of the family
     _check_slice_cut(request)

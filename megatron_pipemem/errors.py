@@ -37,7 +37,8 @@ CODES = {
     "unit-mismatch": "Some memory is in bytes and some in activation units. Give all of it in one unit.",
     "unknown-flag": "A flag is unknown or missing. The message names the flag.",
     "unknown-key": "There is no such key. The message names the existing keys.",
-    "unknown-optimizer": "The bytes of an optimizer's state are unknown. Compare the run with an optimizer that the message names.",
+    "unknown-optimizer": "The bytes of an optimizer's state are unknown. Compare the run with an optimizer that the message "
+    "names.",
     "unknown-option": "The schedule or feature has no such option. `pipemem schedules NAME` lists those of a schedule.",
     "unknown-schedule": "There is no such schedule. `pipemem schedules --all` lists all; `--schedule-module` adds yours.",
     "wrong-count": "A list has another number of entries than there are devices, microbatches or chunks. Give one each.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
 from megatron_pipemem.errors import printable
 
@@ -37,7 +38,13 @@ def show_log() -> None:
     logger.propagate = False
 
 
-def log_on_first_rank(line: str, *values: object, level: int = logging.INFO) -> None:
-    """Log a line on rank 0, with values as ``logging`` formats them. Other ranks would log the same."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.log(level, line, *values)
+def is_first_rank() -> bool:
+    """Return whether this process is world rank 0. Before there is a process group, the variable ``RANK`` tells it."""
+    dist: Any = sys.modules.get("torch.distributed")  # without torch, there is no group
+    return dist.get_rank() == 0 if dist is not None and dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+
+
+def tell(logger: logging.Logger, message: str, *arguments: object, level: int = logging.INFO) -> None:
+    """Log a message on world rank 0 only, because every rank calls this with the same message."""
+    if is_first_rank():
+        logger.log(level, message, *arguments)

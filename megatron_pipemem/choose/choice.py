@@ -21,7 +21,6 @@ from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import BARRIERS
 
@@ -138,6 +137,8 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     if request.file is not None:
+        from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
+
         check_devices_of_file(request.file, shape.num_devices)
         check_microbatches_of_file(request.file, shape.num_microbatches)
     alone, notes = request.file or _of_family(request, shape, knowledge), ""

@@ -6,8 +6,6 @@ is exchanged with other ranks of the job, because these may be in another step, 
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,20 +61,6 @@ def _refusal_of(failure: Exception) -> tuple[str, str]:
         return failure.code, f"{failure}"
     rank = dist.get_rank() if dist.is_initialized() else 0
     return "other-rank-failed", f"rank {rank} failed: {f'{failure}' or type(failure).__name__}"
-
-
-def is_first_rank() -> bool:
-    """Return whether this process is world rank 0.
-
-    Before there is a process group, the variable ``RANK`` tells it; unset counts as 0.
-    """
-    return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0
-
-
-def tell(logger: logging.Logger, message: str, *arguments: object, level: int = logging.INFO) -> None:
-    """Log a message on world rank 0 only, because every rank calls this with the same message."""
-    if is_first_rank():
-        logger.log(level, message, *arguments)
 
 
 def gather[T](contribution: T, groups: Groups | None = None) -> list[T]:

@@ -22,7 +22,7 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError, readable
 from megatron_pipemem.flags import CHECK, flag_parser, plan_parser, values_by_flag, words_by_flag
 from megatron_pipemem.gates import Wish, check_gates
-from megatron_pipemem.logs import log_on_first_rank, show_log
+from megatron_pipemem.logs import logger, show_log, tell
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.part_costs import prices_of
 from megatron_pipemem.refusals import flag_values
@@ -147,7 +147,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     flags = values_by_flag(arguments)
     if request.outputs and cut_flags.is_given(flags, "skip-train"):
         files = ", ".join(map(str, request.outputs))
-        log_on_first_rank("--skip-train runs no training step, so %s will not be written", files, level=logging.WARNING)
+        tell(logger, "--skip-train runs no training step, so %s will not be written", files, level=logging.WARNING)
     if request.is_stock or any(cut_flags.is_given(flags, name) for name in _ELSEWHERE):
         return arguments
     p, layers = (_whole(flags, name) for name in (_PIPELINE_SIZE, "num-layers"))
@@ -170,14 +170,14 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     if layout.is_cut(written):
         cut_flags.check_experts(flags, written, placements[0])
     for remark in cut_flags.remarks(flags, request.schedule):
-        log_on_first_rank("%s", remark, level=logging.WARNING)
+        tell(logger, "%s", remark, level=logging.WARNING)
     if pattern is not None:
-        log_on_first_rank("the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
+        tell(logger, "the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
         return [*arguments, pattern]
     chunks = known_chunks(placements[0])
     needed = None if layers is None else cut_flags.needed_layout(flags, layers, p, placements[0])
     if needed is not None:
-        log_on_first_rank("%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
+        tell(logger, "%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
         arguments = [*cut_flags.without_cut(arguments), f"--{layout.FLAG}={needed.text}"]
         flags = values_by_flag(arguments)
     _check_cap(

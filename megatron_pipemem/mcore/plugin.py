@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.features import Position, features_at
-from megatron_pipemem.mcore.agreement import is_first_rank, tell
+from megatron_pipemem.logs import is_first_rank, tell
 from megatron_pipemem.mcore.checkpoints import FilesOfRanks
 from megatron_pipemem.mcore.compat import ReshardableState
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
@@ -33,7 +33,6 @@ from megatron_pipemem.part_costs import PartCosts, prices_of
 from megatron_pipemem.request import PROFILE, Request
 from megatron_pipemem.runtime.first_failure import leave_job, watch_job
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.tools_by_flag import check_outputs
 
 if TYPE_CHECKING:  # loaded for runs that ask for a report
     from megatron_pipemem.mcore.report.run_record import RunRecord
@@ -71,7 +70,7 @@ class _Enabled:
             report, trace = (None if path is None else Path(path) for path in (request.report, request.trace))
             record = RunRecord(report, trace)
             recording.append(Recording(record))
-        settings = SharedSettings(request, _failure_of_outputs(request))
+        settings = SharedSettings(request, None if record is None else _failure_of_outputs(request))
         if request.is_stock:
             measured: list[Feature] = []
             prices = prices_of(request.costs)
@@ -176,6 +175,8 @@ _ORDER: tuple[tuple[Callable[[_ExtensionParts], list[Extension]], str], ...] = (
 
 def _failure_of_outputs(request: Request) -> PipememError | None:
     """Return why rank 0 cannot write the report or the timelines, for all ranks; raise it without a process group."""
+    from megatron_pipemem.tools_by_flag import check_outputs
+
     try:
         if is_first_rank():
             check_outputs(request)

@@ -20,7 +20,8 @@ from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather, is_first_rank, tell
+from megatron_pipemem.logs import is_first_rank, tell
+from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather
 from megatron_pipemem.part_costs import PartCosts, head_seconds, with_cut_head
 from megatron_pipemem.request import Request
 from megatron_pipemem.results import announcement
@@ -31,7 +32,6 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import HostLink
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Program, Schedule
-from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import check_placement
 
@@ -283,6 +283,8 @@ class Programs:
         placement on that many devices.
         """
         if self.request.file is not None:
+            from megatron_pipemem.schedule.schedule_file import check_devices_of_file
+
             check_devices_of_file(self.request.file, num_devices)
             placement = self.request.file.placement
         elif self.request.searches:
@@ -454,8 +456,8 @@ class Programs:
             return program
         if code is not None and update.changes is not None:
             raise failure or UnsupportedError(code, message)
-        if is_first_rank():
-            logger.warning("could not plan again (%s): %s; the schedule stays", update.reason, message)
+        sentence = "could not plan again (%s): %s; the schedule stays"
+        tell(logger, sentence, update.reason, message, level=logging.WARNING)
         return before
 
     def _compiled(self, plan: Choice, shape: Shape) -> Compiled:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.step.extension import Extension, Step
@@ -149,8 +150,7 @@ class Replanner(Extension):
                 return self._update(contributions, placement, counted, timed)
         except Exception as error:  # the same on every rank
             failure = f"{type(error).__name__}: {error}"
-        if is_first_rank():
-            logger.warning("the measurements of the run cannot be used (%s); its plan stays", failure)
+        tell(logger, "the measurements of the run cannot be used (%s); its plan stays", failure, level=logging.WARNING)
         return None
 
     def _update(

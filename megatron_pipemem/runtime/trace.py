@@ -7,14 +7,16 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_pipemem.schedule.action import Action, Kind, place
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.measured import Medians, Pair
 from megatron_pipemem.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_pipemem.schedule.measured import Medians, Pair
 
 
 @dataclass(frozen=True)

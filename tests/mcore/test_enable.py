@@ -138,8 +138,3 @@ def test_a_replacement_that_fails_leaves_the_plugin_off_and_can_be_enabled_later
     assert bindings() == stock
     assert plugin._enabled is None
     megatron_pipemem.enable("v-half")
-
-
-def test_building_chunks_needs_a_schedule():
-    with refused("not-enabled", kind=UnsupportedError):
-        megatron_pipemem.build_model_chunks(lambda **_: None)

@@ -111,12 +111,6 @@ def test_a_model_that_draws_otherwise_and_a_loop_without_seed_are_refused(monkey
         loop_arguments.iteration_and_seed()
 
 
-def test_configurations_are_checked():
-    layerwise._check(SimpleNamespace(cuda_graph_impl="none", gtp_weight_remat_size=1))
-    with refused("unsupported-setting", "--cuda-graph-impl", kind=UnsupportedError):
-        layerwise._check(SimpleNamespace(cuda_graph_impl="local"))
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [

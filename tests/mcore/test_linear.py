@@ -46,33 +46,6 @@ def run(function, queue=None, bias=True, requires_grad=True, passes=1, dtype=tor
     return y.detach(), x.grad, None if offset is None else offset.grad, weight
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("passes", [1, 3])
-def test_bit_identical_to_stock_after_w(bias, dtype, passes):
-    queue = WeightGradientQueue()
-    output, input_grad, bias_grad, weight = run(partial(split_linear, STOCK), queue, bias, passes=passes, dtype=dtype)
-    wanted_output, wanted_input_grad, wanted_bias_grad, wanted_weight = run(
-        STOCK, None, bias, passes=passes, dtype=dtype
-    )
-    assert torch.equal(output, wanted_output)
-    assert torch.equal(input_grad, wanted_input_grad)
-    assert bias_grad is None or torch.equal(bias_grad, wanted_bias_grad)
-    assert weight.grad is None, "the weight gradient waits for W"
-    queue.run()
-    assert torch.equal(weight.grad, wanted_weight.grad)
-    before = weight.grad.clone()
-    queue.run()
-    assert torch.equal(weight.grad, before), "a queue runs once"
-
-
-def test_an_input_without_gradient_leaves_the_weight_gradient_to_stock():
-    queue = WeightGradientQueue()
-    weight = run(partial(split_linear, STOCK), queue, bias=False, requires_grad=False)[-1]
-    assert list(queue.tensors()) == []
-    assert torch.equal(weight.grad, run(STOCK, bias=False, requires_grad=False)[-1].grad)
-
-
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
     """What the layers communicate and compute, in order; with a group of one, communication is a copy."""

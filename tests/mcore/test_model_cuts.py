@@ -17,7 +17,7 @@ from megatron_pipemem.mcore.model import whole_model
 from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into
 from megatron_pipemem.model.cut_flags import remarks
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.registry import build_schedule
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24", "--clip-grad", "0"]
 CUTS = {
@@ -26,44 +26,6 @@ CUTS = {
     "layout": lambda chunks: [f"--pipeline-model-parallel-layout=Et{'|t' * (4 * chunks - 1)}L"],
     "pattern": lambda chunks: ["--hybrid-layer-pattern", "|".join(["M*"] * 4 * chunks) + "/M*/M*"],
 }
-RUN = [family.name for family in families()]
-
-
-def accepted(schedule: str, chunks: int) -> bool:
-    if schedule == "auto":
-        return True
-    chosen = next(family for family in families() if family.name == schedule)
-    if "chunks" not in chosen.options:
-        return chunks == chosen.chunks // chosen.replicas
-    return schedule != "hanayo" or chunks % 2 == 0
-
-
-@pytest.mark.parametrize(
-    ("schedule", "cut"),
-    [
-        *((schedule, "virtual stages") for schedule in [*RUN, "auto"]),
-        *(
-            (schedule, cut)
-            for schedule in ("1f1b", "hanayo", "v-half", "chimera")
-            for cut in CUTS
-            if cut != "virtual stages"
-        ),
-    ],
-)
-def test_every_schedule_says_which_cuts_it_runs(schedule, cut):
-    for chunks in (1, 2, 3, 6):
-        flags = [*SIZES, *CUTS[cut](chunks)]
-        settings, others = take_flags([*flags, "--pipemem-schedule", schedule])
-        if accepted(schedule, chunks):
-            assert add_virtual_stages(settings, others) == flags
-            continue
-        with pytest.raises(UnsupportedError) as error:
-            add_virtual_stages(settings, others)
-        message = str(error.value)
-        assert f"schedule {schedule}" in message and CUTS[cut](chunks)[0].split("=")[0] in message
-        assert re.search(
-            r"(write \d+ (stages|segments).*|pass --num-virtual-stages-per-pipeline-rank \d.*|leave it out)$", message
-        )
 
 
 def test_the_way_out_is_one(tmp_path):
@@ -76,31 +38,6 @@ def test_the_way_out_is_one(tmp_path):
         layout = re.search("'(.+)'$", str(error.value))[1]
         with_it = [*SIZES, "--pipeline-model-parallel-layout", layout]
         assert add_virtual_stages(settings, with_it) == with_it
-
-
-@pytest.mark.parametrize(
-    ("cut", "named"),
-    [
-        (["--pipeline-model-parallel-layout", "Et*8|t*8|t*4|t*2|t*2L"], (1.25, 5, 8)),
-        (["--num-layers-per-virtual-pipeline-stage", "5"], (1.2, 24, 2)),
-        (["--hybrid-layer-pattern", "M|M|M"], (0.75, 3)),
-    ],
-)
-def test_what_cannot_be_shared_out_evenly_is_refused_too(cut, named):
-    settings, others = take_flags([*SIZES, *cut, "--pipemem-schedule", "v-half"])
-    with refused("needs-chunks", *named, kind=UnsupportedError):
-        add_virtual_stages(settings, others)
-
-
-@pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
-@pytest.mark.parametrize(("schedule", "segments"), [("1f1b", 4), ("v-half", 8), ("chimera", 4), ("auto", 8)])
-def test_a_pattern_without_cuts_gets_those_of_the_schedule(flag, schedule, segments):
-    flags = ["--pipeline-model-parallel-size", "4", "--hidden-size", "64", "--num-attention-heads", "4", flag, "*-" * 8]
-    settings, others = take_flags([*flags, "--pipemem-schedule", schedule])
-    found = add_virtual_stages(settings, others)
-    assert found[:-1] == flags
-    name, pattern = found[-1].split("=")
-    assert name == flag and len(pattern.split("|")) == segments and pattern.replace("|", "") == "*-" * 8
 
 
 @pytest.mark.parametrize(

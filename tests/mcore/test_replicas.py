@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from quantised import Quantised, eight_bits
 from refusals import refused
 
-from megatron_pipemem.choose.choice import forward_schedule
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.choose.searching import serial_schedule
 from megatron_pipemem.conflicts import check_replicas
@@ -19,7 +18,6 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.megatron import gradients, make_replicas
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.refusals import check_chunks
 from megatron_pipemem.mcore.step.batches import deal
 from megatron_pipemem.mcore.step.extension import count_weights, predict_weights
 from megatron_pipemem.request import Request
@@ -91,13 +89,6 @@ def test_evaluation_takes_any_number_of_microbatches():
 
 
 @given(st.integers(2, 6), st.integers(1, 9))
-def test_evaluation_shares_the_microbatches_out(p, m):
-    schedule = forward_schedule(Placement.bidirectional(p), m)
-    validate(schedule)
-    assert {a.microbatch for a in schedule.orders[0] if a.stage < p} == set(range(0, m, 2))
-
-
-@given(st.integers(2, 6), st.integers(1, 9))
 def test_one_microbatch_after_another_goes_both_ways(p, m):
     schedule = serial_schedule(Placement.bidirectional(p), m)
     validate_program(lower(schedule))
@@ -133,11 +124,6 @@ def test_quantised_weights_are_not_copied_in_silence(world):
         chunk.config = SimpleNamespace(moe_router_load_balancing_type="aux_loss")
     with refused("unsupported-setting", kind=UnsupportedError):
         make_replicas(chunks, Placement.bidirectional(2), world)
-
-
-def test_a_model_with_one_copy_is_refused():
-    with refused("needs-chunks", 2, kind=UnsupportedError):
-        check_chunks([torch.nn.Linear(2, 2)], 2, "gems", 2)
 
 
 def test_gradients_stand_in_main_grad_or_in_grad():

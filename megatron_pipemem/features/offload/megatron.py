@@ -20,7 +20,8 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.features.offload.runtime.engine import OffloadActions
 from megatron_pipemem.features.offload.runtime.host import available_memory, measure_host_link
-from megatron_pipemem.mcore.agreement import Groups, done_by_all, gather, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import Groups, done_by_all, gather
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request, TransferOptions

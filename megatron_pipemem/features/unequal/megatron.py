@@ -22,14 +22,8 @@ import torch
 
 from megatron_pipemem.choose.knowledge import MEASURED
 from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import (
-    agree,
-    agreed_numbers,
-    decided_by_first,
-    groups_of_copy,
-    largest_numbers,
-    tell,
-)
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import agree, agreed_numbers, decided_by_first, groups_of_copy, largest_numbers
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.step.batches import Dealer

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import gather, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.model.layout import pattern_layers
 from megatron_pipemem.schedule.placement import Placement
 
@@ -41,10 +42,7 @@ def check_whole_model(chunks: Sequence[torch.nn.Module], placement: Placement, g
     Every rank of the pipeline calls this before the first step of a model. Models without numbered layers are not
     checked, and the log says so.
     """
-    stages: list[_Chunk | None] = [None] * placement.num_stages
-    for device, device_chunks in enumerate(gather([look_into(chunk) for chunk in chunks], [group])):
-        for stage, chunk in zip(placement.stages[device], device_chunks, strict=True):
-            stages[stage] = chunk
+    stages = of_stages(chunks, placement, group, look_into)
     seen = [chunk for chunk in stages if chunk is not None]
     if len(seen) < len(stages):
         unseen = [stage for stage, chunk in enumerate(stages) if chunk is None]
@@ -62,21 +60,31 @@ def check_whole_model(chunks: Sequence[torch.nn.Module], placement: Placement, g
     )
 
 
-def layout_of(
-    chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup, count: Callable[[Any], float]
-) -> tuple[float, ...]:
-    """Return ``count(model)`` of every stage of the pipeline, such as its number of layers, in the order of the stages.
+def of_stages[T](
+    chunks: Sequence[torch.nn.Module],
+    placement: Placement,
+    pipeline: dist.ProcessGroup,
+    look: Callable[[torch.nn.Module], T],
+) -> list[T]:
+    """Return ``look(chunk)`` of every stage of the pipeline, such as its number of layers, in the order of the stages.
 
-    ``model`` is the unwrapped chunk of the stage. Every rank of ``pipeline`` calls this at the same time, with its own
-    ``chunks``.
+    Every rank of ``pipeline`` calls this at the same time, with its own ``chunks``.
     """
-    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
-    everyones = gather([count(model) for model in models], [pipeline])
-    layout = [0.0] * placement.num_stages
-    for stages, device_counts in zip(placement.stages, everyones, strict=True):
-        for stage, stage_count in zip(stages, device_counts, strict=True):
-            layout[stage] = stage_count
-    return tuple(layout)
+    by_stage: dict[int, T] = {}
+    for stages, values in zip(placement.stages, gather([look(chunk) for chunk in chunks], [pipeline]), strict=True):
+        by_stage.update(zip(stages, values, strict=True))
+    return [by_stage[stage] for stage in range(placement.num_stages)]
+
+
+def layout_of(
+    chunks: Sequence[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup, count: Callable[[Any], float]
+) -> tuple[float, ...]:
+    """Return ``count(model)`` of every stage as ``of_stages`` does. ``model`` is the unwrapped chunk of the stage."""
+
+    def count_in(chunk: torch.nn.Module) -> float:
+        return count(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
+
+    return tuple(of_stages(chunks, placement, pipeline, count_in))
 
 
 def look_into(chunk: torch.nn.Module) -> _Chunk | None:

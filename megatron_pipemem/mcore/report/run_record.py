@@ -21,7 +21,8 @@ import torch.distributed as dist
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import OutputError, with_code
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.mcore.agreement import gather, is_first_rank
+from megatron_pipemem.logs import is_first_rank
+from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.report.action_bytes import ActionBytes, has_sizes
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes

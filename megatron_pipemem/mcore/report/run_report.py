@@ -131,8 +131,7 @@ def measured(
 ) -> OfRank:
     """Return the report's entry of a rank, from its entry ``peaks``, which has the peaks already.
 
-    ``plan`` is the choice of the last step, and ``device`` the rank's position in its pipeline. ``shared`` is ``None``
-    if a rank of the pipeline could not measure.
+    ``shared`` is ``None`` if a rank of the pipeline could not measure.
     """
     timeline, placement = plan.timeline, plan.schedule.placement
     bubble, predicted_weights = None, None
@@ -221,10 +220,7 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
 
 
 def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
-    """Return the peak activation bytes that 1F1B would need for the model of a run; ``None`` if unknown.
-
-    ``plan`` is the choice of the last step, and ``memory`` the result of ``memory_of``.
-    """
+    """Return the peak activation bytes that 1F1B would need for the model of a run; ``None`` if unknown."""
     peak = max((rank.measured.counted_peak_bytes for rank in pipeline if rank.measured), default=0)
     return counted_bytes_of_1f1b(plan.schedule, memory, peak, layers_of(pipeline, plan))
 
@@ -239,7 +235,7 @@ def layers_of(pipeline: Sequence[Summary], plan: Choice) -> list[int] | None:
 def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None) -> Timeline:
     """Return the timeline of the last step, with measured times and counted bytes.
 
-    ``bubble`` is the measured bubble rate. Raise a ValueError if a rank of the pipeline has not timed all passes.
+    Raise a ValueError if a rank of the pipeline has not timed all passes.
     """
     schedule = plan.schedule
     compute = tuple(tuple(traced.action for traced in member.last) for member in pipeline)
@@ -359,8 +355,7 @@ def written_step(
 ) -> dict | None:
     """Return the report's data of the last step, with times in whole nanoseconds since its start.
 
-    Return ``None`` if a forward and its backward are in different steps, or if not every pass was timed. ``memory`` is
-    the result of ``memory_of``.
+    Return ``None`` if a forward and its backward are in different steps, or if not every pass was timed.
     """
     schedule = plan.schedule
     compute = [[action for action in order if action.kind in COMPUTE] for order in schedule.orders]

@@ -16,7 +16,8 @@ import torch
 from megatron.core.tensor_parallel import random
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import agreed_numbers, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import agreed_numbers
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import (
     IteratorWrapper,

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import DummyTimer, Timers
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
-from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable

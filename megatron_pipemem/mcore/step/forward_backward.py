@@ -197,7 +197,9 @@ class ForwardBackward(Feature):
         self._choose(step, extensions)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        self._prepare(step, extensions)
+        for extension in extensions:
+            extension.prepare(step)
+        self._equip(step, extensions)
         with ExitStack() as stack:
             stack.enter_context(no_gradient_sync(config))
             stack.enter_context(torch.no_grad() if step.forward_only else nullcontext())
@@ -250,11 +252,6 @@ class ForwardBackward(Feature):
         if chosen is None:
             chosen = self.programs.get(step.shape, partial(agree, group=step.pipeline.group), step.pipeline.group)
         step.program, step.plan = chosen.order(step.single_queue), chosen.plan
-
-    def _prepare(self, step: Step, extensions: Sequence[Extension]) -> None:
-        for extension in extensions:
-            extension.prepare(step)
-        self._equip(step, extensions)
 
     def _equip(self, step: Step, extensions: Sequence[Extension]) -> None:
         """Create the observation, the stages of this rank and the executor with its transport; set them in ``step``."""

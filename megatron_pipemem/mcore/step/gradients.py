@@ -22,7 +22,8 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from torch.utils.hooks import RemovableHandle
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import is_on_one_host, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import is_on_one_host
 from megatron_pipemem.mcore.model import transformer_engine
 from megatron_pipemem.mcore.model.linear import (
     attach_ddp_hooks,

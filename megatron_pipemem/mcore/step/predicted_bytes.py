@@ -14,8 +14,9 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.choose.knowledge import MemoryDeltas
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import decided_by_first, gather, groups_of_copy, is_on_one_host, tell
-from megatron_pipemem.mcore.model.whole_model import look_into
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import decided_by_first, groups_of_copy, is_on_one_host
+from megatron_pipemem.mcore.model.whole_model import look_into, of_stages
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.model.activations import stage_bytes
 from megatron_pipemem.model.arguments import model_of
@@ -81,11 +82,7 @@ class PredictedBytes(Extension):
 def _pieces_of_stages(step: Step) -> tuple[int, ...] | None:
     """Return the pieces (layers, and multi-token prediction) of every stage of one replica; ``None`` if unknown."""
     placement = step.pipeline.placement
-    everyones = gather([_pieces(chunk) for chunk in step.chunks], [step.pipeline.group])
-    pieces: list[int | None] = [None] * placement.num_stages
-    for stages, counts in zip(placement.stages, everyones, strict=True):
-        for stage, count in zip(stages, counts, strict=True):
-            pieces[stage] = count
+    pieces = of_stages(step.chunks, placement, step.pipeline.group, _pieces)
     counted = [count for count in pieces[: placement.model_stages] if count is not None]
     return tuple(counted) if len(counted) == placement.model_stages else None
 

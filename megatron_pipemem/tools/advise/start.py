@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.flags import words_by_flag
-from megatron_pipemem.logs import log_on_first_rank
+from megatron_pipemem.logs import logger, tell
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.request import Request, ScheduleOptions
 from megatron_pipemem.schedule.memory_cap import MemoryCap
@@ -62,9 +62,10 @@ def with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
     flag = cut_flags.given_pattern(flag_values)[0] or layout.FLAG
     text = layout.written(counts, run.model.mtp_layers) if pattern is None else layout.cut(pattern, counts)
     longer = balance.even.seconds / balance.best.seconds - 1
-    log_on_first_rank(
+    tell(
+        logger,
         f"layout auto: --{flag} '{text}', {balance.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
-        f"layers divided evenly take {longer:.1%} longer"
+        f"layers divided evenly take {longer:.1%} longer",
     )
     return [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
 

@@ -7,7 +7,7 @@ import os
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.flags import Flags, values_by_flag, words
-from megatron_pipemem.logs import log_on_first_rank
+from megatron_pipemem.logs import logger, tell
 from megatron_pipemem.refusals import CPU, flag_values
 
 _LAYERS = "transformer-impl"
@@ -47,7 +47,7 @@ def cpu_flags(arguments: list[str]) -> list[str]:
         lacking[_LAYERS] = CPU_FLAGS[_LAYERS]  # the last one counts
     added = words(lacking)
     if added:
-        log_on_first_rank("CPU ranks: added %s", " ".join(added))
+        tell(logger, "CPU ranks: added %s", " ".join(added))
     return added
 
 

@@ -28,7 +28,8 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.files import whole_file
 from megatron_pipemem.gates import Wish, check_gates
-from megatron_pipemem.mcore.agreement import agree, gather, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import agree, gather
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder, steps_left
 from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
 from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes, untimed

@@ -26,7 +26,8 @@ from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm,
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.gates import Wish, check_gates
-from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import done_by_all, gather
 from megatron_pipemem.mcore.loop_arguments import (
     argument,
     prints_log,

@@ -28,7 +28,8 @@ from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_voc
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyShards
 from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
 from megatron_pipemem.gates import Wish, check_gates
-from megatron_pipemem.mcore.agreement import gather, tell
+from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.compat import is_plain_head
 from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
