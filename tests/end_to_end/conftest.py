@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from inspect import getdoc
 from itertools import count
@@ -18,12 +18,20 @@ import torch
 from ranks import ConductedRanks, Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from quickstart import ROUNDING
-from text_to_dataset import find_documents, write_dataset
+pytest.register_assert_rewrite("comparing")
+from comparing import (  # noqa: E402
+    assert_close_gradients,
+    assert_predicted_bytes,
+)
+from comparing import (  # noqa: E402
+    assert_close_training as _assert_close_training,
+)
+from comparing import (  # noqa: E402
+    assert_same_training as _assert_same_training,
+)
+from text_to_dataset import find_documents, write_dataset  # noqa: E402
 
 MAMBA = str(Path(__file__).parents[1] / "mamba")
-NORM_ROUNDING = 2e-5
-ITERATIONS = 2  # a wrong gradient shows in the second loss
 
 # A GPT small enough that a step takes tenths of a second. Dropout is off because its random numbers depend on the placement.
 # Gradients are never clipped, because the norm's last bits do too and would reach the weights.
@@ -37,14 +45,17 @@ MODEL = """
 DEFAULTS = {
     "--pipeline-model-parallel-size": "4",
     "--global-batch-size": "6",
-    "--train-iters": str(ITERATIONS),
+    "--train-iters": "2",  # a wrong gradient shows in the second loss
     "--no-gradient-accumulation-fusion": None,
     "--no-rope-fusion": None,
     "--split": "80,10,10",
 }
 # Of a run that shows a feature or a flag: with two chunks per rank, it has stages between the ends, too.
 SMALL = {"--pipeline-model-parallel-size": "2", "--num-layers": "4", "--global-batch-size": "4"}
-TWO_RANKS_A_STAGE = {f"--{name}-model-parallel-size" for name in ("tensor", "expert")} | {"--context-parallel-size"}
+TWO_RANKS_A_STAGE = {
+    *(f"--{name}-parallel-size" for name in ("tensor-model", "expert-model", "context")),
+    "--use-distributed-optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ class Trainer:
     def __call__(
         self, schedule: str, *flags: str, ranks: int | None = None, gradients: bool = False, **how: object
     ) -> Run:
-        """Return a run of ``ITERATIONS`` steps on all ranks, with the ``defaults`` unless ``flags`` say otherwise.
+        """Return a run of two steps on all ranks, with the ``defaults`` unless ``flags`` say otherwise.
 
         ``+`` in front of a default flag takes it away. Fewer ``ranks`` leave the others idle. ``gradients`` notes those of the
         first step, for runs without data parallelism. ``training.run`` says ``how`` else a run can be.
@@ -209,7 +220,7 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
 def train_small(train, tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     """``train`` four layers with four microbatches on a pipeline of two ranks.
 
-    Stages have two ranks each if a flag names a size of tensor, context or expert parallelism, or with ``ranks=4``.
+    Stages have two ranks each if a flag shares their work or their optimizer, or with ``ranks=4``.
     """
     folders = [tmp_path_factory.mktemp("small") for _ in range(2)]
     two = Trainer(Ranks("training", folders[0], size=2), folders[0], text, DEFAULTS | SMALL)
@@ -221,14 +232,6 @@ def train_small(train, tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
 
     yield run
     two.ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def train_on_eight_ranks(tmp_path_factory, text) -> Iterator[Trainer]:
-    folder = tmp_path_factory.mktemp("eight_ranks")
-    ranks = Ranks("training", folder, size=8)
-    yield Trainer(ranks, folder, text)
-    ranks.stop()
 
 
 @pytest.fixture(scope="session")
@@ -282,37 +285,46 @@ def emulate(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.fixture(scope="session")
-def assert_same_training() -> Callable[[Run, Run], None]:
-    """For runs that add the same numbers in the same order as stock does, which gives equal bits on every processor.
+def equals_stock(train_small) -> Callable[..., tuple[Run, Run]]:
+    """``equals_stock(schedule, *flags, ours=...)``: a run that trains as stock's run with ``flags`` does, and stock's.
 
-    Two replicas of the model, a cut vocabulary, slices and reordered microbatches add in another order. Their bits can be
-    equal with the kernels of one processor and differ with those of another: ``assert_close_training``.
+    Args:
+        ours: flags of the plugin.
+        close: whether the run adds the same numbers in another order (``assert_close_training``).
+        nbytes: ``exact``, or ``bounded`` where routing or Megatron's recomputation decides, or ``None``.
+        within: the largest relative difference of a parameter's gradient in the first step, which is compared if given.
+        train: what trains. Other arguments go to it.
     """
+
+    def check(
+        schedule: str,
+        *flags: str,
+        ours: Sequence[str] = (),
+        close: bool = False,
+        nbytes: str | None = "exact",
+        within: float | None = None,
+        train: Callable[..., Run] = train_small,
+        **how: object,
+    ) -> tuple[Run, Run]:
+        how |= {"gradients": True} if within is not None else {}
+        run, stock = train(schedule, *flags, *ours, **how), train("stock", *flags, **how)
+        (_assert_close_training if close else _assert_same_training)(run, stock)
+        if nbytes is not None:
+            assert_predicted_bytes(run, exact=nbytes == "exact")
+        if within is not None:
+            assert_close_gradients(run, stock, within)
+        return run, stock
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def assert_same_training() -> Callable[[Run, Run], None]:
+    """``comparing.assert_same_training``, for tests that do not import it yet."""
     return _assert_same_training
 
 
 @pytest.fixture(scope="session")
 def assert_close_training() -> Callable[[Run, Run], None]:
-    """For fp32 runs that add the same numbers as stock in another order."""
+    """``comparing.assert_close_training``, for tests that do not import it yet."""
     return _assert_close_training
-
-
-def _assert_close_training(run: Run, stock: Run) -> None:
-    """Compare losses within the rounding that the documents promise.
-
-    A norm is a further sum: stock's own, summed in fp32, is 2e-6 off the norm of the same gradients in float64, and a third
-    step adds to that.
-    """
-    assert len(stock.losses) >= ITERATIONS and len(set(stock.losses)) > 1
-    assert run.losses == pytest.approx(stock.losses, rel=ROUNDING)
-    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=NORM_ROUNDING)
-    for found, wanted in zip(run.validation, stock.validation, strict=True):
-        assert found == pytest.approx(wanted, rel=ROUNDING)
-
-
-def _assert_same_training(run: Run, stock: Run) -> None:
-    """Losses to the bit. The gradient norm's last bits group partial sums by placement."""
-    assert len(stock.losses) >= ITERATIONS and len(set(stock.losses)) > 1
-    assert [loss.hex() for loss in run.losses] == [loss.hex() for loss in stock.losses]
-    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-7)
-    assert run.validation == stock.validation

@@ -27,32 +27,31 @@ def costs(tmp_path_factory):
     """The file of a real measurement."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "model.yaml").write_text(MODEL)
-    asked = ("profile", "--model", folder / "model.yaml", "--cluster", "cpu", "--precision", "fp32", "--repeats", 1)
-    asked = (*asked, "--output", folder / "costs.json")
-    (process,) = start_ranks(run_as_rank, [asked], [folder / "log"])
+    words = ("profile", "--model", folder / "model.yaml", "--cluster", "cpu", "--precision", "fp32", "--repeats", 1)
+    words = (*words, "--output", folder / "costs.json")
+    (process,) = start_ranks(run_as_rank, [words], [folder / "log"])
     process.join()
     assert process.exitcode == 0, (folder / "log").read_text()
     return folder / "costs.json"
 
 
-def told(*arguments: object) -> dict:
+def answer(*arguments: object) -> dict:
     done = pipemem(*arguments, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
-def test_profile_then_pareto_then_run(train_small, assert_same_training, costs):
+def test_profile_then_pareto_then_run(equals_stock, costs):
     size = ("-p", 2, "-m", 4, "--costs", costs)
-    found = told("pareto", *size, "--caps", "1", "--seconds", 0.2)
-    families = [each for each in found["choices"] if each["schedule"] != "auto"]
+    choices = answer("pareto", *size, "--caps", "1", "--seconds", 0.2)["choices"]
+    families = [choice for choice in choices if choice["schedule"] != "auto"]
     assert families, "the measured times decide which"
-    for each in families:
-        assert each["makespan"] == pytest.approx(told("simulate", each["schedule"], *size)["makespan"])
+    for choice in families:
+        assert choice["makespan"] == pytest.approx(answer("simulate", choice["schedule"], *size)["makespan"])
     # With bytes, a run moves W where a rank would hold more than 1F1B, which simulate does not.
-    run = train_small("v-half", "--pipemem-costs", str(costs), "--pipemem-early-weights", "none")
-    assert_same_training(run, train_small("stock"))
+    run, _ = equals_stock("v-half", ours=("--pipemem-costs", str(costs), "--pipemem-early-weights", "none"))
     (plan,) = run.plans
-    assert plan["planned_makespan"] == pytest.approx(told("simulate", "v-half", *size)["makespan"])
+    assert plan["planned_makespan"] == pytest.approx(answer("simulate", "v-half", *size)["makespan"])
 
 
 def test_auto_searches_for_the_stages_that_the_run_has(train_small, costs):

@@ -1,13 +1,11 @@
-"""A launch script trains with every line that ``pipemem advise`` prints for it: its own flags, with smaller numbers."""
+"""A launch script trains with a line that ``pipemem advise`` prints for it: its own flags, with smaller numbers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
 from commands import pipemem
-from lanes import rest_nightly
 
 from megatron_pipemem.tools.advise.shell import training_command
 
@@ -27,40 +25,23 @@ OF_TESTS = """
 """Flags that the tests' own runs set, or that need more than four CPU ranks."""
 
 
-def smaller(words: list[str], layers: int) -> list[str]:
+def smaller(words: list[str]) -> list[str]:
     """Return the flags of a training command for a small model on four ranks."""
-    kept: list[str] = ["--num-layers", str(layers), "--global-batch-size", "4"]
+    kept: list[str] = ["--num-layers", "8", "--global-batch-size", "4"]
     name = ""
-    for word in words[next(place for place, each in enumerate(words) if each.endswith(".py")) + 1 :]:
+    for word in words[next(place for place, word in enumerate(words) if word.endswith(".py")) + 1 :]:
         name = word if word.startswith("--") else name
         if name not in OF_TESTS:
             kept.append(word if word == name else SMALLER.get(name, word))
     return kept
 
 
-@pytest.fixture(scope="module")
-def ways() -> dict[str, dict]:
-    """The answers of ``pipemem advise`` for the script."""
-    found = pipemem("advise", SCRIPT, "--json")
-    assert found.exit_code == 0, found.output
-    return json.loads(found.stdout)["ways"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    rest_nightly(
-        ["same memory, chunks", "less memory", "stock"],
-        ["less memory"],
-        "test_statements_that_advise_prints_for_a_recipe_train, and the families' own tests",
-    ),
-)
-def test_the_line_that_advise_prints_trains(train, assert_same_training, ways, kind):
-    """To the bit as the script itself. A line with a layout needs all of the script's 80 layers."""
-    added = ways[kind]["add"]
-    layers = 80 if any("layout" in word for word in added) else 8
-    flags = smaller(training_command(SCRIPT.read_text(encoding="utf-8")).words, layers)
-    schedule = "stock"
-    if "--pipemem-schedule" in added:
-        place = added.index("--pipemem-schedule")
-        schedule, added = added[place + 1], [*added[:place], *added[place + 2 :]]
-    assert_same_training(train(schedule, *flags, *added), train("stock", *flags))
+def test_the_line_that_advise_prints_trains(train, equals_stock):
+    """To the bit as the script itself."""
+    advice = pipemem("advise", SCRIPT, "--json")
+    assert advice.exit_code == 0, advice.output
+    added = json.loads(advice.stdout)["ways"]["less memory"]["add"]
+    place = added.index("--pipemem-schedule")
+    schedule, ours = added[place + 1], [*added[:place], *added[place + 2 :]]
+    flags = smaller(training_command(SCRIPT.read_text(encoding="utf-8")).words)
+    equals_stock(schedule, *flags, ours=ours, nbytes=None, train=train)

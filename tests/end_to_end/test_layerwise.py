@@ -2,121 +2,77 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from lanes import nightly, rest_nightly
-
-FLAGS = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-EIGHT = ("--num-layers", "8")
-TP_AND_SP = (
-    *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    *("--global-batch-size", "4"),
-)
-MULTI_TOKEN = (
-    *("--mtp-num-layers", "2", "--position-embedding-type", "rope", "--global-batch-size", "4"),
-    "--untie-embeddings-and-output-weights",
-)
-HYBRID = ("--spec", "megatron_pipemem.tools.cpu.hybrid_layers", "hybrid_stack_spec")
-CUT = ("--pipemem-vocab-parallel", "2")
-EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
-EXPERT_RANKS = ("--expert-model-parallel-size", "2")
-EXPERTS = (
-    *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2", "--num-layers", "4"),
-    *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4"),
-)
+from comparing import assert_close_training, assert_same_training
+from model_flags import DROPOUT, EXPERTS, MULTI_TOKEN, RECOMPUTE, RECOMPUTED, TP_AND_SP, UNTIED, VOCABULARY
+from test_hybrid import of
 
 
-@pytest.mark.parametrize(
-    "name",
-    rest_nightly(
-        ["zb-h1", "v-half", "zbv", "gis", "looped-bfs", "hanayo"],
-        ["v-half", "gis"],
-        "the same placements; with recomputation below",
-    ),
-)
-def test_trains_as_stock_from_scratch(train_small, assert_same_training, name):
-    more = EIGHT if name == "hanayo" else ()
-    run = train_small(name, *FLAGS, *more, initialise=False)
-    assert_same_training(run, train_small("stock", *FLAGS, *more, initialise=False))
-    assert run.predicted_peaks == run.counted_peaks
+@pytest.fixture
+def train_from_scratch(train_small):
+    """From the values that Megatron draws."""
+    return partial(train_small, initialise=False)
 
 
-def test_two_replicas_begin_as_stock(train_small, assert_close_training):
-    """They add up their gradients, which is another order of the sum over microbatches."""
-    run = train_small("chimera", *FLAGS, initialise=False)
-    assert_close_training(run, train_small("stock", *FLAGS, initialise=False))
-    assert run.predicted_peaks == run.counted_peaks
+@pytest.fixture
+def draws_as_stock(equals_stock):
+    return partial(equals_stock, initialise=False)
 
 
-def test_stocks_own_schedules_train_alike(train_small, assert_same_training):
+@pytest.mark.parametrize("name", ["v-half", "gis"])
+def test_trains_as_stock_from_scratch(draws_as_stock, name):
+    draws_as_stock(name, *DROPOUT)
+
+
+def test_two_replicas_begin_as_stock(draws_as_stock):
+    draws_as_stock("chimera", *DROPOUT, close=True)
+
+
+def test_stocks_own_schedules_train_alike(train_from_scratch):
     two = ("--num-virtual-stages-per-pipeline-rank", "2")
-    once, twice = (train_small("stock", *FLAGS, *more, initialise=False) for more in ((), two))
-    assert_same_training(twice, once)
+    assert_same_training(train_from_scratch("stock", *DROPOUT, *two), train_from_scratch("stock", *DROPOUT))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param("", marks=nightly("second forwards draw the same numbers again")),
-        "--pipemem-recompute full",
-        pytest.param("--pipemem-recompute selective", marks=nightly("full recomputation draws more")),
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        pytest.param("--pipemem-offload full", marks=nightly("test_offload.py; to move activations draws nothing")),
-    ],
-)
-def test_shards_and_second_forwards_draw_the_same(train_small, assert_same_training, flags):
-    run = train_small("v-half", *FLAGS, *TP_AND_SP, *flags.split(), initialise=False)
-    assert_same_training(run, train_small("stock", *FLAGS, *TP_AND_SP, initialise=False))
+@pytest.mark.parametrize("again", [RECOMPUTED, RECOMPUTE], ids=["ours", "megatrons"])
+def test_shards_and_second_forwards_draw_the_same(draws_as_stock, again):
+    draws_as_stock("v-half", *DROPOUT, *TP_AND_SP, ours=again, nbytes=None)
 
 
-@pytest.mark.parametrize(
-    "rule", rest_nightly(["pipedream-2bw", "pipedream"], ["pipedream"], "pipedream, with as many forwards in flight")
-)
-def test_forwards_of_a_later_batch_draw_that_batch_s_numbers(train_small, emulate, rule):
+def test_forwards_of_a_later_batch_draw_that_batch_s_numbers(train_from_scratch, emulate):
     """In the emulator, every step runs its own microbatches."""
-    flags = (*FLAGS, "--untie-embeddings-and-output-weights", "--clip-grad", "0", "--train-iters", "3")
-    run = train_small(rule, *flags, initialise=False)
-    assert run.losses == emulate(rule, *flags, initialise=False).losses
+    flags = (*DROPOUT, UNTIED, "--clip-grad", "0", "--train-iters", "3")
+    assert train_from_scratch("pipedream", *flags).losses == emulate("pipedream", *flags, initialise=False).losses
 
 
-def test_a_hybrid_model_s_layers_have_their_numbers_in_every_cut(train_small, assert_same_training):
-    pattern = ("--hybrid-layer-pattern", "*-*-|*-*-"), ("--hybrid-layer-pattern", "*-|*-|*-|*-")
-    stock, run = (
-        train_small(name, *FLAGS, *HYBRID, *cut, initialise=False)
-        for name, cut in zip(("stock", "v-half"), pattern, strict=True)
-    )
-    assert_same_training(run, stock)
+def test_a_hybrid_model_s_layers_have_their_numbers_in_every_cut(train_from_scratch):
+    runs = [
+        train_from_scratch(name, *DROPOUT, *of(cut))
+        for name, cut in (("v-half", "*-|*-|*-|*-"), ("stock", "*-*-|*-*-"))
+    ]
+    assert_same_training(*runs)
 
 
-@pytest.mark.parametrize(
-    "cut", [(), pytest.param(CUT, marks=nightly("the same depths, and a cut vocabulary below"))], ids=["whole", "cut"]
-)
-def test_depths_of_multi_token_prediction_draw_for_themselves(
-    train_small, assert_same_training, assert_close_training, cut
-):
-    stock, run = (train_small(*each, *FLAGS, *MULTI_TOKEN, initialise=False) for each in (("stock",), ("v-half", *cut)))
-    (assert_close_training if cut else assert_same_training)(run, stock)
+def test_depths_of_multi_token_prediction_draw_for_themselves(draws_as_stock):
+    draws_as_stock("v-half", *DROPOUT, *MULTI_TOKEN)
 
 
-def test_a_cut_vocabulary_begins_as_the_whole_one(train_small, assert_close_training):
+def test_a_cut_vocabulary_begins_as_the_whole_one(draws_as_stock):
     """Its head sums in another order."""
-    stock, cut = (train_small(name, *FLAGS, *more, initialise=False) for name, *more in (("stock",), ("v-half", *CUT)))
-    assert_close_training(cut, stock)
+    draws_as_stock("v-half", *DROPOUT, ours=(VOCABULARY, "2"), close=True)
 
 
-def test_evaluation_does_not_disturb_training(train_small):
-    plain, evaluated = (train_small("v-half", *FLAGS, *more, initialise=False) for more in ((), EVALUATION))
+def test_evaluation_does_not_disturb_training(train_from_scratch):
+    evaluation = ("--eval-interval", "1", "--eval-iters", "1")
+    plain, evaluated = (train_from_scratch("v-half", *DROPOUT, *more) for more in ((), evaluation))
     assert evaluated.losses == plain.losses and len(evaluated.validation) > 1
 
 
-def test_experts_begin_alike_whoever_has_them(train_small, assert_close_training):
+def test_experts_begin_alike_wherever_they_are(train_from_scratch):
     """Their ranks sum tokens in another order."""
     alone, shared = (
-        train_small("stock", *FLAGS, *EXPERTS, *more, initialise=False, ranks=4) for more in ((), EXPERT_RANKS)
+        train_from_scratch("stock", *DROPOUT, *EXPERTS, *more, ranks=4)
+        for more in ((), ("--expert-model-parallel-size", "2"))
     )
     assert_close_training(shared, alone)
-
-
-@nightly("the bits of the tests above; this one shows only that they would differ")
-def test_streams_of_ranks_differ_without_it(train_small):
-    stock, ours = (train_small(name, *FLAGS[2:], initialise=False) for name in ("stock", "v-half"))
-    assert stock.losses[0] != ours.losses[0]
