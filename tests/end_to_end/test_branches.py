@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import pytest
 from megatron.core.transformer import TransformerConfig
+from model_flags import EVALUATION, MULTI_TOKEN, PP2, RECOMPUTED, SELECTIVE, TP_AND_SP, UNTIED, VOCABULARY
 
-UNTIED = "--untie-embeddings-and-output-weights"
-RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "mhc")
-TP_AND_SP = (
-    *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    *("--global-batch-size", "4"),
-)
-EVALUATION = ("--eval-iters", "1", "--eval-interval", "1")
-MULTI_TOKEN = ("--mtp-num-layers", "2", "--position-embedding-type", "rope", UNTIED)
+RECOMPUTE_STREAMS = (*SELECTIVE, "--recompute-modules", "mhc")
 
 
 def of_branch(option: str, branch: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not hasattr(TransformerConfig, option), reason=f"only Megatron's {branch} has {option}")
-
-
-def equals_stock(train, assert_same, schedule: str, *flags: str, ours: tuple[str, ...] = ()) -> None:
-    run = train(schedule, *flags, *ours)
-    assert_same(run, train("stock", *flags))
-    assert run.predicted_peaks == run.counted_peaks
 
 
 STREAMS = (
@@ -42,19 +30,19 @@ class TestResidualStreams:
             ("zb-h1", ()),
             ("v-half", EVALUATION),
             ("interleaved", ()),
-            ("zb-h1", RECOMPUTE),
-            ("v-half", ("--bf16", *RECOMPUTE)),
-            ("zb-h1", TP_AND_SP),
+            ("zb-h1", RECOMPUTE_STREAMS),
+            ("v-half", ("--bf16", *RECOMPUTE_STREAMS)),
+            ("zb-h1", (*PP2, *TP_AND_SP)),
         ],
     )
-    def test_trains_as_stock(self, train, assert_same_training, schedule, flags):
-        equals_stock(train, assert_same_training, schedule, *STREAMS, *flags)
+    def test_trains_as_stock(self, train, equals_stock, schedule, flags):
+        equals_stock(schedule, *STREAMS, *flags, train=train)
 
-    def test_offload_frees_what_is_predicted(self, train, assert_same_training):
-        equals_stock(train, assert_same_training, "zbv", *STREAMS, ours=("--pipemem-offload", "full"))
+    def test_offload_frees_what_is_predicted(self, train, equals_stock):
+        equals_stock("zbv", *STREAMS, ours=("--pipemem-offload", "full"), train=train)
 
-    def test_a_cut_vocabulary_has_one_stream(self, train, assert_close_training):
-        equals_stock(train, assert_close_training, "v-half", *STREAMS, UNTIED, ours=("--pipemem-vocab-parallel", "2"))
+    def test_a_cut_vocabulary_has_one_stream(self, train, equals_stock):
+        equals_stock("v-half", *STREAMS, UNTIED, ours=(VOCABULARY, "2"), close=True, train=train)
 
 
 # DeepSeek-V4's layers: a window of tokens, and blocks of 4 of which an indexer chooses, or all blocks of 128. The indexer
@@ -74,12 +62,12 @@ COMPRESSED = (
 @pytest.mark.parametrize(
     ("schedule", "flags"), [("zb-h1", ()), ("v-half", ()), ("v-half", STREAMS), ("zb-h1", STREAMS)]
 )
-def test_compressed_attention_trains_as_stock(train_with_transformer_engine, assert_same_training, schedule, flags):
-    equals_stock(train_with_transformer_engine, assert_same_training, schedule, *COMPRESSED, *flags)
+def test_compressed_attention_trains_as_stock(train_with_transformer_engine, equals_stock, schedule, flags):
+    equals_stock(schedule, *COMPRESSED, *flags, train=train_with_transformer_engine)
 
 
 @of_branch("mtp_hsm", "main")
-@pytest.mark.parametrize("ours", [(), ("--pipemem-recompute", "full")])
-def test_mixed_hidden_states_draw_the_same_again(train, assert_same_training, ours):
+@pytest.mark.parametrize("ours", [(), RECOMPUTED])
+def test_mixed_hidden_states_draw_the_same_again(train, equals_stock, ours):
     """Multi-token prediction draws from a random stream of its own, which recomputation has to repeat."""
-    equals_stock(train, assert_same_training, "zb-h1", *MULTI_TOKEN, "--mtp-hsm", ours=ours)
+    equals_stock("zb-h1", *MULTI_TOKEN, "--mtp-hsm", ours=ours, train=train)

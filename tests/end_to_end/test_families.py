@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from lanes import rest_nightly
+from model_flags import LAYOUT, UNTIED
 
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.registry import families
@@ -20,54 +21,32 @@ NAMES = [
     family.name for family in families() if not (family.asynchronous or family.slices > 1) and family.replicas == 1
 ]
 BOUNDARY_BYTES = 64 * 64 * 4  # tokens x hidden size, fp32
-EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
-# Every kind of placement and of backward; the others train with tied embeddings only.
-BOTH = {"1f1b", "interleaved", "zb-h1", "v-half", "1f1b-v"}
 # Sixteen stages for eight layers.
-FLAGS = {"hanayo": ("--pipeline-model-parallel-layout", "Et||t||t||t||t||t|t||t||L")}
-
-# A family per placement and kind of backward. tests/runtime/test_executor.py executes the others in the full lane.
+FLAGS = {"hanayo": (LAYOUT, "Et||t||t||t||t||t|t||t||L")}
+# A family per placement and kind of backward.
 FULL_LANE = ("1f1b", "interleaved", "zb-h1", "v-half", "1f1b-v", "hanayo")
 EXECUTED = "tests/runtime/test_executor.py executes every family"
 
-every_case = pytest.mark.parametrize(
-    ("name", "embeddings"),
-    rest_nightly(
-        [(name, embeddings) for embeddings in EMBEDDINGS for name in NAMES if embeddings == "tied" or name in BOTH],
-        [(name, "tied") for name in FULL_LANE],
-        f"{EXECUTED}; untied: test_is_stocks_own_schedule, and v-half in test_context_parallel.py",
-    ),
-)
+every_family = pytest.mark.parametrize("name", rest_nightly(NAMES, FULL_LANE, EXECUTED))
 
 
 def test_a_run_does_not_depend_on_earlier_runs(train):
     first = train("stock")
     train("v-half")
-    again = train("stock", "--seed", "1234")
-    assert again == first
+    assert train("stock", "--seed", "1234") == first
 
 
-@every_case
-def test_trains_as_stock(train, assert_same_training, name, embeddings):
-    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()))
-    assert_same_training(run, train("stock", *EMBEDDINGS[embeddings]))
+@every_family
+def test_trains_as_stock(train, equals_stock, name):
+    equals_stock(name, ours=FLAGS.get(name, ()), train=train)
 
 
-def test_the_documented_example_trains_as_stock(train, assert_same_training, tmp_path):
-    """A schedule in a file that nobody but the run's flag names."""
+def test_the_documented_example_trains_as_stock(train, equals_stock, tmp_path):
+    """A schedule in a file that only the run's flag names."""
     document = (Path(__file__).parents[2] / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
     path = tmp_path / "mine.py"
     path.write_text(re.search(r"```python\n(from megatron_pipemem import .*?)```", document, re.DOTALL)[1])
-    run = train("all-then-all", "--pipemem-schedule-module", str(path))
-    assert run.predicted_peaks == run.counted_peaks
-    assert_same_training(run, train("stock"))
-
-
-@every_case
-def test_peak_bytes_are_foretold(train, name, embeddings):
-    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()))
-    assert all(peak > 0 for peak in run.counted_peaks)
-    assert run.predicted_peaks == run.counted_peaks
+    equals_stock("all-then-all", ours=("--pipemem-schedule-module", str(path)), train=train)
 
 
 @pytest.mark.parametrize("name", rest_nightly([*NAMES, "stock"], [*FULL_LANE, "stock"], EXECUTED))
@@ -81,8 +60,8 @@ def test_the_last_step_is_explained(train, name):
         share = max(run.counted_peaks) / run.bytes_of_1f1b if run.bytes_of_1f1b else None
         assert share_of_1f1b(timeline) == share
     assert case.bubble_rate == min(run.of_ranks("measured_bubble_rate"))
-    for each in idle_causes(case.step):
-        assert sum(each.causes.values()) == each.idle > 0
+    for device in idle_causes(case.step):
+        assert sum(device.causes.values()) == device.idle > 0
     layers = sum(case.layers)
     assert layers == 8 and 0 < case.step.length < 1e9 * (case.outside + 60)
     if name in ("1f1b", "stock", "zb-h1"):
@@ -90,9 +69,9 @@ def test_the_last_step_is_explained(train, name):
         assert abs(case.own.peak - max(run.counted_peaks)) <= 4 * BOUNDARY_BYTES
 
 
-@pytest.mark.parametrize("name", rest_nightly(NAMES, FULL_LANE, EXECUTED))
+@every_family
 def test_every_run_knows_the_bytes_of_1f1b(train, name):
-    """Where 1F1B's stages have other layers, each of the first stage lacks a mask that those behind it make."""
+    """Where 1F1B's stages have other layers, each of the first stage lacks a mask that later layers make."""
     run, same = train(name, *FLAGS.get(name, ())), train("1f1b")
     linear = run.plans[-1]["chunks"] == 1
     if name in FLAGS:
@@ -107,7 +86,7 @@ STOCK_TWINS = {"1f1b": (), "interleaved": ("--num-virtual-stages-per-pipeline-ra
 @pytest.mark.parametrize("name", STOCK_TWINS)
 def test_is_stocks_own_schedule(train_small, name):
     """Same order and same placement: even clipped gradients and the bits of the norm agree."""
-    flags = ("--untie-embeddings-and-output-weights", "--clip-grad", "1")
+    flags = (UNTIED, "--clip-grad", "1")
     ours, stock = train_small(name, *flags), train_small("stock", *flags, *STOCK_TWINS[name])
     assert ours.losses == stock.losses
     assert ours.grad_norms == stock.grad_norms

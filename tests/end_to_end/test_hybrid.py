@@ -3,117 +3,64 @@
 from __future__ import annotations
 
 import pytest
-from lanes import nightly, rest_nightly
+from comparing import assert_close_gradients, assert_close_training, assert_predicted_bytes, assert_same_training
+from lanes import nightly
+from model_flags import AUX_LOSS, EXPERTS, RESUMED, UNTIED, VOCABULARY
 from quickstart import ROUNDING
 from test_vocabulary import FIRST, LATER
 
-UNTIED = "--untie-embeddings-and-output-weights"
-MOE = (
-    *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2"),
-    *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
-)
 # The same layers on 2 and 4 stages, one of them without any; without |, the schedule's cuts are written for the user.
 CUTS = {1: "*-*-|**-*", 2: "*-*||-**|-*", None: "*-*-**-*"}
+SELECTIVELY = ("--pipemem-recompute", "selective")
 
 
 def of(pattern: str, *more: str) -> tuple[str, ...]:
     """Flags of a hybrid model."""
-    return (
-        "--spec",
-        "megatron_pipemem.tools.cpu.hybrid_layers",
-        "hybrid_stack_spec",
-        "--hybrid-layer-pattern",
-        pattern,
-        *more,
-    )
+    spec = ("--spec", "megatron_pipemem.tools.cpu.hybrid_layers", "hybrid_stack_spec")
+    return (*spec, "--hybrid-layer-pattern", pattern, *more)
 
 
-# name -> schedule, which of the cuts, flags of ours; all of them to the bit
-EXACT = {
-    "zb-h1": ("zb-h1", 1, ()),
-    "linear": ("1f1b", None, ()),
-    "interleaved": ("interleaved", None, ()),
-    "v-half": ("v-half", 2, ()),
-    "zbv": ("zbv", None, ()),
-    "wave": ("hanayo", None, ()),
-    "auto": ("auto", None, ("--pipemem-memory-cap", "0.8", "--pipemem-option", "seconds=1")),
-    "po-f": ("po-f", None, ("--pipemem-host-memory", "1GiB")),
-    "recompute-selective": ("v-half", 2, ("--pipemem-recompute", "selective")),
-}
+# schedule, which of the cuts, flags of ours
+EXACT = [("zb-h1", 1, ()), ("interleaved", None, ()), ("v-half", 2, ()), ("v-half", 2, SELECTIVELY)]
+NAMES = ["zb-h1", "interleaved", "v-half", "recomputed-in-part"]
 
 
-NIGHTLY = {"linear", "zbv", "auto", "po-f", "wave"}
-
-
-@pytest.mark.parametrize(
-    "name", rest_nightly(EXACT, EXACT.keys() - NIGHTLY, "another schedule of the same placement, or cut as interleaved")
-)
-def test_trains_as_stock(train_small, assert_same_training, name):
-    schedule, cut, flags = EXACT[name]
-    run = train_small(schedule, *of(CUTS[cut], *flags))
+@pytest.mark.parametrize(("schedule", "cut", "ours"), EXACT, ids=NAMES)
+def test_trains_as_stock(train_small, schedule, cut, ours):
+    run = train_small(schedule, *of(CUTS[cut], *ours))
     assert_same_training(run, train_small("stock", *of(CUTS[1])))
-    assert run.predicted_peaks == run.counted_peaks
+    assert_predicted_bytes(run)
+    if ours:
+        whole = train_small(schedule, *of(CUTS[cut]))
+        assert all(map(int.__lt__, run.counted_peaks, whole.counted_peaks)), "it drops what norms keep"
 
 
-def test_selective_recomputation_drops_what_its_norms_keep(train_small):
-    flags = (EXACT[name][2] for name in ("v-half", "recompute-selective"))
-    peaks = [train_small("v-half", *of(CUTS[2], *each)).counted_peaks for each in flags]
-    assert all(map(int.__lt__, peaks[1], peaks[0]))
+def test_a_mixture_of_experts_trains_as_stock(train_small):
+    # Experts on every rank: else Megatron's own log of their losses hangs.
+    runs = [
+        train_small(schedule, *of(pattern, *EXPERTS, *AUX_LOSS))
+        for schedule, pattern in (("v-half", "*E|-|E*|E"), ("stock", "*E-|E*E"))
+    ]
+    assert_same_training(*runs)
 
 
-@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["v-half"], "v-half"))
-def test_a_mixture_of_experts_trains_as_stock(train_small, assert_same_training, schedule):
-    # Experts on every rank: else Megatron's own log of their losses waits for ever.
-    one, two = "*E-|E*E", "*E|-|E*|E"
-    run = train_small(schedule, *of(one if schedule == "zb-h1" else two, *MOE))
-    assert_same_training(run, train_small("stock", *of(one, *MOE)))
-
-
-# name -> schedule, which of the cuts, flags of ours; whose sums are ordered otherwise than stock's
-CLOSE = {
-    "two-replicas": ("chimera", None, ()),
-    "vocabulary-auto": ("1f1b", None, ("--pipemem-vocab-parallel", "auto")),
-    "vocabulary-v": ("zbv", None, ("--pipemem-vocab-parallel", "2")),
-}
-
-
-@pytest.mark.parametrize("name", rest_nightly(CLOSE, ["two-replicas", "vocabulary-v"], "test_vocabulary.py"))
-def test_gradients_are_stocks(train_small, name):
-    schedule, cut, flags = CLOSE[name]
+# Schedules whose sums are ordered otherwise than stock's.
+@pytest.mark.parametrize(("schedule", "ours"), [("chimera", ()), ("zbv", (VOCABULARY, "2"))])
+def test_gradients_are_stocks(train_small, schedule, ours):
     stock = train_small("stock", *of(CUTS[1], UNTIED), gradients=True)
-    run = train_small(schedule, *of(CUTS[cut], UNTIED, *flags), gradients=True)
+    run = train_small(schedule, *of(CUTS[None], UNTIED, *ours), gradients=True)
     assert run.losses[0] == pytest.approx(stock.losses[0], rel=FIRST)
-    assert run.losses == pytest.approx(stock.losses, rel=LATER)
-    assert run.gradients.keys() == stock.gradients.keys()
-    off = {key: (run.gradients[key] - wanted).norm() / wanted.norm() for key, wanted in stock.gradients.items()}
-    assert {key: float(each) for key, each in off.items() if not each <= FIRST} == {}
-    assert run.predicted_peaks == run.counted_peaks
-
-
-# of a GPT with 4 layers, or of the same hybrid model: saved by, trained on by
-CHECKPOINTS = {
-    "stock-to-v": (of("*-*-|*-*-"), "stock", of("*-|*-|*-|*-"), "v-half"),
-    "v-to-stock-without-a-pipeline": (
-        of("*-|*-|*-|*-"),
-        "v-half",
-        of("*-*-*-*-", "--pipeline-model-parallel-size", "1"),
-        "stock",
-    ),
-    "gpt-to-v": ((), "stock", of("*-|*-|*-|*-"), "v-half"),
-}
+    assert_close_training(run, stock, LATER)
+    assert_close_gradients(run, stock, FIRST)
+    assert_predicted_bytes(run)
 
 
 @nightly("initial values follow from the names in checkpoints, so the tests above see a wrong one; test_checkpoints.py")
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoints_are_interchangeable(train_small, tmp_path, name):
-    before, saves, after, loads = CHECKPOINTS[name]
-    start = (UNTIED,)
-    train_small(saves, *before, *start, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
-    flags = ("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler", "--no-load-rng")
-    resumed = train_small(loads, *after, *start, *flags, initialise=False)
-    uninterrupted = train_small("stock", *before, *start, "--train-iters", "4") if saves == "stock" else None
-    if uninterrupted is None:
-        uninterrupted = train_small("stock", *of("*-*-|*-*-"), *start, "--train-iters", "4")
-    wanted = uninterrupted.losses[2:]
-    # No pipeline leaves two data-parallel ranks, which add gradients in another order.
-    assert resumed.losses == (pytest.approx(wanted, rel=ROUNDING) if "without-a-pipeline" in name else wanted)
+@pytest.mark.parametrize("before", [("stock",), ("v-half", *of("*-|*-|*-|*-"))], ids=["gpt", "v"])
+def test_checkpoints_go_to_another_cut(train_small, tmp_path, before):
+    """Of a GPT with as many layers, or of a V, to a model without a pipeline, which adds gradients in another order."""
+    train_small(*before, UNTIED, "--save", str(tmp_path), "--save-interval", "2")
+    load = (*RESUMED, "--load", str(tmp_path), "--no-load-rng", "--pipeline-model-parallel-size", "1")
+    resumed = train_small("stock", *of("*-*-*-*-", UNTIED, *load), initialise=False)
+    uninterrupted = train_small("stock", *of("*-*-|*-*-", UNTIED, "--train-iters", "4"))
+    assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=ROUNDING)
