@@ -21,13 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 pytest.register_assert_rewrite("comparing")
 from comparing import (  # noqa: E402
     assert_close_gradients,
+    assert_close_training,
     assert_predicted_bytes,
-)
-from comparing import (  # noqa: E402
-    assert_close_training as _assert_close_training,
-)
-from comparing import (  # noqa: E402
-    assert_same_training as _assert_same_training,
+    assert_same_training,
 )
 from text_to_dataset import find_documents, write_dataset  # noqa: E402
 
@@ -308,7 +304,7 @@ def equals_stock(train_small) -> Callable[..., tuple[Run, Run]]:
     ) -> tuple[Run, Run]:
         how |= {"gradients": True} if within is not None else {}
         run, stock = train(schedule, *flags, *ours, **how), train("stock", *flags, **how)
-        (_assert_close_training if close else _assert_same_training)(run, stock)
+        (assert_close_training if close else assert_same_training)(run, stock)
         if nbytes is not None:
             assert_predicted_bytes(run, exact=nbytes == "exact")
         if within is not None:
@@ -316,15 +312,3 @@ def equals_stock(train_small) -> Callable[..., tuple[Run, Run]]:
         return run, stock
 
     return check
-
-
-@pytest.fixture(scope="session")
-def assert_same_training() -> Callable[[Run, Run], None]:
-    """``comparing.assert_same_training``, for tests that do not import it yet."""
-    return _assert_same_training
-
-
-@pytest.fixture(scope="session")
-def assert_close_training() -> Callable[[Run, Run], None]:
-    """``comparing.assert_close_training``, for tests that do not import it yet."""
-    return _assert_close_training
