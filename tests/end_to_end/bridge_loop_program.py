@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import consumer_models
+import loops
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.base import DatasetProvider
@@ -102,7 +103,7 @@ def _shrink(config, case: dict) -> None:
     model.params_dtype = model.pipeline_dtype = torch.float32
     model.attention_backend, model.apply_rope_fusion = AttnBackend.unfused, False
     model.cross_entropy_loss_fusion = False
-    for name in consumer_models.FUSED:
+    for name in loops.FUSED:
         setattr(model, name, False)
     optimizer.clip_grad, optimizer.lr, optimizer.min_lr = 0.0, 1e-2, 1e-3
     config.scheduler.lr_warmup_iters = 0

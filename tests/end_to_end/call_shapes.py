@@ -14,7 +14,7 @@ from itertools import cycle
 
 import plain_loop
 import torch
-import torch.distributed as dist
+from loops import descend, log_probs_of, outputs, tokens_of, without_sync
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -30,21 +30,9 @@ FIXED = plain_loop.SEQUENCE
 
 
 def sequences(count: int, fixed: bool = False) -> list[torch.Tensor]:
-    made = []
-    for index, length in enumerate(LENGTHS[:count]):
-        generator = torch.Generator().manual_seed(10 * count + index)
-        made.append(torch.randint(plain_loop.VOCABULARY, (1, (FIXED if fixed else length) + 1), generator=generator))
-    return made
-
-
-def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    length = tokens.shape[1] - 1
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    return model(tokens[:, :-1], torch.arange(length)[None], mask)
-
-
-def log_probs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logits.float(), -1).gather(-1, tokens[:, 1:, None])[..., 0]
+    lengths = (FIXED,) * count if fixed else LENGTHS[:count]
+    shapes = [(1, length + 1) for length in lengths]
+    return [tokens_of(10 * count + index, shape, plain_loop.VOCABULARY) for index, shape in enumerate(shapes)]
 
 
 def verl(models: list, count: int, forward_only: bool) -> list:
@@ -59,11 +47,11 @@ def verl(models: list, count: int, forward_only: bool) -> list:
 
     def step(batch_iter: Iterator[dict], model: torch.nn.Module, logits_processor_func, postprocess_micro_batch_func):
         batch = next(batch_iter)
-        return logits_of(model, batch["tokens"]), partial(postprocess_micro_batch_func, data=batch)
+        return outputs(model, batch["tokens"]), partial(postprocess_micro_batch_func, data=batch)
 
     loss_function = None if forward_only else lambda log_probs: -log_probs.mean()
     batches = [{"tokens": tokens, "num_micro_batch": count} for tokens in sequences(count)]
-    outputs = get_forward_backward_func()(
+    reports = get_forward_backward_func()(
         forward_step_func=partial(
             step,
             logits_processor_func=loss_function,
@@ -78,11 +66,13 @@ def verl(models: list, count: int, forward_only: bool) -> list:
     )
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return []
-    return [(each["loss"], [part.tolist() for part in each["model_output"]["log_probs"].unbind()]) for each in outputs]
+    return [
+        (report["loss"], [part.tolist() for part in report["model_output"]["log_probs"].unbind()]) for report in reports
+    ]
 
 
 class SlimeData:
-    """Read by a method of its own, with the keys that are wanted; one object for all steps of a rollout."""
+    """Read by a method of its own, with the keys that are needed; one object for all steps of a rollout."""
 
     def __init__(self, samples: list[torch.Tensor]):
         self.samples, self.offset = samples, 0
@@ -105,16 +95,16 @@ def slime(models: list, counts: tuple[int, ...], forward_only: bool) -> list:
         log = {"keys": ["loss"], "values": torch.stack([torch.tensor(0.0), value.detach()])}
         return value * count, torch.tensor(1), log
 
-    found = []
+    reports = []
     for count in counts:
 
         def step(data_iterator: SlimeData, model: torch.nn.Module, return_schedule_plan: bool = False, count=count):
             assert not return_schedule_plan
             (tokens,) = data_iterator.get_next(["tokens"])["tokens"]
-            output = logits_of(model, tokens)
+            output = outputs(model, tokens)
             return output, partial(log_probs, tokens=tokens) if forward_only else partial(loss, tokens, count)
 
-        found += get_forward_backward_func()(
+        reports += get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data,
             model=models,
@@ -125,7 +115,7 @@ def slime(models: list, counts: tuple[int, ...], forward_only: bool) -> list:
             forward_only=forward_only,
         )
     key = "log_probs" if forward_only else "values"
-    return [[part.tolist() for part in each[key]] for each in found]
+    return [[part.tolist() for part in report[key]] for report in reports]
 
 
 @dataclass
@@ -147,10 +137,10 @@ def nemo_rl(models: list, count: int, forward_only: bool) -> list:
             value = -log_probs_of(logits, tokens).mean()
             return value * count, {"loss": value.item()}
 
-        return logits_of(model, tokens), log_probs if forward_only else loss
+        return outputs(model, tokens), log_probs if forward_only else loss
 
     with nullcontext():
-        outputs = get_forward_backward_func()(
+        reports = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter([NemoMicrobatch(tokens) for tokens in sequences(count, fixed=True)]),
             model=model,
@@ -160,7 +150,7 @@ def nemo_rl(models: list, count: int, forward_only: bool) -> list:
             decoder_seq_length=FIXED,
             forward_only=forward_only,
         )
-    return [each["logprobs"].tolist() if forward_only else each["loss"] for each in outputs]
+    return [report["logprobs"].tolist() if forward_only else report["loss"] for report in reports]
 
 
 def ms_swift(models: list, count: int, forward_only: bool) -> list:
@@ -172,15 +162,13 @@ def ms_swift(models: list, count: int, forward_only: bool) -> list:
 
     def step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module):
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
-        tokens = next(data_iterator)
-        labels = tokens[:, 1:] if mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage) else None
-        mask = torch.ones(1, 1, FIXED, FIXED, dtype=torch.bool).triu(1)
-        return model(tokens[:, :-1], torch.arange(FIXED)[None], mask, labels=labels), loss
+        is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        return outputs(model, next(data_iterator), labels=is_last), loss
 
     iterators = [cycle(sequences(max(COUNTS), fixed=True)) for _ in models]
-    found = []
-    for _ in range(2):
-        found += get_forward_backward_func()(
+    reports = []
+    for _ in range(2 if forward_only else 1):
+        reports += get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=models,
@@ -189,37 +177,29 @@ def ms_swift(models: list, count: int, forward_only: bool) -> list:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        if not forward_only:
-            break
-    return [each["loss"].tolist() for each in found]
+    return [report["loss"].tolist() for report in reports]
 
 
 SHAPES = {"verl": verl, "slime": slime, "nemo_rl": nemo_rl, "ms_swift": ms_swift}
 
 
 def train(case: dict) -> dict:
-    """Steps of log-probabilities and of training; the results of all, and the last layer's weights."""
+    """Steps of log-probabilities and of training; the results of all."""
     shape, chunks = SHAPES[case["program"]], case["chunks"]
-    config = plain_loop.make_config(chunks or 1, ddp=True)
-    config.variable_seq_lengths = shape in (verl, slime)
+    config = plain_loop.make_config(chunks or 1, ddp=True, variable=shape in (verl, slime))
     config.calculate_per_token_loss = shape is ms_swift
-    config.attention_backend = (
-        AttnBackend.unfused
-    )  # of all models that these ranks build; Megatron lets a process choose once
+    # Of all models that these ranks build; Megatron lets a process choose once.
+    config.attention_backend = AttnBackend.unfused
     models = build(config, chunks, case["placed"])
     config.finalize_model_grads_func = finalize_model_grads
-    syncs = [model.no_sync for model in models]
-    config.no_sync_func = syncs if len(models) > 1 else syncs[0]
+    config.no_sync_func = without_sync(models)
     seen = []
     for count in (COUNTS,) if shape is slime else COUNTS:
         seen.append(shape(models, count, forward_only=True))
         for model in models:
             model.zero_grad_buffer()
         seen.append(shape(models, count, forward_only=False))
-        with torch.no_grad():
-            for model in models:
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.main_grad
+        descend(models)
     return {"seen": seen}
 
 
@@ -228,11 +208,10 @@ def build(config, chunks: int | None, placed: bool) -> list:
     models = []
     with megatron_pipemem.place_model_chunks() if placed else nullcontext():
         for vp_stage in range(chunks) if chunks else [None]:
-            asked = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+            chunk = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
             ends = {
-                "pre_process": mpu.is_pipeline_first_stage(**asked),
-                "post_process": mpu.is_pipeline_last_stage(**asked),
+                "pre_process": mpu.is_pipeline_first_stage(**chunk),
+                "post_process": mpu.is_pipeline_last_stage(**chunk),
             }
             models.append(plain_loop.build_chunk(config, False, **ends, vp_stage=vp_stage))
-    assert dist.get_world_size() == config.pipeline_model_parallel_size
     return [DistributedDataParallel(config, DistributedDataParallelConfig(), model) for model in models]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
 import torch
+from loops import descend, digest, forward_backward, log_probs_of, outputs, tokens_of, without_sync
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file, save_file
 
 HIDDEN, INNER, VOCABULARY, LAYERS = 32, 48, 64, 4
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-# What needs a GPU.
-FUSED = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm")
 STEPS = ((5, 9, 16), (3,), (12, 7))
 """Lengths of the sequences of every second microbatch: another number of microbatches per step."""
 
@@ -63,21 +60,17 @@ def write_model(folder: Path, kind: str, tied: bool, layers: int = LAYERS) -> di
 
 def microbatches(step: int) -> Iterator[torch.Tensor]:
     for index, length in enumerate(STEPS[step] * 2):
-        generator = torch.Generator().manual_seed(100 * step + index)
-        yield torch.randint(VOCABULARY, (1, length + 1), generator=generator)
+        yield tokens_of(100 * step + index, (1, length + 1), VOCABULARY)
 
 
 def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module):
     tokens = next(data)
-    length = tokens.shape[1] - 1
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    logits = model(tokens[:, :-1], torch.arange(length)[None], mask)
 
     def log_probabilities(logits: torch.Tensor):
-        own = torch.log_softmax(logits.float(), -1).gather(-1, tokens[:, 1:, None])[..., 0]
-        return -own.mean(), {"log_probs": own.detach().clone(), "tokens": length}
+        own = log_probs_of(logits, tokens)
+        return -own.mean(), {"log_probs": own.detach().clone(), "tokens": tokens.shape[1] - 1}
 
-    return logits, log_probabilities
+    return outputs(model, tokens), log_probabilities
 
 
 def train(models: list, config, weights: str, export) -> dict:
@@ -89,30 +82,18 @@ def train(models: list, config, weights: str, export) -> dict:
     loaded, exported = load_file(f"{weights}/model.safetensors"), _copied(export())
     wrong = sorted(name for name in loaded | exported if not _equal(loaded.get(name), exported.get(name)))
     config.finalize_model_grads_func = finalize_model_grads
-    syncs = [model.no_sync for model in models]
-    config.no_sync_func = syncs if len(models) > 1 else syncs[0]
+    config.no_sync_func = without_sync(models)
     seen = []
     for step, lengths in enumerate(STEPS):
         for forward_only in (True, False):
             for model in models:
                 model.zero_grad_buffer()
-            iterators = [microbatches(step) for _ in models]
-            data = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iterators if len(models) > 1 else iterators[0],
-                model=models,
-                num_microbatches=2 * len(lengths),
-                seq_length=1,
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-            seen.append([[each["tokens"], each["log_probs"].tolist()] for each in data])
-        with torch.no_grad():
-            for parameter in (each for model in models for each in model.parameters() if each.requires_grad):
-                parameter -= 0.1 * parameter.main_grad
+            data = [microbatches(step) for _ in models]
+            reports = forward_backward(models, forward_step, data, 2 * len(lengths), 1, forward_only=forward_only)
+            seen.append([[report["tokens"], report["log_probs"].tolist()] for report in reports])
+        descend(models)
     trained = _copied(export())
-    values = b"".join(trained[name].numpy().tobytes() for name in sorted(trained))
-    return {"wrong": wrong, "seen": seen, "trained": sha256(values).hexdigest()}
+    return {"wrong": wrong, "seen": seen, "trained": digest(trained[name] for name in sorted(trained))}
 
 
 def _copied(exported) -> dict[str, torch.Tensor]:

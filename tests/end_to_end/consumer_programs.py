@@ -8,9 +8,9 @@ import bridge_loop_program
 import call_shapes
 import mbridge_program
 import megatron_bridge_program
-import torch.distributed as dist
 import vision_program
-from megatron.core import parallel_state, tensor_parallel
+from loops import session
+from megatron.core import parallel_state
 
 import megatron_pipemem
 from megatron_pipemem.errors import UnsupportedError
@@ -25,23 +25,17 @@ PROGRAMS = {
 }
 
 
-def _start(case: dict) -> None:
-    if case["schedule"] != "stock":
-        megatron_pipemem.enable(case["schedule"], **case.get("settings", {}))
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=dist.get_world_size(), virtual_pipeline_model_parallel_size=case["chunks"]
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-
 def run(case: dict) -> dict:
-    """What the program returns, or what it was told that cannot be."""
-    if case["program"] != "bridge-loop":  # which does the same by itself, as a recipe says
-        _start(case)
+    """What the program returns, or the error that says what cannot be."""
+    program = PROGRAMS[case["program"]]
     try:
-        return PROGRAMS[case["program"]](case)
+        if case["program"] != "bridge-loop":
+            with session(case["schedule"], case.get("settings"), case["chunks"]):
+                return program(case)
+        try:  # enables a schedule and makes groups by itself, as a recipe says
+            return program(case)
+        finally:
+            megatron_pipemem.disable()
+            parallel_state.destroy_model_parallel()
     except UnsupportedError as error:
-        return {"told": str(error), "code": error.code}
-    finally:
-        megatron_pipemem.disable()
-        parallel_state.destroy_model_parallel()
+        return {"failure": str(error), "code": error.code}

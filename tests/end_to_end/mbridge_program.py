@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import consumer_models
+import loops
 import torch
 from megatron.core.transformer.enums import ModelType
 
@@ -21,7 +22,7 @@ def train(case: dict) -> dict:
     config = consumer_models.configuration(case["kind"], case["tied"])
     config.rope_theta = 10000.0  # where this mbridge looks for it; transformers 5 has it elsewhere
     bridge = mbridge.AutoBridge.from_config(config, dtype=torch.float32)
-    bridge.set_extra_args(attention_backend="unfused", **dict.fromkeys(consumer_models.FUSED, False))
+    bridge.set_extra_args(attention_backend="unfused", **dict.fromkeys(loops.FUSED, False))
     place = megatron_pipemem.place_model_chunks if case["placed"] else nullcontext
     with place():
         models = bridge.get_model(

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import consumer_models
+import loops
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
@@ -31,7 +32,7 @@ def train(case: dict) -> dict:
             "attention_backend": AttnBackend.unfused,
             "moe_token_dispatcher_type": "alltoall",
             "apply_rope_fusion": False,
-            **dict.fromkeys(consumer_models.FUSED, False),
+            **dict.fromkeys(loops.FUSED, False),
         },
     )
     if case["by_provider"]:

@@ -72,19 +72,20 @@ def _raises(case: dict) -> dict:
                     return super()._forward_backward(step, *args, **kwargs)
             return super()._forward_backward(step, *args, **kwargs)
 
-    told = "nothing"
+    text = "nothing"
     try:
         overlapping.run(case, Raising, kinds=("overlapped",))
     except Exception as error:
-        told = " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
-    return {"told": told, **seen}
+        text = " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
+    return {"failure": text, **seen}
 
 
 def _pending() -> bool:
     from megatron_pipemem.mcore import plugin
 
     features = plugin._enabled.features
-    return next(each for each in features if type(each).__name__ == "OverlappedSteps")._optimizer.is_pending
+    (steps,) = (feature for feature in features if type(feature).__name__ == "OverlappedSteps")
+    return steps._optimizer.is_pending
 
 
 def _fail(*_) -> None:

@@ -13,7 +13,8 @@ activate()  # here too, because ranks are forked from a process that has importe
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from loops import config_of, descend, forward_backward, outputs, session, tokens_of, without_sync
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -42,25 +43,13 @@ LENGTHS = [(2, s) for _, s in VARIABLE]
 
 
 def make_config(chunks: int, ddp: bool, tp: int = 1, variable: bool = False, dp: int = 1) -> TransformerConfig:
-    return TransformerConfig(
+    return config_of(
+        dist.get_world_size() // tp // dp,
+        chunks,
+        tp,
         num_layers=2 * dist.get_world_size(),
-        hidden_size=32,
-        num_attention_heads=2,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
         variable_seq_lengths=variable,
-        moe_token_dispatcher_type="alltoall",  # variable lengths want it, with experts and without
-        pipeline_model_parallel_size=dist.get_world_size() // tp // dp,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        deallocate_pipeline_outputs=True,
+        moe_token_dispatcher_type="alltoall",  # variable lengths need it, with experts and without
         finalize_model_grads_func=finalize_model_grads if ddp else None,
     )
 
@@ -90,8 +79,8 @@ def build_chunk(config, hybrid: bool, **ends) -> GPTModel | HybridModel:
     for name, parameter in model.named_parameters():
         key = name
         if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            key = f"{model.decoder.layers[int(local)].layer_number}.{rest}"
+            _, _, local, part = name.split(".", 3)
+            key = f"{model.decoder.layers[int(local)].layer_number}.{part}"
         generator = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(key)) % 2**31)
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1)
     return model
@@ -99,48 +88,38 @@ def build_chunk(config, hybrid: bool, **ends) -> GPTModel | HybridModel:
 
 def batches(step: int, sizes=SAME):
     for microbatch, (b, s) in enumerate(sizes):
-        generator = torch.Generator().manual_seed(1000 * step + microbatch)
-        tokens = torch.randint(VOCABULARY, (b, s + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
+        yield tokens_of(1000 * step + microbatch, (b, s + 1), VOCABULARY)
 
 
-def weight(batch) -> tuple[float, float]:
+def weight(batch: torch.Tensor) -> tuple[float, float]:
     """By tokens."""
-    return (batch[0].numel() / (2 * SEQUENCE),) * 2
-
-
-def call(data, model, with_labels: bool) -> torch.Tensor:
-    """The model's output for the next batch; without data, as on a stage that has no use for them."""
-    if data is None:
-        return model(None, None, None)
-    tokens, labels = next(data)
-    s = tokens.shape[1]
-    mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
-    return model(tokens, torch.arange(s).expand_as(tokens), mask, labels=labels if with_labels else None)
+    return (batch[:, 1:].numel() / (2 * SEQUENCE),) * 2
 
 
 def forward_step(data, model):
-    return call(data, model, True), partial(lambda output: (output.mean(), {"loss": output.mean().detach()}))
+    """Call the model with the next batch; without data, as on a stage that has no use for them."""
+    output = model(None, None, None) if data is None else outputs(model, next(data), labels=True)
+    return output, partial(lambda losses: (losses.mean(), {"loss": losses.mean().detach()}))
 
 
 def inspection_step(data, model):
     """Asks for logits instead of losses."""
-    return call(data, model, False), lambda output, non_loss_data: output
+    output = model(None, None, None) if data is None else outputs(model, next(data))
+    return output, lambda logits, non_loss_data: logits
 
 
-def first_step(models: list, function) -> None:
-    imported_first()(
-        forward_step_func=function,
-        data_iterator=[batches(0) for _ in models],
-        model=models,
-        num_microbatches=MICROBATCHES,
-        seq_length=SEQUENCE,
-        micro_batch_size=2,
-    )
+def first_step(settings: tuple, step) -> str:
+    """Run a step of chunks whose configuration has ``settings``, and return the error with its notes, or ``nothing``."""
+    try:
+        models = megatron_pipemem.build_model_chunks(partial(build_chunk, make_config(*settings), False))
+        forward_backward(models, step, [batches(0) for _ in models], MICROBATCHES, SEQUENCE, micro_batch_size=2)
+        return "nothing"
+    except Exception as error:
+        return " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
 
 
 def failing_step() -> str:
-    """What every rank is told when the first one fails in its third forward, and its neighbours wait for it in vain."""
+    """The error on every rank when the first one fails in its third forward, and its neighbours wait for it in vain."""
     calls = 0
 
     def failing_forward_step(data, model):
@@ -151,45 +130,20 @@ def failing_step() -> str:
         return forward_step(data, model)
 
     original = schedules.forward_backward_pipelining_with_interleaving
-    megatron_pipemem.enable("v-half")
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=dist.get_world_size(),
-        virtual_pipeline_model_parallel_size=2,
-        distributed_timeout_minutes=0.1,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    models = megatron_pipemem.build_model_chunks(partial(build_chunk, make_config(2, False), False))
-    try:
-        first_step(models, failing_forward_step)
-        told = "nothing"
-    except Exception as error:
-        told = " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
-    megatron_pipemem.disable()
-    parallel_state.destroy_model_parallel()
+    with session("v-half", chunks=2, distributed_timeout_minutes=0.1):
+        text = first_step((2, False), failing_forward_step)
     assert schedules.forward_backward_pipelining_with_interleaving is original
-    return told
+    return text
 
 
 def wrongly_cut(case: dict) -> str:
-    """What every rank is told when the model's configuration counts with other chunks than Megatron's global state."""
-    megatron_pipemem.enable(case["schedule"])
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=dist.get_world_size(), virtual_pipeline_model_parallel_size=case["chunks"]
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    try:
-        models = megatron_pipemem.build_model_chunks(partial(build_chunk, make_config(case["counted"], False), False))
-        first_step(models, forward_step)
-        return "nothing"
-    except UnsupportedError as error:
-        return str(error)
-    finally:
-        megatron_pipemem.disable()
-        parallel_state.destroy_model_parallel()
+    """The error on every rank when the model's configuration counts with other chunks than Megatron's global state."""
+    with session(case["schedule"], chunks=case["chunks"]):
+        return first_step((case["counted"], False), forward_step)
 
 
 def enabled_differently(case: dict) -> str:
-    """What every rank is told when ranks enable the plugin with other settings, or (``None``) not at all."""
+    """The error on every rank when ranks enable the plugin with other settings, or (``None``) not at all."""
     settings, patience = case["differ"][dist.get_rank()], shared_settings.PATIENCE
     shared_settings.PATIENCE = 0.5
     try:
@@ -225,48 +179,49 @@ def run(case: dict) -> dict:
             megatron_pipemem.disable()
             parallel_state.destroy_model_parallel()
     if "differ" in case:
-        return {"told": enabled_differently(case)}
+        return {"failure": enabled_differently(case)}
     if "counted" in case:
-        return {"told": wrongly_cut(case)}
-    schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
-    tp, dp, variable = case.get("tp", 1), case.get("dp", 1), case.get("variable")
+        return {"failure": wrongly_cut(case)}
+    failure = failing_step() if case.get("fails_before") else None
+    tp, dp = case.get("tp", 1), case.get("dp", 1)
+    groups = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": dist.get_world_size() // tp // dp,
+    }
+    with session(case["schedule"], case.get("settings"), case["chunks"], **groups):
+        shown = _train(case, tp, dp)
+    assert not any(name.startswith("megatron.training") for name in sys.modules)
+    return {**shown, "failure": failure}
+
+
+def _train(case: dict, tp: int, dp: int) -> dict:
+    ddp, chunks, variable = case["ddp"], case["chunks"], case.get("variable")
     sizes = {None: SAME, "VARIABLE": VARIABLE, "LENGTHS": LENGTHS}[variable]
-    told = failing_step() if case.get("fails_before") else None
-    if schedule != "stock":
-        megatron_pipemem.enable(schedule, **case.get("settings", {}))
-    devices = dist.get_world_size() // tp // dp
     get_forward_backward_func = imported_first
     if case["import_after"]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=devices,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = make_config(chunks, ddp, tp, variable is not None, dp)
     build = partial(build_chunk, config, case.get("hybrid", False))
-    if schedule == "stock":
+    if case["schedule"] == "stock":
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == devices - 1}
+        ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == groups.pp.size() - 1}
         models = [build(**ends, vp_stage=None, pg_collection=groups)]
     else:
         models = megatron_pipemem.build_model_chunks(build)
-    known = {}
+    arguments = {}
     if case.get("apart"):
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "mp"])
-        known = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, config)}
+        arguments = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, config)}
     reads = [variable != "VARIABLE" or model.pre_process or model.post_process for model in models]
     if ddp:
         models = [
             DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
             for model in models
         ]
-        config.no_sync_func = [model.no_sync for model in models] if chunks > 1 else models[0].no_sync
-    losses = []
+        config.no_sync_func = without_sync(models)
 
-    def forward_backward(step: int, function, sizes, **how) -> list:
-        data = [batches(step, sizes) if has_data else None for has_data in reads]
+    def step_of(number: int, function, sizes, **how) -> list:
+        data = [batches(number, sizes) if has_data else None for has_data in reads]
         return get_forward_backward_func()(
             forward_step_func=function,
             data_iterator=data if chunks > 1 else data[0],
@@ -274,33 +229,24 @@ def run(case: dict) -> dict:
             num_microbatches=len(sizes),
             seq_length=SEQUENCE,
             micro_batch_size=2,
-            **known,
+            **arguments,
             **how,
         )
 
+    losses, inspects = [], {"forward_only": True, "collect_non_loss_data": True}
     turn = parallel_state.get_data_parallel_rank()
     for _ in range(turn):
         dist.barrier()
     if dp > 1 and turn == 0:
-        forward_backward(STEPS, inspection_step, sizes[:3], forward_only=True, collect_non_loss_data=True)
+        step_of(STEPS, inspection_step, sizes[:3], **inspects)
     for step in range(STEPS):
         for model in models:
-            if ddp:
-                model.zero_grad_buffer()
-            else:
-                model.zero_grad(set_to_none=True)
-        seen = forward_backward(step, forward_step, sizes[: len(sizes) - step] if variable else sizes)
-        losses += [each["loss"].item().hex() for each in seen]
-        with torch.no_grad():
-            for model in models:
-                for parameter in model.parameters():
-                    parameter -= 0.1 * (parameter.main_grad if ddp else parameter.grad)
-    how = {"forward_only": True, "collect_non_loss_data": True}
-    logits = forward_backward(STEPS, inspection_step, sizes[:2], **how)
+            model.zero_grad_buffer() if ddp else model.zero_grad(set_to_none=True)
+        seen = step_of(step, forward_step, sizes[: len(sizes) - step] if variable else sizes)
+        losses += [report["loss"].item().hex() for report in seen]
+        descend(models)
+    logits = step_of(STEPS, inspection_step, sizes[:2], **inspects)
     for _ in range(dp - 1 - turn):
         dist.barrier()
     megatron_pipemem.write_report()
-    megatron_pipemem.disable()
-    parallel_state.destroy_model_parallel()
-    assert not any(name.startswith("megatron.training") for name in sys.modules)
-    return {"losses": losses, "logits": [each.tolist() for each in logits], "told": told}
+    return {"losses": losses, "logits": [sequences.tolist() for sequences in logits]}

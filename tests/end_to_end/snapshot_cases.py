@@ -77,21 +77,21 @@ class Training:
 
         ``own`` asks for this rank's share of the model's parameters alone.
         """
-        found: list = []
+        state_of: list = []
         for part in self.optimizer.chained_optimizers:
             inner = part.optimizer
             for group in inner.param_groups:
-                found.append({name: value for name, value in group.items() if name != "params"})
+                state_of.append({name: value for name, value in group.items() if name != "params"})
                 for parameter in group["params"]:
-                    found.append(bits(parameter))
+                    state_of.append(bits(parameter))
                     state = inner.state.get(parameter)
-                    found.append(state and {name: bits(value) for name, value in state.items()})
+                    state_of.append(state and {name: bits(value) for name, value in state.items()})
         if not own:
-            found += [bits(parameter) for parameter in self.chunk.parameters()]
+            state_of += [bits(parameter) for parameter in self.chunk.parameters()]
         for part in self.optimizer.chained_optimizers if own else ():
             groups = getattr(part, "shard_float16_groups", getattr(part, "float16_groups", ()))
-            found += [bits(parameter) for group in groups for parameter in group]
-        return copy.deepcopy(found)
+            state_of += [bits(parameter) for group in groups for parameter in group]
+        return copy.deepcopy(state_of)
 
     def gathered(self) -> list:
         """The same, with every rank's share of the parameters."""
@@ -138,11 +138,11 @@ def run(case: dict) -> dict:
         if case["overlapped"]:  # the forwards of the next step have begun, and asked for parameters
             *others, first = training.chunk.bucket_groups
             first.finish_param_sync()
-            assert any(each.param_gather_handle is not None for each in others), "no gather is under way"
+            assert any(buckets.param_gather_handle is not None for buckets in others), "no gather is under way"
         with snapshot.rolled_back():
             assert training.optimizer.step()[1] == norms[step]
         assert training.state() == wanted[step], step
-    held = snapshot.nbytes
-    parameters = sum(each.numel() for part in training.optimizer.chained_optimizers for each in part.get_parameters())
+    nbytes = snapshot.nbytes
     snapshot.close()
-    return {"bytes": held, "parameters": parameters}
+    sizes = [p.numel() for part in training.optimizer.chained_optimizers for p in part.get_parameters()]
+    return {"bytes": nbytes, "parameters": sum(sizes)}

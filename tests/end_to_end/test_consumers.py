@@ -15,21 +15,11 @@ from consumer_models import write_model
 from lanes import nightly, rest_nightly
 from ranks import WARM, ConductedRanks
 
-LINEAR = {"placement": "linear", "seconds": 0.2}
-SCHEDULES = {
-    "1f1b": {},
-    "zb-h1": {},
-    "zb-auto": {},
-    "auto": {"settings": {"options": LINEAR}},
-    "interleaved": {"chunks": 2},
-    "v-half": {"chunks": 2, "placed": True},
-}
+SCHEDULES = {"zb-h1": {}, "interleaved": {"chunks": 2}, "v-half": {"chunks": 2, "placed": True}}
 STOCK = {"schedule": "stock", "chunks": None, "placed": False, "ranks": 2}
 RECIPES = {"pretrain": "own_recipe:small_llama", "finetune": "bridge_recipe:llama"}
-CHUNKS = "config.model.virtual_pipeline_model_parallel_size"
 STATEMENTS = {
     "zb-h1": 'megatron_pipemem.enable("zb-h1")',
-    "gis": f'megatron_pipemem.enable("gis"); {CHUNKS} = 2',
     "v-half": "import bridge_recipe; bridge_recipe.change(config)",
 }
 PACKAGES = [str(Path(__file__).parents[up] / folder) for up, folder in ((1, "advise/bridge_packages"), (2, "examples"))]
@@ -41,13 +31,13 @@ def run(tmp_path_factory) -> Iterator[Callable[..., dict]]:
     folder, path = tmp_path_factory.mktemp("consumers"), [*PACKAGES, *packages.consumers()]
     preload = ("sitecustomize", *WARM, "consumer_programs")
     ranks = ConductedRanks("consumer_programs", folder, path, preload=preload)
-    known: dict[str, dict] = {}
+    results: dict[str, dict] = {}
 
     def call(program: str, **case) -> dict:
         case = {"program": program, **STOCK, **case}
-        if repr(case) not in known:
-            known[repr(case)] = ranks.run(case, size=case["ranks"])[-1]
-        return known[repr(case)]
+        if repr(case) not in results:
+            results[repr(case)] = ranks.run(case, size=case["ranks"])[-1]
+        return results[repr(case)]
 
     yield call
     ranks.stop()
@@ -70,12 +60,7 @@ def models(tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "kind"),
-    rest_nightly(
-        [*((name, "llama") for name in SCHEDULES), *((name, "qwen2") for name in ("zb-h1", "interleaved", "v-half"))],
-        [("zb-h1", "llama"), ("v-half", "llama"), ("interleaved", "qwen2"), ("v-half", "qwen2")],
-        "the other model, or a schedule of the same placement; test_plain_loop.py has auto",
-    ),
+    ("schedule", "kind"), [("zb-h1", "llama"), ("v-half", "llama"), ("interleaved", "qwen2"), ("v-half", "qwen2")]
 )
 def test_mbridge_loads_trains_and_exports_as_under_stock(run, models, schedule, kind):
     """Log-probabilities and weights to the bit, with another number of microbatches, of other lengths, in every step."""
@@ -87,18 +72,11 @@ def test_mbridge_loads_trains_and_exports_as_under_stock(run, models, schedule, 
 
 
 def test_chunks_that_were_not_placed_are_refused_in_the_first_step(run, models):
-    told = run("mbridge", schedule="v-half", chunks=2, **models["llama"])["told"]
-    assert "was not built for placement v" in told and "place_model_chunks()" in told
+    failure = run("mbridge", schedule="v-half", chunks=2, **models["llama"])["failure"]
+    assert "was not built for placement v" in failure and "place_model_chunks()" in failure
 
 
-@pytest.mark.parametrize(
-    ("schedule", "kind"),
-    rest_nightly(
-        [("zb-h1", "qwen2"), ("interleaved", "llama"), ("v-half", "llama")],
-        [("zb-h1", "qwen2"), ("v-half", "llama")],
-        "the same with mbridge",
-    ),
-)
+@pytest.mark.parametrize(("schedule", "kind"), [("zb-h1", "qwen2"), ("v-half", "llama")])
 def test_megatron_bridge_loads_trains_and_exports_as_under_stock(run, models, schedule, kind):
     stock = run("megatron-bridge", by_provider=True, **models[kind])
     how = SCHEDULES[schedule] | {"placed": False}
@@ -107,13 +85,12 @@ def test_megatron_bridge_loads_trains_and_exports_as_under_stock(run, models, sc
     assert ours == stock
 
 
-@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["zb-h1"], "the same layers in another place"))
-def test_adapters_train_as_under_stock(run, models, schedule):
+def test_adapters_train_as_under_stock(run, models):
     """W computes the weight gradients of the adapters alone."""
     how = {"adapters": True, "by_provider": True, **models["llama"]}
     stock, whole = run("megatron-bridge", **how), run("megatron-bridge", by_provider=True, **models["llama"])
     assert stock["wrong"] != whole["wrong"] == [] and stock["trained"] != whole["trained"]
-    assert run("megatron-bridge", **how, schedule=schedule, **SCHEDULES[schedule]) == stock
+    assert run("megatron-bridge", **how, schedule="zb-h1") == stock
 
 
 def bridge_loop(run, loop: str, model: dict, statements: str = "", steps: int = 3, ranks: int = 2) -> dict:
@@ -124,9 +101,9 @@ def bridge_loop(run, loop: str, model: dict, statements: str = "", steps: int = 
 @pytest.mark.parametrize(
     ("loop", "schedule"),
     rest_nightly(
-        [(loop, schedule) for loop in RECIPES for schedule in STATEMENTS],
+        [("finetune", "v-half"), ("pretrain", "zb-h1")],
         [("finetune", "v-half")],
-        "the other loop, which is the same but for its data; test_mbridge_loads_trains_and_exports_as_under_stock",
+        "the other loop, which is the same but for its data",
     ),
 )
 def test_megatron_bridges_own_loops_train_as_under_stock(run, models, loop, schedule):
@@ -142,11 +119,11 @@ def test_statements_that_advise_prints_for_a_recipe_train(run, models):
     path = os.pathsep.join([*PACKAGES, *packages.consumers(), os.environ.get("PYTHONPATH", "")])
     command = "-W ignore -m megatron_pipemem advise bridge:llama31_70b_sft --json".split()
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    told = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
-    added = [[*filter(None, [way["call"]]), *way["add"]] for way in json.loads(told.stdout)["ways"].values() if way]
+    advice = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
+    added = [[*filter(None, [way["call"]]), *way["add"]] for way in json.loads(advice.stdout)["ways"].values() if way]
     ways = ["; ".join(statements) for statements in added if statements]
     names = " ".join(ways)
-    assert len(ways) == 4 and all(each in names for each in ("zb-h1", "gis", "v-half", "parallel_layout"))
+    assert len(ways) == 4 and all(name in names for name in ("zb-h1", "gis", "v-half", "parallel_layout"))
     stock = bridge_loop(run, "finetune", models["llama-80"], steps=2, ranks=4)
     for statements in ways:
         assert bridge_loop(run, "finetune", models["llama-80"], statements, steps=2, ranks=4) == stock, statements
@@ -162,14 +139,9 @@ VISION = {"tied": False, "deepstack": 1, "frozen": ()}
         [
             ("zb-h1", {}),
             ("v-half", {}),
-            ("zb-h1", {"deepstack": 2}),
-            ("zb-h1", {"tied": True}),
-            ("zb-h1", {"frozen": BOTH}),
+            ("zb-h1", {"deepstack": 2, "tied": True}),
             ("v-half", {"frozen": BOTH}),
             ("zbv", {"settings": {"offload": "full"}}),
-            ("zb-h1", {"settings": {"recompute": "full"}}),
-            ("gis", {}),
-            ("interleaved", {}),
         ],
         [("zb-h1", {}), ("v-half", {})],
         "the same model with another schedule, or test_consumers with a language model",
@@ -205,15 +177,10 @@ def test_a_vision_language_model_stays_whole(run, schedule, settings, code):
 
 @pytest.mark.parametrize(
     ("program", "schedule"),
-    rest_nightly(
-        [
-            *((name, each) for name in ("verl", "slime", "ms_swift") for each in ("zb-h1", "interleaved", "v-half")),
-            ("verl", "auto"),  # a search has nothing to do with who calls
-            ("nemo_rl", "zb-h1"),  # it passes one model and one iterator
-        ],
-        [("verl", "v-half"), ("slime", "interleaved"), ("ms_swift", "v-half"), ("nemo_rl", "zb-h1")],
-        "the same calls with another placement",
-    ),
+    [
+        *(("verl", "v-half"), ("slime", "interleaved"), ("ms_swift", "v-half")),
+        ("nemo_rl", "zb-h1"),  # it passes one model and one iterator
+    ],
 )
 def test_calls_as_programs_make_them_bring_what_stock_brings(run, program, schedule):
     stock = run(program)

@@ -21,10 +21,9 @@ def test_a_run_loads_few_modules_and_a_registered_feature_runs_its_kind(ranks_wi
     """The run of v-half trains where no folder of a feature can be imported, and the one with the registered kind as well."""
     run = partial(ranks_without_training.run, program="lazy_features", size=2)
     plain = run({"kind": "plain"})
-    for each in plain:
-        modules = each["modules"]
+    for modules in (rank["modules"] for rank in plain):
         assert not [name for name in modules if name.startswith(UNWANTED)], modules
         assert len(modules) <= MOST_MODULES, modules
     registered = run({"kind": "registered"})
     assert registered[1]["losses"] == plain[1]["losses"]
-    assert all(len(each["counted"]) == len(set(each["counted"])) * 2 for each in registered)  # in two steps
+    assert all(len(rank["counted"]) == len(set(rank["counted"])) * 2 for rank in registered)  # in two steps

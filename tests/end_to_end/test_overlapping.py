@@ -5,44 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from lanes import nightly, rest_nightly
+from lanes import rest_nightly
 from ranks import Ranks
 
-ZBV = {"schedule": "zbv", "chunks": 2, "pp": 4, "microbatches": 4}
-EAGER = {"clean": 1}
+ZBV = {"schedule": "zbv", "chunks": 2, "pp": 4, "microbatches": 4, "clean": 1}
+SPIKES = {"clip": "spikes", "spikes": (2, 3, 5), "steps": 8, "evaluates": (3,), "clean": 1, "dtype": "bfloat16"}
 # With the steps that are taken before their norm is known, and how many of them are taken back before the training ends.
-AHEAD = {"schedule": "pipedream-2bw", "pp": 4, "ahead": True}
 CASES = {
-    "delayed": ({**AHEAD}, 0, 0),
-    "delayed and always clipped": ({**AHEAD, "clip": "always", "dtype": "bfloat16", "evaluates": (2, 3)}, 0, 0),
-    "delayed and clipped at times": ({**AHEAD, "clip": "spikes", "spikes": (1, 4), "microbatches": 4}, 0, 0),
-    "unclipped": ({**ZBV, "runs_ahead": 0, "steps": 3}, 0, 0),
-    "never clipped": ({**ZBV, **EAGER, "clip": "never", "runs_ahead": 1, "steps": 4}, 2, 0),
-    "always clipped": ({**ZBV, "clip": "always", "clean": 0, "steps": 3}, 2, 2),
+    "delayed": (
+        {
+            **{"schedule": "pipedream-2bw", "pp": 4, "ahead": True, "microbatches": 4},
+            **{"clip": "spikes", "spikes": (1, 4)},
+        },
+        *(0, 0),
+    ),
+    "never clipped": ({**ZBV, "clip": "never", "runs_ahead": 1, "steps": 4}, 2, 0),
     "spikes": (
-        {**ZBV, **EAGER, "clip": "spikes", "spikes": (1, 4, 5), "evaluates": (4,), "dropout": True, "steps": 8},
-        3,
-        2,
+        {**ZBV, "clip": "spikes", "spikes": (1, 4, 5), "evaluates": (4,), "dropout": True, "steps": 8},
+        *(3, 2),
     ),
     "1f1b": (
-        {
-            "schedule": "1f1b",
-            "pp": 4,
-            "microbatches": 4,
-            **EAGER,
-            "clip": "spikes",
-            "spikes": (2,),
-            "dtype": "bfloat16",
-            "steps": 4,
-        },
-        2,
-        1,
+        {**ZBV, **SPIKES, "schedule": "1f1b", "chunks": 1, "spikes": (2,), "steps": 4, "evaluates": ()},
+        *(2, 1),
+    ),
+    "data parallel, gathers that overlap": (
+        {**SPIKES, "schedule": "v-half", "chunks": 2, "pp": 2, "distributed": True, "gather": True},
+        *(None, None),
+    ),
+    "tensor parallel, distributed optimizer, tied": (
+        {**SPIKES, "schedule": "zb-h2", "pp": 2, "tp": 2, "distributed": True, "tied": True},
+        *(None, None),
     ),
 }
-FLAGS = (
-    *("--global-batch-size", "8", "--rerun-mode", "disabled", "--train-iters", "9"),
-    *("--log-interval", "4", "--eval-interval", "5", "--eval-iters", "1", "--lr", "1e-2"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -53,51 +47,18 @@ def run_pair(tmp_path_factory) -> Iterator[Callable[[dict], list[dict]]]:
     ranks.stop()
 
 
-# test_overlap_faults.py clips every step of Megatron's loop, and has the faults.
-NIGHTLY = {"delayed", "delayed and always clipped", "unclipped", "always clipped"}
-
-
-@pytest.mark.parametrize("name", rest_nightly(CASES, CASES.keys() - NIGHTLY, "a case that clips at times"))
+@pytest.mark.parametrize(
+    "name", rest_nightly(CASES, [*CASES][:4], "test_overlap_faults.py, which gathers in Megatron's loop")
+)
 def test_trains_as_with_a_barrier(run_pair, name):
-    """With ``runs_ahead``, a rank that waited for another one at a step's end would wait for ever."""
+    """With ``runs_ahead``, a rank that waited for another one at a step's end would hang."""
     case, validated, redone = CASES[name]
     for shown in run_pair(case):
         synchronous, overlapped = shown["synchronous"], shown["overlapped"]
         assert (synchronous.pop("validated"), synchronous.pop("redone")) == (0, 0)
-        assert (overlapped.pop("validated"), overlapped.pop("redone")) == (validated, redone)
+        counts = overlapped.pop("validated"), overlapped.pop("redone")
+        assert counts == (validated, redone) if validated is not None else counts[0] > counts[1] > 0
         late = synchronous.pop("late"), overlapped.pop("late")
         assert late == (0, 6) if case.get("ahead") else late[0] == 0
         for what, value in synchronous.items():
             assert overlapped[what] == value, what
-
-
-@nightly(
-    "test_overlap_faults.py: the loop that clips every step, with its log and checkpoints, and the one that clips some"
-)
-@pytest.mark.parametrize("clips", [False, True])
-def test_megatrons_loop_shows_and_saves_the_same(train, tmp_path, clips):
-    """Its log lines, evaluations and checkpoints come in between, and TensorBoard has the norm of every step."""
-
-    def run(*flags: str):
-        return train("zbv", *FLAGS, *flags, "--clip-grad", limit, clean=1)
-
-    limit = "0"
-    if clips:
-        norms = run().grad_norms
-        limit = str(sorted(norms)[len(norms) // 2])
-    folders = [tmp_path / "synchronous", tmp_path / "overlapped"]
-    synchronous, overlapped = (
-        run(*flags, "--save", str(folder), "--save-interval", "6", "--tensorboard-dir", str(folder))
-        for folder, flags in zip(folders, ((), ("--pipemem-overlap-steps",)), strict=True)
-    )
-    assert min(overlapped.of_ranks("steps_ahead")) > 0
-    assert overlapped.weights == synchronous.weights
-    assert overlapped.grad_norms == synchronous.grad_norms
-    assert overlapped.losses == synchronous.losses
-    assert overlapped.validation == synchronous.validation
-    assert _logged(overlapped) == _logged(synchronous)
-
-
-def _logged(run) -> set[tuple[str, int, float]]:
-    """What Megatron itself writes, without times."""
-    return {each for each in run.scalars if not each[0].startswith("pipemem/") and "time" not in each[0]}

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from changed_models import CHANGES
 from emulate import emulated
+from loops import digest
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -104,8 +105,7 @@ def run(case: dict) -> dict:
     try:
         with (
             _noted_evaluation(validation),
-            _common_start(chunks, case.get("initialise", True), rows, change.built),
-            _noted_gradients(case["gradients"]) if case.get("gradients") else nullcontext(),
+            _common_start(chunks, case.get("initialise", True), rows, change.built, case.get("gradients")),
             sabotage(case),
             _stand_in("torch.utils.tensorboard", SimpleNamespace(SummaryWriter=_Writer)),
             mock.patch.object(overlapped_optimizer, "CLEAN_STEPS", case["clean"]) if "clean" in case else nullcontext(),
@@ -113,12 +113,11 @@ def run(case: dict) -> dict:
             _model_by_provider(change.made) if case.get("by_provider") or change.made else nullcontext(),
             _launching_as_on_gpus(single_queues) if case.get("as_on_gpus") else nullcontext(),
             _noted_documents(packed),
-            _stand_in(
-                "datasets", SimpleNamespace(load_dataset=_load_lines)
-            ),  # of which Megatron's SFT data needs one function
+            # Of which Megatron's SFT data needs one function.
+            _stand_in("datasets", SimpleNamespace(load_dataset=_load_lines)),
         ):
             entry.main()
-        weights += map(_digest, chunks)
+        weights += (digest(chunk.parameters()) for chunk in chunks)
         layers = {
             type(layer).__name__ for chunk in chunks for layer in chunk.modules() if type(layer).__name__[:2] == "TE"
         }
@@ -135,11 +134,7 @@ def run(case: dict) -> dict:
         MTPLossLoggingHelper.tracker.clear()
         for buffers in StaticBufferLoader.static_buffers.values():
             buffers.clear()
-        for backend in (
-            "FLASH",
-            "FUSED",
-            "UNFUSED",
-        ):  # Megatron refuses another backend than the one of the case before
+        for backend in ("FLASH", "FUSED", "UNFUSED"):  # Megatron refuses another than that of the case before
             os.environ.pop(f"NVTE_{backend}_ATTN", None)
         FullCudaGraphWrapper(None).reset_cuda_graph()  # which collects all garbage of the case
     dist.barrier()
@@ -230,13 +225,6 @@ def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
         mock.patch.object(LaunchOrders, "is_single_queue", noting),
     ):
         yield
-
-
-def _digest(chunk: torch.nn.Module) -> str:
-    found = sha256()
-    for parameter in chunk.parameters():
-        found.update(parameter.detach().float().numpy().tobytes())
-    return found.hexdigest()
 
 
 @contextmanager
@@ -330,8 +318,9 @@ def _common_start(
     initialise: bool,
     rows: list[int],
     change: Callable[[torch.nn.Module], None] | None,
+    gradients: str | None,
 ) -> Iterator[None]:
-    """Note the chunks that are built, and the rows of embedding and head.
+    """Note the chunks that are built, the rows of embedding and head, and in the folder ``gradients`` those of the first step.
 
     With ``initialise`` all parameters get values that depend on their names only. Megatron's own depend on the pipeline rank,
     so runs with other placements could not be compared.
@@ -346,39 +335,33 @@ def _common_start(
                 _initialise(chunk.sharded_state_dict())
             if change is not None:
                 change(chunk)
-        return get_megatron_optimizer(config, chunks, *args, **kwargs)
+        optimizer = get_megatron_optimizer(config, chunks, *args, **kwargs)
+        if gradients is not None:
+            step = optimizer.step
+
+            def note_and_step():
+                optimizer.step = step
+                _save_gradients(chunks, Path(gradients) / f"{dist.get_rank()}.pt")
+                return step()
+
+            optimizer.step = note_and_step
+        return optimizer
 
     with mock.patch.object(training, "get_megatron_optimizer", after_initialising):
         yield
 
 
-@contextmanager
-def _noted_gradients(folder: str) -> Iterator[None]:
-    """Write this rank's complete gradients of the first step, with their places in the whole model's, to ``folder``."""
-    get_megatron_optimizer = training.get_megatron_optimizer
-
-    def noting_first_step(config, chunks, *args, **kwargs):
-        optimizer = get_megatron_optimizer(config, chunks, *args, **kwargs)
-        step = optimizer.step
-
-        def note_and_step():
-            optimizer.step = step
-            found = []
-            for chunk in unwrap_model(chunks):
-                for shard in _shards(chunk.sharded_state_dict()):
-                    stacked = shard.prepend_axis_num  # checkpoints stack equal layers
-                    name = (shard.key, *shard.global_offset[:stacked])
-                    place = shard.global_shape[stacked:], _place(shard)[stacked:]
-                    if shard.data.requires_grad:
-                        found.append((name, *place, shard.data.main_grad.clone()))
-            torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
-            return step()
-
-        optimizer.step = note_and_step
-        return optimizer
-
-    with mock.patch.object(training, "get_megatron_optimizer", noting_first_step):
-        yield
+def _save_gradients(chunks: list[torch.nn.Module], path: Path) -> None:
+    """Write this rank's complete gradients, with their places in the whole model's."""
+    entries = []
+    for chunk in unwrap_model(chunks):
+        for shard in _shards(chunk.sharded_state_dict()):
+            stacked = shard.prepend_axis_num  # checkpoints stack equal layers
+            name = (shard.key, *shard.global_offset[:stacked])
+            place = shard.global_shape[stacked:], _place(shard)[stacked:]
+            if shard.data.requires_grad:
+                entries.append((name, *place, shard.data.main_grad.clone()))
+    torch.save(entries, path)
 
 
 def _shards(entries) -> Iterator[ShardedTensor]:

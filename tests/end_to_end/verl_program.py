@@ -12,6 +12,7 @@ from hashlib import sha256
 from types import SimpleNamespace
 
 import consumer_models
+import loops
 import sitecustomize
 import torch
 
@@ -62,7 +63,7 @@ def _worker(case: dict) -> TrainingWorker:
         virtual_pipeline_model_parallel_size=case["chunks"],
         max_token_len_per_gpu=TOKENS,
         infer_max_token_len_per_gpu=TOKENS,
-        override_transformer_config={"apply_rope_fusion": False, **dict.fromkeys(consumer_models.FUSED, False)},
+        override_transformer_config={"apply_rope_fusion": False, **dict.fromkeys(loops.FUSED, False)},
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from hashlib import sha256
 
-import consumer_models
+import loops
 import torch
 import torch.distributed as dist
+from loops import descend, forward_backward, tokens_of, without_sync
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import unwrap_model
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
@@ -66,40 +66,28 @@ def train(case: dict) -> dict:
             "pipeline_dtype": torch.float32,
             "attention_backend": AttnBackend.unfused,
             "bias_activation_fusion": False,
-            **dict.fromkeys(consumer_models.FUSED, False),
+            **dict.fromkeys(loops.FUSED, False),
         },
     )
     models = provider.provide_distributed_model(DDP, fp16=False, bf16=False)
     _initialise(models)
+    provider.finalize_model_grads_func = finalize_model_grads
+    provider.no_sync_func = without_sync(models)
     losses = []
     for step in range(STEPS):
         for model in models:
             model.zero_grad_buffer()
-        provider.finalize_model_grads_func = finalize_model_grads
-        syncs = [model.no_sync for model in models]
-        provider.no_sync_func = syncs if len(models) > 1 else syncs[0]
-        iterators = [_microbatches(step, bool(case["frozen"])) for _ in models]
-        seen = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iterators if len(models) > 1 else iterators[0],
-            model=models,
-            num_microbatches=len(GRIDS) * 2,
-            seq_length=SEQUENCE,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        losses += [each["loss"].item().hex() for each in seen]
-        with torch.no_grad():
-            for _, parameter in _named(models):
-                if parameter.requires_grad:
-                    parameter -= 0.1 * parameter.main_grad
+        data = [_microbatches(step, bool(case["frozen"])) for _ in models]
+        reports = forward_backward(models, _forward_step, data, len(GRIDS) * 2, SEQUENCE, forward_only=False)
+        losses += [report["loss"].item().hex() for report in reports]
+        descend(models)
     weights = {
-        name: (_hash(each), _hash(each.main_grad) if each.requires_grad else "") for name, each in _named(models)
+        name: (_hash(value), _hash(value.main_grad) if value.requires_grad else "") for name, value in _named(models)
     }
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (losses, weights))
     return {
-        "losses": next(found for found, _ in gathered if found),
+        "losses": next(own for own, _ in gathered if own),
         "weights": {name: value for _, own in gathered for name, value in sorted(own.items())},
     }
 
@@ -137,12 +125,12 @@ def _hash(values: torch.Tensor) -> str:
 def _microbatches(step: int, frozen: bool) -> Iterator[dict[str, torch.Tensor]]:
     for index, grid in enumerate(GRIDS * 2):
         grid = grid or (2, 2) * frozen  # without an image, nothing would be trained
-        generator = torch.Generator().manual_seed(100 * step + index)
-        tokens = torch.randint(START - 2, (1, SEQUENCE + 1), generator=generator)
+        tokens = tokens_of(100 * step + index, (1, SEQUENCE + 1), START - 2)
         batch = {"tokens": tokens}
         if grid:
             patches = grid[0] * grid[1]
             tokens[0, 2], tokens[0, 3 : 3 + patches // 4] = START, IMAGE
+            generator = torch.Generator().manual_seed(step + index)
             batch["pixel_values"] = torch.randn(patches, 3 * 2 * PATCH**2, generator=generator)
             batch["image_grid_thw"] = torch.tensor([[1, *grid]])
         yield batch
