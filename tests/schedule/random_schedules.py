@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from itertools import product
 
@@ -17,22 +18,19 @@ from megatron_pipemem.schedule.schedule import Schedule
 # Those that offload have tests, and an oracle, of their own: test_offload.py.
 FAMILIES = {family.name: family for family in families() if not family.offloads}
 # Asynchronous ones run window by window: test_windows.py.
-EXECUTED = {
-    name: each for name, each in FAMILIES.items() if not (each.slices > 1 or each.asynchronous) and each.replicas == 1
-}
+EXECUTED = {name: f for name, f in FAMILIES.items() if not (f.slices > 1 or f.asynchronous) and f.replicas == 1}
 
 COVERING = {
-    (each.placement, each.splits_backward, each.replicas, each.slices > 1, each.asynchronous): name
-    for name, each in FAMILIES.items()
+    (f.placement, f.splits_backward, f.replicas, f.slices > 1, f.asynchronous): name for name, f in FAMILIES.items()
 }.values()
 """One family per placement and kind of backward, with replicas, slices and asynchronous weights."""
 
 
-def build_or_skip(name: str, num_devices: int, num_microbatches: int) -> Schedule:
+def build_or_skip(name: str, num_devices: int, num_microbatches: int, **options: object) -> Schedule:
     """A family's schedule; skips the test where the family says beforehand that it has none."""
     family = FAMILIES[name]
     try:
-        return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+        return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches, **options)
     except UnsupportedError:
         if num_devices >= family.min_devices and not family.needs:
             raise
@@ -93,9 +91,11 @@ def random_schedules(
 
 
 @st.composite
-def family_schedules(draw: st.DrawFn, max_devices: int = 4, max_microbatches: int = 6) -> Schedule:
-    """A schedule of any registered family, of sequence slices too where it takes them."""
-    name = draw(st.sampled_from(sorted(FAMILIES)))
+def family_schedules(
+    draw: st.DrawFn, names: Collection[str] = FAMILIES, max_devices: int = 4, max_microbatches: int = 6
+) -> Schedule:
+    """A schedule of any of these families, of sequence slices too where it takes them."""
+    name = draw(st.sampled_from(sorted(names)))
     num_devices, num_microbatches = draw(st.sampled_from(_shapes(name, max_devices, max_microbatches)))
     options = {}
     if "slices" in FAMILIES[name].options:
@@ -106,12 +106,12 @@ def family_schedules(draw: st.DrawFn, max_devices: int = 4, max_microbatches: in
 @cache
 def _shapes(name: str, max_devices: int, max_microbatches: int) -> list[tuple[int, int]]:
     """All numbers of devices and microbatches that a family takes."""
-    found = []
+    shapes = []
     for shape in product(range(1, max_devices + 1), range(1, max_microbatches + 1)):
         try:
             FAMILIES[name].build(*shape)
         except UnsupportedError:
             continue
         if shape[0] >= FAMILIES[name].min_devices:
-            found.append(shape)
-    return found
+            shapes.append(shape)
+    return shapes

@@ -67,7 +67,11 @@ def test_the_paper_example(p: int) -> None:
 )
 def test_a_block_is_complete_and_its_passes_neither_collide_nor_start_early(stages, interval, starts, fault) -> None:
     with refused(*fault, kind=ScheduleError):
-        Block(Placement.linear(stages), interval, {Pass(Kind(each[0]), each[1]): slot for each, slot in starts.items()})
+        Block(
+            Placement.linear(stages),
+            interval,
+            {Pass(Kind(kind), stage): slot for (kind, stage), slot in starts.items()},
+        )
 
 
 def test_weight_gradients_need_room() -> None:

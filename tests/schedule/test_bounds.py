@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import MicrobatchWeights
-from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
@@ -50,11 +50,8 @@ def test_equal_costs_give_the_papers_formula(p: int, extra: int) -> None:
 @pytest.mark.parametrize(
     ("p", "m", "costs", "p2p", "rates"),
     [
-        (8, 24, (1, 1, 1), 0, (0.138, 0.106, 0.071, 0.046)),
         (8, 24, (1, 1.5, 0.5), 0, (0.191, 0.163, 0.133, 0.0857)),
-        (8, 64, (1, 1, 1), 0, (0.057, 0.042, 0.028, 0.018)),
         (8, 64, (1, 1.5, 0.5), 0, (0.081, 0.068, 0.054, 0.0340)),
-        (16, 64, (1, 1, 1), 0, (0.109, 0.084, 0.057, 0.038)),
         (16, 64, (1, 1.5, 0.5), 0, (0.154, 0.131, 0.107, 0.0713)),
         (8, 24, (1, 1, 1), 0.1, (0.159, 0.128, 0.096, 0.059)),
         (8, 24, (1, 1.5, 0.5), 0.1, (0.210, 0.183, 0.154, 0.1017)),
@@ -65,16 +62,6 @@ def test_bubbles_at_the_bound(p: int, m: int, costs: tuple[float, ...], p2p: flo
     for cap, rate in zip((0.5, 0.625, 0.75, 1.0), rates, strict=True):
         bound = lower_bound(Placement.v_shape(p), m, Costs(*costs, p2p=p2p / 2), cap)
         assert 1 - m * sum(costs) / bound == pytest.approx(rate, abs=6e-4)
-
-
-@examples(60)
-@given(data=st.data())
-def test_no_family_beats_the_bound(data: st.DataObject) -> None:
-    family = data.draw(
-        st.sampled_from([each for each in families() if not (each.slices > 1 or each.offloads or each.replicas > 1)])
-    )
-    p, m = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 20))
-    assert_below(family.build(p, m), Costs(*data.draw(st.tuples(PRICE, PRICE, PRICE, st.floats(0, 3)))))
 
 
 @examples(120)
@@ -95,12 +82,9 @@ def test_families_that_meet_the_bound(name: str, p: int) -> None:
     assert timeline.makespan == pytest.approx(bound)
 
 
-def test_a_cap_below_one_microbatch_is_refused() -> None:
+def test_what_has_no_bound_is_refused() -> None:
     with refused("cap-unreachable", "0.25", "0.2", kind=UnsupportedError):
         lower_bound(Placement.v_shape(4), 8, Costs(), 0.2)
-
-
-def test_costs_must_fit_the_placement() -> None:
     with refused("costs-mismatch", 3, 4, kind=CostsError):
         lower_bound(Placement.linear(4), 8, Costs(forward=(1, 2, 3)))
 
@@ -148,7 +132,7 @@ def problems(draw: st.DrawFn) -> tuple[Tiny, Costs]:
         inputs[first + n - 1] += cache
         inputs[first] -= 2 * cache
     changes = (forwards, inputs, weights)
-    memory = {kind: tuple(each) for kind, each in zip((Kind.F, Kind.I, Kind.W), changes, strict=True)}
+    memory = dict(zip((Kind.F, Kind.I, Kind.W), map(tuple, changes), strict=True))
     costs = Costs(*prices, p2p=message * n, memory=memory, microbatch=MicrobatchWeights(time, tokens, own))
     caps = None
     if draw(st.booleans()):

@@ -56,9 +56,9 @@ def test_names_of_earlier_versions():
     """Files that earlier versions wrote are read; what is written has today's names."""
     cells = {"0IF3": "0EMBED_F3", "1IB0": "1EMBED_B0", "2SUM_COPIES": "2REDUCE_REPLICAS"}
     assert {text: str(Action.parse(text)) for text in cells} == cells
-    written = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=3), 1, Costs()).to_csv()
-    before = written.replace("EMBED_F", "IF").replace("EMBED_B", "IB")
-    assert before != written and Schedule.from_csv(before).to_csv() == written
+    written = with_vocabulary(build_schedule("seq1f1b", num_devices=2, num_microbatches=3), 1, Costs()).to_csv()
+    before = written.replace("EMBED_F", "IF").replace("EMBED_B", "IB").replace("# slices=", "# pieces=")
+    assert before.startswith("# pieces=2") and Schedule.from_csv(before).to_csv() == written
 
 
 @pytest.mark.parametrize(
@@ -233,28 +233,23 @@ def test_the_hash_tells_what_the_actions_do_not() -> None:
         replace(schedule, updates=WeightUpdates(1, 2, 1)),
         replace(schedule, slices=2, num_microbatches=1),
     ]
-    assert len({each.digest for each in (schedule, *others)}) == 4
-
-
-def test_earlier_versions_called_slices_pieces() -> None:
-    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=2)
-    assert Schedule.from_csv(schedule.to_csv().replace("# slices=", "# pieces="), name="seq1f1b") == schedule
+    assert len({other.digest for other in (schedule, *others)}) == 4
 
 
 CHANNEL = replace(Costs(), channel=Channel(ratio=0.3))
 
 
 def variants(schedule: Schedule) -> list[Schedule]:
-    found = [schedule, schedule.forward_only()]
+    derived = [schedule, schedule.forward_only()]
     if schedule.offloads or schedule.placement.replicas > 1 or schedule.slices > 1 or schedule.updates:
-        return found
+        return derived
     kinds = (Kind.R, Kind.RS)
-    found += [with_recompute(schedule, dict.fromkeys(range(schedule.num_stages), kind)) for kind in kinds]
-    found += [with_vocabulary(schedule, barriers) for barriers in (1, 2)]
-    return [*found, plan_offload(schedule, CHANNEL).schedule]
+    derived += [with_recompute(schedule, dict.fromkeys(range(schedule.num_stages), kind)) for kind in kinds]
+    derived += [with_vocabulary(schedule, barriers) for barriers in (1, 2)]
+    return [*derived, plan_offload(schedule, CHANNEL).schedule]
 
 
-@pytest.mark.parametrize("name", [each.name for each in families()])
+@pytest.mark.parametrize("name", [family.name for family in families()])
 def test_every_family(name: str) -> None:
     schedule = build_schedule(name, num_devices=2, num_microbatches=4)
     for written in variants(schedule):
@@ -333,22 +328,17 @@ UNREADABLE = [
     # Text, line and column, code, and values that the message holds.
     ("0F0,0B0\n1F0,1X0\n", (2, 2), "not-an-action", "1X0"),
     ("0F0,,hello\n", (1, 3), "not-an-action", "hello"),
-    ("\n0F0\n\n1F0,1B\n", (4, 2), "not-an-action", "1B", "REDUCE_REPLICAS", "REDUCE_GRAD"),
     ("0F0\r\n1F0,0B0\r\n", (2, 2), "bad-placement", 0, 1),
-    ("0F0;0B0\n", (1, 1), "not-an-action", "0F0;0B0"),
     ("0F0\n2F0\n", (2, 1), "bad-placement", 1),
     ("", (None, None), "no-actions"),
     (" , ,\n\n", (None, None), "no-actions"),
     ("0F0\u20281F0\n", (1, 1), "not-an-action", "0F0\\u20281F0"),
     ("0F0\x0c,1F0\x850B0\n", (1, 2), "not-an-action", "1F0\\x850B0"),
     (f"0F{'1' * 5000}\n", (1, 1), "not-an-action", 9),
-    (f"0F0\n{'2' * 5000}B0\n", (2, 1), "not-an-action", 9),
     ("0F\u0663\n", (1, 1), "not-an-action"),
     ("# replica=2\n" + ROW, (1, None), "bad-header", "replica=2"),
     (ROW + "# slices=0\n", (2, None), "bad-header", "slices=0"),
     ("# slices=2-3\n" + ROW, (1, None), "bad-header", "slices=2-3"),
-    ("# slices\n" + ROW, (1, None), "bad-header", "slices"),
-    ("# made by me\n" + ROW, (1, None), "bad-header", "made"),
     ("# slices=2\n\n# replicas=2\n" + ROW, (3, None), "bad-header"),
     ("# update_every=2\n" + ROW, (1, None), "bad-header", "versions_kept"),
     ("# versions_kept=2 update_delay=1\n" + ROW, (1, None), "bad-header", "update_every"),
@@ -367,7 +357,6 @@ IN_OUR_LETTERS = [
 ]
 IN_TORCHS_LETTERS = [
     ("0SUM_COPIES\n", (None, None), "no-actions"),
-    ("0RESHARD\n", (None, None), "no-actions"),
     ("0F0,0B0\n1RESHARD\n", (None, None), "bad-placement", 1),
 ]
 

@@ -6,7 +6,7 @@ from itertools import product
 import host_oracle
 import pytest
 from hypothesis import given
-from random_schedules import FAMILIES, build_or_skip, random_schedules
+from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
@@ -55,16 +55,8 @@ def holds(schedule: Schedule, single_queue: bool) -> None:
     assert left == []
 
 
-@pytest.mark.parametrize(("devices", "microbatches"), [(2, 2), (4, 8)])
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_every_family_has_a_closed_cut_that_drains(name, devices, microbatches):
-    schedule = build_or_skip(name, devices, microbatches)
-    for single_queue in (False, True):
-        holds(schedule, single_queue)
-
-
-@given(random_schedules(max_replicas=2))
-def test_so_has_any_schedule(schedule):
+@given(family_schedules(SYNCHRONOUS) | random_schedules(max_replicas=2))
+def test_any_schedule_has_a_closed_cut_that_drains(schedule):
     for single_queue in (False, True):
         holds(schedule, single_queue)
 

@@ -256,7 +256,10 @@ def test_importing_leaves_megatron_alone(monkeypatch):
     """Every attribute of Megatron's pipeline modules is the same object after an import of the package."""
     pytest.importorskip("megatron.core")
     importlib.import_module("megatron.core.pipeline_parallel.schedules")
-    names = ["megatron_pipemem", *(f"megatron_pipemem.{each}" for each in ("schedule.registry", "runtime", "mcore"))]
+    names = [
+        "megatron_pipemem",
+        *(f"megatron_pipemem.{module}" for module in ("schedule.registry", "runtime", "mcore")),
+    ]
 
     def state():
         return {
@@ -295,5 +298,5 @@ for name in ("enable", "disable", "write_report"):
 
 
 def test_the_planner_knows_all_its_variants_whoever_imports_it():
-    code = "from megatron_pipemem.tools.planner.planning import variants; print([each.name for each in variants()])"
+    code = "from megatron_pipemem.tools.planner.planning import variants; print([v.name for v in variants()])"
     assert run(code) == "['offload', 'vocabulary-1', 'vocabulary-2']\n"

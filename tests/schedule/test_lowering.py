@@ -6,8 +6,8 @@ from itertools import pairwise
 import program_oracle
 import pytest
 from hypothesis import given
-from lanes import examples, rest_nightly
-from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
+from lanes import examples
+from random_schedules import family_schedules, random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
@@ -17,12 +17,6 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import count_messages
 from megatron_pipemem.schedule.validator import validate, validate_program
-
-SHAPES = rest_nightly(
-    [(1, 5), (2, 1), (3, 7), (4, 3), (4, 8), (8, 17)],
-    [(1, 5), (2, 1), (3, 7), (4, 8)],
-    "test_any_valid_schedule_lowers",
-)
 
 
 def schedule_of(text: str, devices: tuple[int, ...]) -> Schedule:
@@ -56,10 +50,10 @@ def known_computing(program: Program) -> list[list[dict[int, int]]]:
                     if awaits and key not in sent:
                         break
                     more = sent[key] if awaits else {}
-                    after[device].append({each: max(own.get(each, -1), more.get(each, -1)) for each in own | more})
+                    after[device].append({d: max(own.get(d, -1), more.get(d, -1)) for d in own | more})
                 at[device] += 1
                 moved = True
-    return [[*each[1:], each[0]] for each in after]
+    return [[*later, first] for first, *later in after]
 
 
 def check_posts(program: Program) -> None:
@@ -67,11 +61,11 @@ def check_posts(program: Program) -> None:
     devices = program.placement.devices
     slots = []  # per device: {action: number of compute actions before it}
     for actions in program.actions:
-        slot, found = 0, {}
+        slot, slot_of = 0, {}
         for action in actions:
-            found[action] = slot
+            slot_of[action] = slot
             slot += action.kind in COMPUTE
-        slots.append(found)
+        slots.append(slot_of)
     for actions in program.actions:
         for before, after in pairwise(actions):
             if after.kind in SENDS:  # right behind its producer
@@ -114,25 +108,8 @@ def check_posts(program: Program) -> None:
             assert gradients[-1] < position and all(a.kind in SENDS for a in between)
 
 
-@pytest.mark.parametrize(("num_devices", "num_microbatches"), SHAPES)
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_family_lowers(name, num_devices, num_microbatches):
-    schedule = build_or_skip(name, num_devices, num_microbatches)
-    validate(schedule)
-    program = lower(schedule)
-    validate_program(program)
-    assert program_oracle.check(program) == []
-    check_posts(program)
-    kinds = [a.kind for actions in program.actions for a in actions]
-    assert sum(k in SENDS for k in kinds) == sum(k in RECEIVES for k in kinds) == count_messages(schedule)
-    trained = {action.stage for order in schedule.orders for action in order}
-    assert kinds.count(Kind.REDUCE_GRAD) == schedule.num_stages
-    assert kinds.count(Kind.REDUCE_REPLICAS) == (schedule.num_stages if schedule.placement.replicas > 1 else 0)
-    assert len(trained) == schedule.num_stages or num_microbatches < schedule.placement.replicas
-
-
-@examples(150)
-@given(random_schedules() | random_schedules(max_replicas=2, max_slices=2))
+@examples(200)
+@given(family_schedules() | random_schedules() | random_schedules(max_replicas=2, max_slices=2))
 def test_any_valid_schedule_lowers(schedule):
     """Custom placements, mixed splitting, any order: what validates as a schedule validates as a program."""
     validate(schedule)
@@ -140,6 +117,8 @@ def test_any_valid_schedule_lowers(schedule):
     validate_program(program)
     assert program_oracle.check(program) == []
     check_posts(program)
+    kinds = [a.kind for actions in program.actions for a in actions]
+    assert sum(k in SENDS for k in kinds) == sum(k in RECEIVES for k in kinds) == count_messages(schedule)
 
 
 @examples(100)
@@ -157,15 +136,6 @@ def test_linear_program():
     assert text(lower(schedule)) == [
         "0F0 0SEND_F0 0RECV_I0 0F1 0SEND_F1 0RECV_I1 0B0 0B1 0REDUCE_GRAD",
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_I0 1F1 1B1 1SEND_I1 1REDUCE_GRAD",
-    ]
-
-
-def test_the_turn_of_a_v_is_local():
-    """Stages 1 and 2 share device 1: its output and its gradient change hands without a message."""
-    schedule = schedule_of("0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2B0,1B0\n", (0, 1, 1, 0))
-    assert text(lower(schedule)) == [
-        "0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_I0 0RECV_I0 3W0 3REDUCE_GRAD 0I0 0W0 0REDUCE_GRAD",
-        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_I0 2B0 2REDUCE_GRAD 1B0 1SEND_I0 1REDUCE_GRAD",
     ]
 
 

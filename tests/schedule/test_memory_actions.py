@@ -61,7 +61,7 @@ def prices(draw: st.DrawFn, num_devices: int) -> tuple[Costs, dict[str, float]]:
     f, i, w, r, rs, out, back, p2p = (n * root**0.5 for n, root in zip(counts, roots, strict=True))
     cut = draw(st.integers(0, num_devices))
     switches = draw(st.sampled_from([(), (tuple(range(cut)),), (tuple(range(cut)), tuple(range(cut, num_devices)))]))
-    channel = Channel(out, back, draw(st.booleans()), tuple(each for each in switches if each))
+    channel = Channel(out, back, draw(st.booleans()), tuple(filter(None, switches)))
     costs = Costs(f, i, w, p2p, recompute=r, recompute_selective=rs, channel=channel)
     return costs, {"F": f, "I": i, "W": w, "B": i + w, "R": r, "RS": rs, "OFFLOAD": out, "RELOAD": back}
 

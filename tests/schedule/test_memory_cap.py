@@ -28,7 +28,9 @@ def test_reads_units_and_bytes(text, cap):
     assert parse_cap(text) == cap
 
 
-@pytest.mark.parametrize("text", ["lots", "", "-1", "0", "0GiB", "6GB", "6G", "nan", "inf", "1.2.3MiB"])
+@pytest.mark.parametrize(
+    "text", ["lots", "", "-1", "0", "0GiB", "6GB", "6G", "nan", "inf", "1.2.3MiB", "1e308", "1e308B"]
+)
 def test_anything_else_is_refused_with_examples(text):
     with refused("bad-number", kind=UnsupportedError):
         parse_cap(text)
@@ -37,10 +39,9 @@ def test_anything_else_is_refused_with_examples(text):
 def test_one_cap_per_device():
     assert parse_caps("0.5, 0.6") == MemoryCap((0.5, 0.6), False)
     assert parse_caps("6GiB,8GiB").of(2) == (6 * 2**30, 8 * 2**30)
-    assert parse_caps("0.5") == MemoryCap(0.5, False) and parse_caps(0.5).of(3) == (0.5,) * 3
-    assert (
-        str(parse_caps("0.5,0.6")) == "0.5, 0.6 activation units" and str(parse_caps("1GiB,2GiB")) == "1.00GiB, 2.00GiB"
-    )
+    assert parse_caps(0.5) == MemoryCap(0.5, False) and parse_caps("0.5").of(3) == (0.5,) * 3
+    assert str(parse_caps("0.5,0.6")) == "0.5, 0.6 activation units"
+    assert str(parse_caps("1GiB,2GiB")) == "1.00GiB, 2.00GiB"
     with refused("wrong-count", 2, 3, kind=UnsupportedError):
         parse_caps("0.5,0.6").of(3)
     with refused("unit-mismatch", kind=UnsupportedError):
@@ -64,10 +65,4 @@ def test_bytes_are_counted_in_units_of_two_to_the_ten(text: str, hint: str | Non
         parse_bytes("--memory", text)
     if hint:
         with refused("bad-number", hint, kind=UnsupportedError):
-            parse_cap(text)
-
-
-def test_caps_that_no_sum_stays_finite_with_are_refused() -> None:
-    for text in ("1e308", "1e308B", "inf", "nan"):
-        with refused("bad-number", kind=UnsupportedError):
             parse_cap(text)

@@ -89,7 +89,7 @@ def test_no_more_in_flight_than_published_and_no_slower(p: int, v: int) -> None:
 @pytest.mark.parametrize(
     ("placement", "ratio", "most"),
     rest_nightly(
-        [(name, *each) for name in ("interleaved", "v") for each in ((0.6, 3), (0.8, 3), (1.0, 4))],
+        [(name, *row) for name in ("interleaved", "v") for row in ((0.6, 3), (0.8, 3), (1.0, 4))],
         [("interleaved", 1.0, 4), ("v", 0.6, 3)],
         "either placement and the least and greatest ratio",
     ),
@@ -166,9 +166,9 @@ def test_stages_that_take_no_time(name: str, channel: str) -> None:
     """As those without layers do: many positions of an order then have one time, and a round trip's actions keep theirs."""
     for empty in range(1, 5):
         takes = tuple(float(stage != empty) for stage in range(6))
-        gives_back = tuple(-each for each in takes)
+        gives_back = tuple(-taken for taken in takes)
         memory = {Kind.F: takes, Kind.I: (0.0,) * 6, Kind.W: gives_back} if channel == "slow" else None
-        copies = Channel(0.0 if channel == "free" else tuple(0.6 * each for each in takes))
+        copies = Channel(0.0 if channel == "free" else tuple(0.6 * seconds for seconds in takes))
         costs = Costs(takes, takes, takes, memory=memory, channel=copies)
         plan = plan_offload(build_schedule(name, num_devices=3, num_microbatches=8), costs)
         check(plan)
@@ -268,11 +268,11 @@ def search_offload(p: int, m: int, costs: Costs, cap: float, recompute: str = "n
 
 def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
     costs = costs_of(1.0)
-    found = search_offload(4, 4, costs, 3 / 8, seconds=60, effort=0, max_chunks=2)
-    validate(found.schedule, memory_cap=3 / 8)
-    assert found.offload.keeps_cap
+    choice = search_offload(4, 4, costs, 3 / 8, seconds=60, effort=0, max_chunks=2)
+    validate(choice.schedule, memory_cap=3 / 8)
+    assert choice.offload.keeps_cap
     v_min = build_schedule("v-min", num_devices=4, num_microbatches=4)
-    assert max(oracle.peak(v_min)) >= 3 / 8 and found.timeline.makespan < oracle.makespan(v_min, 1, 1, 1)
+    assert max(oracle.peak(v_min)) >= 3 / 8 and choice.timeline.makespan < oracle.makespan(v_min, 1, 1, 1)
     with refused("cap-unreachable", kind=UnsupportedError):
         search_offload(2, 1, costs, 0.01, seconds=60, effort=0, placement="linear")
 
@@ -282,7 +282,7 @@ def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
 )
 def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap, switches) -> None:
     costs = costs_of(ratio, switches=switches)
-    found = search_offload(p, m, costs, cap, effort=0, max_chunks=2)
+    choice = search_offload(p, m, costs, cap, effort=0, max_chunks=2)
     compared = 0
     for family in families():
         if family.slices > 1 or family.asynchronous or family.replicas > 1:
@@ -294,9 +294,9 @@ def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap
         plan = plan_offload(schedule, costs, memory_cap=cap)
         if plan.keeps_cap:
             compared += 1
-            assert found.timeline.makespan <= plan.makespan * (1 + 1e-9), family.name
+            assert choice.timeline.makespan <= plan.makespan * (1 + 1e-9), family.name
         if simulate(schedule, costs).peak <= cap:
-            assert found.timeline.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), family.name
+            assert choice.timeline.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), family.name
     assert compared > 3
 
 

@@ -34,7 +34,7 @@ from megatron_pipemem.tools.report.terminal import TerminalTimeline
 from megatron_pipemem.tools.report.timeline import DrawnRun
 
 COSTS = Costs(1, 1.5, 0.5, p2p=0.02).with_exchanges(0.4)
-FAMILIES = [each.name for each in families() if not (each.asynchronous or each.offloads or each.slices > 1)]
+FAMILIES = [family.name for family in families() if not (family.asynchronous or family.offloads or family.slices > 1)]
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 10))
 OWN_BACKWARD = "0F0,(0F1;0B1)OVERLAP_F_B,0B0\n"
 
@@ -62,7 +62,7 @@ def ends(schedule: Schedule) -> bool:
             run = order[at[device] : at[device] + 1]
             if schedule.pairs.intersection(run):
                 run = order[at[device] : at[device] + 2]
-            if run and all(done.issuperset(needs_of(each, schedule.placement, fused)) for each in run):
+            if run and all(done.issuperset(needs_of(action, schedule.placement, fused)) for action in run):
                 done.update(run)
                 at[device] += len(run)
                 moved = True
@@ -75,21 +75,19 @@ def ends(schedule: Schedule) -> bool:
 def test_pairs_of_any_family_are_proved_shorten_the_step_and_travel(name, size, share):
     costs, alone = COSTS.with_exchanges(share), built_nearby(name, *size)
     timeline = with_pairs(alone, costs)
-    found = timeline.schedule
-    assert (timeline.makespan < simulate(alone, costs).makespan) is bool(found.pairs) and ends(found)
+    paired = timeline.schedule
+    assert (timeline.makespan < simulate(alone, costs).makespan) is bool(paired.pairs) and ends(paired)
     assert timeline.makespan >= simulate(alone, costs.of_computing(alone.placement)).makespan - 1e-9
-    if found.placement.replicas == 1:
-        cap = [each * (1 + 1e-9) for each in timeline.peaks]
-        bound = lower_bound(
-            found.placement, found.num_microbatches, costs, cap, splits=found.splits_backward, pairs=True
-        )
+    if paired.placement.replicas == 1:
+        cap, splits = [peak * (1 + 1e-9) for peak in timeline.peaks], paired.splits_backward
+        bound = lower_bound(paired.placement, paired.num_microbatches, costs, cap, splits=splits, pairs=True)
         assert bound <= timeline.makespan * (1 + 1e-9)
     for single_queue in (False, True):
-        program = lower(found, single_queue=single_queue, costs=costs)
+        program = lower(paired, single_queue=single_queue, costs=costs)
         validate_program(program, single_queue=single_queue)
     assert run_single_queues(program, costs).makespan >= timeline.makespan - 1e-9
-    back = Schedule.from_csv(found.to_csv(), name=name)
-    assert (back.orders, back.pairs) == (found.orders, found.pairs)
+    back = Schedule.from_csv(paired.to_csv(), name=name)
+    assert (back.orders, back.pairs) == (paired.orders, paired.pairs)
 
 
 @examples(150)
@@ -114,11 +112,11 @@ def test_documented_gains():
     for name, cells in rows:
         alone_peak, peak, without, _, _, _, with_40, _ = cells.replace("no pairs", "nan").split("|")
         alone = build_schedule(name, num_devices=8, num_microbatches=32, costs=costs)
-        found = [simulate(alone, costs), with_pairs(alone, costs)]
-        assert [round(each.makespan, 1) for each in found] == [float(without), float(with_40)], name
-        assert found[0].peak == pytest.approx(float(alone_peak), abs=0.006)
-        if found[1].schedule.pairs:
-            assert found[1].peak == pytest.approx(float(peak), abs=0.006)
+        single, paired = simulate(alone, costs), with_pairs(alone, costs)
+        assert (round(single.makespan, 1), round(paired.makespan, 1)) == (float(without), float(with_40)), name
+        assert single.peak == pytest.approx(float(alone_peak), abs=0.006)
+        if paired.schedule.pairs:
+            assert paired.peak == pytest.approx(float(peak), abs=0.006)
     assert len(rows) == 8
 
 
@@ -170,11 +168,11 @@ def test_a_choice_with_pairs_keeps_the_cap_and_assumes_exchanges_until_they_are_
 def test_auto_is_as_fast_as_any_family_with_pairs_in_the_same_memory(cap):
     """Whatever their placement. Without pairs, a V is faster than the families that have most room for them."""
     asked = requested("auto", memory_cap=cap, options={"seconds": 0.2}, pairs=True)
-    found = choose(asked, Shape(4, 2, 12), Knowledge(COSTS)).timeline
+    chosen = choose(asked, Shape(4, 2, 12), Knowledge(COSTS)).timeline
     others = [with_pairs(built(name, 4, 12), COSTS) for name in ("interleaved", "zbv", "dualpipe-v")]
-    fit = [each.makespan for each in others if each.peak <= cap]
-    assert found.schedule.pairs and found.peak <= cap
-    assert len(fit) == (3 if cap == 1.5 else 1) and found.makespan <= min(fit) + 1e-9
+    fit = [timeline.makespan for timeline in others if timeline.peak <= cap]
+    assert chosen.schedule.pairs and chosen.peak <= cap
+    assert len(fit) == (3 if cap == 1.5 else 1) and chosen.makespan <= min(fit) + 1e-9
 
 
 def test_exchanges_that_were_measured_as_none_make_no_pairs():
@@ -207,7 +205,7 @@ def pieces(forward: float, backward: float, share: float, attention: float, laye
         )
     }  # fmt: skip
     order = "B exchange, F attention, B experts, F exchange, B exchange, F experts, F exchange, B attention"
-    for of, piece in layers * [each.split() for each in order.split(", ")]:
+    for of, piece in layers * [words.split() for words in order.split(", ")]:
         stream = "exchange" if piece == "exchange" else "compute"
         free[stream] = ready[of] = max(free[stream], ready[of]) + seconds[of, piece]
     return max(ready.values())

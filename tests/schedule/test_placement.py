@@ -21,6 +21,9 @@ from megatron_pipemem.schedule.placement import Placement
         (Placement.wave(2, 4), "wave", (0, 1, 1, 0, 0, 1, 1, 0)),
         (Placement.from_devices((0, 1, 1, 0)), "v", (0, 1, 1, 0)),
         (Placement.from_devices((0, 0, 1)), "custom", (0, 0, 1)),
+        (Placement.bidirectional(3), "bidirectional", (0, 1, 2, 2, 1, 0)),
+        (Placement.from_devices((0, 1, 1, 0), 2), "bidirectional", (0, 1, 1, 0)),
+        (Placement.from_devices((0, 1, 0, 1), 2), "custom", (0, 1, 0, 1)),
     ],
 )
 def test_shapes(placement: Placement, name: str, devices: tuple[int, ...]) -> None:
@@ -40,17 +43,19 @@ def test_neighbours_of_a_stage() -> None:
     placement = Placement.v_shape(2)
     assert [placement.next_stage(stage) for stage in range(4)] == [1, 2, 3, None]
     assert [placement.previous_stage(stage) for stage in range(4)] == [None, 0, 1, 2]
+    replicas = Placement.bidirectional(3)
+    assert (replicas.num_stages, replicas.model_stages, replicas.num_chunks) == (6, 3, 2)
+    assert [replicas.next_stage(stage) for stage in range(6)] == [1, 2, None, 4, 5, None]
+    assert [replicas.previous_stage(stage) for stage in range(6)] == [None, 0, 1, None, 3, 4]
+    assert [replicas.replica_of(stage) for stage in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("devices", [(), (1,), (0, 2)])
-def test_every_device_holds_a_stage(devices: tuple[int, ...]) -> None:
-    with refused("bad-placement", 0, kind=ScheduleError):
-        Placement("custom", devices)
-
-
-@pytest.mark.parametrize(
-    "build", [lambda: Placement.linear(0), lambda: Placement.wave(2, 0), lambda: Placement.v_shape(-1)]
-)
-def test_counts_are_positive(build) -> None:
-    with refused("bad-number", 1, kind=UnsupportedError):
-        build()
+def test_placements_that_do_not_exist() -> None:
+    for devices in ((), (1,), (0, 2)):
+        with refused("bad-placement", 0, kind=ScheduleError):
+            Placement("custom", devices)
+    with refused("bad-placement", 3, 2, kind=ScheduleError):
+        Placement("custom", (0, 1, 0), replicas=2)
+    for build, counts in ((Placement.linear, (0,)), (Placement.wave, (2, 0)), (Placement.v_shape, (-1,))):
+        with refused("bad-number", 1, kind=UnsupportedError):
+            build(*counts)

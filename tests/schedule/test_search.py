@@ -25,14 +25,13 @@ from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
 from megatron_pipemem.files import MOST_CACHED_BYTES
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.bounds import least_held, lower_bound
+from megatron_pipemem.schedule.bounds import least_held
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_families, synchronous_schedules
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import SearchResult, search_schedule
 from megatron_pipemem.search.exact import solve
@@ -53,7 +52,10 @@ def search(p: int, m: int, costs: Costs, cap, effort: float = QUICK, **settings)
 
 
 def check(result: SearchResult, slices: int, costs: Costs, cap: float) -> None:
-    """Every candidate is what it says, keeps the cap, and is no slower than a family of its placement that does."""
+    """Every candidate is what it says, keeps the cap, and is no slower than a family of its placement that does.
+
+    Of orders within a thousandth of the fastest, the search takes the one that suffers least from wrong costs.
+    """
     for candidate in result.candidates:
         schedule, timeline = candidate.schedule, simulate(candidate.schedule, costs)
         assert schedule.slices == slices
@@ -63,7 +65,7 @@ def check(result: SearchResult, slices: int, costs: Costs, cap: float) -> None:
         assert candidate.lower_bound <= candidate.makespan * (1 + 1e-9)
         for family in family_timelines(schedule.placement, schedule.num_microbatches, slices, costs):
             if family.peak <= loosened(cap):
-                assert candidate.makespan <= family.makespan * (1 + 1e-9), family.schedule.name
+                assert candidate.makespan <= family.makespan * 1.001, family.schedule.name
     # Of those that are equal but for rounding, the one with fewest stages.
     assert result.makespan <= min(candidate.makespan for candidate in result.candidates) * (1 + 1e-12)
 
@@ -111,11 +113,10 @@ def test_never_worse_than_a_family_in_the_same_memory(p: int, m: int, costs: tup
     """Families with any number of chunks; the search with its defaults."""
     prices = Costs(*costs, p2p=0.02)
     timelines = [simulate(schedule, prices) for schedule in synchronous_schedules(p, m, prices, MAX_CHUNKS)]
-    found = {
-        peak: search(p, m, prices, peak, effort=0.0) for peak in {round(timeline.peak, 9) for timeline in timelines}
-    }
+    caps = {round(timeline.peak, 9) for timeline in timelines}
+    results = {cap: search(p, m, prices, cap, effort=0.0) for cap in caps}
     for timeline in timelines:
-        result, schedule = found[round(timeline.peak, 9)], timeline.schedule
+        result, schedule = results[round(timeline.peak, 9)], timeline.schedule
         what = f"{schedule.name}, {schedule.placement.num_chunks} chunks"
         assert result.makespan <= timeline.makespan * (1 + 1e-9), what
 
@@ -158,59 +159,13 @@ def test_costs_that_no_fixed_rule_suits() -> None:
     assert simulate(result.schedule, costs).bubble_rate <= 0.195
 
 
-@pytest.mark.parametrize(
-    ("p", "m", "cap", "costs", "makespan"),
-    [
-        (2, 4, 0.5, (1, 1, 1), 16.5),
-        (2, 4, 0.75, (1, 1, 1), 13.5),
-        (2, 6, 0.75, (1, 1.5, 0.5), 21.0),
-        (3, 6, 0.5, (1, 1.5, 0.5), 29.75),
-    ],
-)
-def test_optimal_although_the_bound_is_lower(
-    p: int, m: int, cap: float, costs: tuple[float, float, float], makespan: float
-) -> None:
-    placement = Placement.v_shape(p)
-    result = search(p, m, Costs(*costs), cap, effort=1, placements=[placement])
-    assert lower_bound(placement, m, Costs(*costs), cap) < result.makespan == pytest.approx(makespan)
-    assert result.is_optimal and result.gap == 0 and result.lower_bound == result.best.lower_bound == result.makespan
-
-
-def test_exact_search_improves_what_was_found_and_gives_up_in_time() -> None:
-    placement, costs = Placement.v_shape(2), Costs()
-    problem = make_problem(placement, 4, costs, [2, 2])
-    ticks_per_second = problem.ticks_per_second
-    solved = solve(problem, round(20 * ticks_per_second), 1000)
-    assert solved is not None and solved.table is not None
-    schedule = to_schedule("exact", placement, problem, solved.table.orders)
-    validate(schedule, memory_cap=0.5)
-    assert simulate(schedule, costs).makespan == pytest.approx(16.5)
-    proved = solve(problem, solved.table.makespan, 1000)
-    assert proved is not None and proved.table is None, "nothing is shorter"
-    assert solve(problem, round(20 * ticks_per_second), 20) is None
-
-
-def test_memory_in_bytes_and_a_cap_per_device() -> None:
-    p, m = 4, 6
-    costs = Costs(1, 1.5, 0.5, memory={Kind.F: 1000.0, Kind.I: -400.0, Kind.W: -600.0})
-    caps = [2200.0, 2600.0, 3000.0, 2400.0]
-    result = search(p, m, costs, caps, max_chunks=2)
-    assert all(peak <= cap for peak, cap in zip(result.peaks, caps, strict=True))
-    timeline = simulate(result.schedule, costs)
-    assert timeline.peaks == result.peaks
-    assert result.lower_bound <= result.makespan
-
-
-def test_a_cap_that_nothing_fits_says_what_is_needed() -> None:
-    with refused("cap-unreachable", "0.25", kind=UnsupportedError):
-        search(4, 8, Costs(), 0.2)
-    with refused("wrong-count", 3, 4, kind=UnsupportedError):
-        search(4, 8, Costs(), [1.0, 1.0, 1.0])
-
-
-def test_costs_that_never_give_memory_back_are_said_to_be_the_reason() -> None:
-    with refused("cap-unreachable", 1, kind=UnsupportedError):
-        search(2, 8, Costs(memory={Kind.F: 1.0, Kind.I: 0.0, Kind.W: 0.0}), 2.0)
+def test_exact_search_gives_up_after_its_number_of_states() -> None:
+    """What it finds is compared with all orders in test_tiny.py."""
+    problem = make_problem(Placement.v_shape(2), 4, Costs(), [2, 2])
+    shorter_than = round(20 * problem.ticks_per_second)
+    solved = solve(problem, shorter_than, 1000)
+    assert solved is not None and solved.table.makespan == round(16.5 * problem.ticks_per_second)
+    assert solve(problem, shorter_than, 20) is None
 
 
 def test_costs_of_single_stages_choose_the_placements() -> None:
@@ -227,10 +182,10 @@ def test_costs_of_single_stages_choose_the_placements() -> None:
 @pytest.mark.parametrize("p2p", [0.0, 2.0])
 def test_even_without_time_no_family_is_better(p2p: float) -> None:
     costs = Costs(2, 1, 0.1, p2p=p2p)
-    found = search_schedule(num_devices=4, num_microbatches=8, costs=costs, memory_cap=1.0, seconds=0.5)
+    result = search_schedule(num_devices=4, num_microbatches=8, costs=costs, memory_cap=1.0, seconds=0.5)
     for name in ("1f1b", "zb-h1", "zbv", "v-half", "gis"):
         family = simulate(build_schedule(name, num_devices=4, num_microbatches=8), costs)
-        assert found.makespan <= family.makespan * (1 + 1e-9), name
+        assert result.makespan <= family.makespan * (1 + 1e-9), name
 
 
 @pytest.mark.parametrize(
@@ -239,6 +194,9 @@ def test_even_without_time_no_family_is_better(p2p: float) -> None:
         ({"memory_cap": float("nan")}, ("bad-number", 0)),
         ({"memory_cap": -1.0}, ("bad-number", 0)),
         ({"memory_cap": 0.0}, ("cap-unreachable", 0)),
+        ({"memory_cap": 0.2}, ("cap-unreachable", "0.25")),
+        ({"memory_cap": [1.0, 1.0, 1.0]}, ("wrong-count", 3, 4)),
+        ({"memory_cap": 2.0, "costs": Costs(memory={Kind.F: 1.0, Kind.I: 0.0, Kind.W: 0.0})}, ("cap-unreachable", 1)),
         ({"placements": []}, ("unsupported-placement",)),
         ({"placements": [Placement.linear(3)]}, ("unsupported-placement", 4)),
         ({"num_microbatches": 0}, ("bad-number",)),
@@ -295,7 +253,7 @@ def test_the_first_start_keeps_every_cap(data: st.DataObject) -> None:
 def test_stages_of_any_length_are_justified_in_every_mode(data: st.DataObject) -> None:
     """For a period the clocks of devices start at different moments, and justification reverses time."""
     p, m, n = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 1, 2, 3]))
-    any_devices = st.permutations((*range(p), *range(p))).map(lambda found: Placement.from_devices(tuple(found)))
+    any_devices = st.permutations((*range(p), *range(p))).map(lambda devices: Placement.from_devices(tuple(devices)))
     placement = data.draw(st.one_of(st.sampled_from([Placement.linear(p), Placement.v_shape(p)]), any_devices))
     short = data.draw(st.integers(0, placement.num_stages - 1))
 
@@ -317,29 +275,10 @@ def test_stages_of_any_length_are_justified_in_every_mode(data: st.DataObject) -
         validate(to_schedule(AUTO, placement, problem, justified.orders), costs, caps)
 
 
-def test_the_period_of_a_short_stage_after_longer_ones() -> None:
-    forward, backward = (1, 1, 1, 1, 0.3, 1, 1, 1), (1, 1.5, 1, 1.5, 0.01, 1, 1.5, 1.5)
-    costs = Costs(forward, backward, (0.8, 0.8, 0.8, 0.8, 0.8, 1.6, 0.8, 0.8))
-    result = search(4, 8, costs, None, placements=[Placement.v_shape(4)], period=True)
-    validate(result.schedule, costs)
-    assert result.makespan == stream(result.schedule, costs).period
-
-
 def test_a_search_that_ran_out_of_time_is_not_kept(tmp_path) -> None:
     question = {"num_devices": 4, "num_microbatches": 8, "costs": Costs(1, 1.5, 0.5), "memory_cap": 0.5}
     search_schedule(**question, seconds=0, cache=ResultCache(tmp_path))
     assert not list(tmp_path.glob("*.json"))
-
-
-def test_finished_searches_are_found_again(tmp_path) -> None:
-    cache = ResultCache(tmp_path)
-    question = {"p": 2, "m": 4, "costs": Costs(1, 1.5, 0.5), "cap": 0.75, "max_chunks": 2}
-    fresh = search(**question, cache=cache)
-    (kept,) = tmp_path.glob("*.json")
-    again = search(**question, cache=cache)
-    assert again.candidates == fresh.candidates and again.seconds == 0 < fresh.seconds
-    search(**{**question, "cap": 1.0}, cache=cache)
-    assert len(list(tmp_path.glob("*.json"))) == 2
 
 
 CACHED = {"p": 2, "m": 4, "costs": Costs(1, 1.5, 0.5), "cap": 0.75, "max_chunks": 2}
@@ -352,6 +291,14 @@ def cached(tmp_path: Path) -> tuple[ResultCache, SearchResult, Path]:
     fresh = search(**CACHED, cache=cache)
     (file,) = (tmp_path / "cache").iterdir()
     return cache, fresh, file
+
+
+def test_finished_searches_are_found_again(cached) -> None:
+    cache, fresh, file = cached
+    again = search(**CACHED, cache=cache)
+    assert again.candidates == fresh.candidates and again.seconds == 0 < fresh.seconds
+    search(**{**CACHED, "cap": 1.0}, cache=cache)
+    assert len(list(file.parent.iterdir())) == 2
 
 
 def wrong_files(values: dict, tmp_path: Path) -> Iterator[tuple[str, str]]:
@@ -437,7 +384,7 @@ def test_a_damaged_file_never_changes_a_result(data: st.DataObject) -> None:
         file.write_text(text[:at] + data.draw(st.text('0123456789FIWB,.\\n"-e', max_size=3)) + text[at + length :])
         again = search(2, 2, Costs(1, 1.5, 0.5), 1.0, effort=0.02, max_chunks=2, cache=cache)
         # Another valid order is no lie about its makespan and bounds.
-        assert all(simulate(each.schedule, Costs(1, 1.5, 0.5)).makespan == each.makespan for each in again.candidates)
+        assert all(simulate(c.schedule, Costs(1, 1.5, 0.5)).makespan == c.makespan for c in again.candidates)
         assert again.lower_bound == pytest.approx(fresh.lower_bound, rel=1e-5)
         assert again.makespan >= fresh.lower_bound * (1 - 1e-5)
 
@@ -509,23 +456,13 @@ def test_auto_keeps_the_best_number_of_slices() -> None:
     chosen = choose(Request(AUTO, None, options=options), Shape(4, None, 1), Knowledge())
     assert chosen.schedule.slices == 4
     validate(chosen.schedule)
-    assert {each.schedule.slices for each in chosen.search.candidates} == {1, 2, 4}
+    assert {candidate.schedule.slices for candidate in chosen.search.candidates} == {1, 2, 4}
     alone = {
         n: choose(Request(AUTO, None, options={**options, "slices": n}), Shape(4, None, 1), Knowledge())
         for n in (1, 2, 4)
     }
-    assert chosen.search.makespan == min(each.search.makespan for each in alone.values())
-    assert chosen.search.lower_bound == min(each.search.lower_bound for each in alone.values())
-
-
-def test_a_cap_that_only_slices_keep() -> None:
-    options = {"slices": [1, 4], "placement": "linear", "seconds": 600, "effort": 0.2}
-    cap = MemoryCap((0.6, 0.6, 0.3, 0.3), False)
-    chosen = choose(Request(AUTO, cap, options=options), Shape(4, None, 6), Knowledge())
-    one = choose(Request(AUTO, cap, options={**options, "slices": 1}), Shape(4, None, 6), Knowledge())
-    assert chosen.schedule.slices == 4
-    assert chosen.search.makespan < one.search.makespan
-    validate(chosen.schedule, memory_cap=cap.amount)
+    assert chosen.search.makespan == min(choice.search.makespan for choice in alone.values())
+    assert chosen.search.lower_bound == min(choice.search.lower_bound for choice in alone.values())
 
 
 def test_auto_without_the_option_is_as_before() -> None:
@@ -544,16 +481,12 @@ def test_auto_without_the_option_is_as_before() -> None:
     assert plain.schedule.orders == one.schedule.orders == direct.schedule.orders
 
 
-@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "2,x", "", [], [2, 0], None])
-def test_wrong_numbers_of_slices(wrong: object) -> None:
-    with refused("bad-syntax" if wrong == [] else "bad-number", kind=UnsupportedError):
-        slice_counts(wrong)
-
-
 def test_numbers_of_slices() -> None:
-    assert slice_counts(4) == (4,)
-    assert slice_counts("8, 1,2,2") == (1, 2, 8)
-    assert slice_counts([2, 1]) == (1, 2)
+    for value, counts in ((4, (4,)), ("8, 1,2,2", (1, 2, 8)), ([2, 1], (1, 2))):
+        assert slice_counts(value) == counts
+    for wrong in (0, -1, True, 1.5, "2,x", "", [], [2, 0], None):
+        with refused("bad-syntax" if wrong == [] else "bad-number", kind=UnsupportedError):
+            slice_counts(wrong)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import examples, nightly
+from lanes import examples
 from promises import assert_bubble_as_promised, assert_correct, assert_peak_as_promised
 from refusals import refused
 
@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
 
 # SlimPipe takes multiples of p alone.
-NAMES = [each.name for each in families() if "slices" in each.options and each.name != "slimpipe"]
+NAMES = [family.name for family in families() if "slices" in family.options and family.name != "slimpipe"]
 
 
 def build(name: str, p: int, m: int, **options: object) -> Schedule:
@@ -47,51 +47,28 @@ def test_whole_sequences_run_in_the_orders_that_families_had_before_slices(name:
     assert hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16] == UNSLICED[name]
 
 
-SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, p - 1, p, p + 1, 2 * p, 3 * p + 1)]
+SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, p - 1, p, p + 1, 2 * p, 3 * p + 1) if m]
+SLICED = [
+    *((name, {}, sizes) for name in NAMES for sizes in (((2, SIZES), (5, SIZES)), ((16, [(16, 2)]), (3, [(12, 24)])))),
+    *(("interleaved", {"chunks": v}, [(n, [(p, 2 * p), (p, 4 * p + 1)]) for p, n in ((3, 3), (4, 6))]) for v in (1, 3)),
+]
+"""Family, options, and numbers of slices with devices and microbatches."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", [2, 5])
-def test_correct_and_as_small_and_fast_as_promised(name: str, n: int) -> None:
-    for p, m in SIZES:
-        schedule = build(name, p, max(m, 1), slices=n)
-        assert_correct(schedule)
-        assert schedule.slices == n
-        assert_peak_as_promised(family(name), schedule, max(oracle.peak(schedule)))
-        if m >= 2 * p:
-            assert_bubble_as_promised(family(name), schedule)
-
-
-@nightly("test_correct_and_as_small_and_fast_as_promised, test_slices_save_memory_and_cost_no_time")
-@pytest.mark.parametrize("name", NAMES)
-def test_many_slices_on_many_devices(name: str) -> None:
-    for p, m, n in ((16, 2, 16), (12, 24, 3)):
-        schedule = build(name, p, m, slices=n)
-        assert_correct(schedule)
-        assert_peak_as_promised(family(name), schedule, max(oracle.peak(schedule)))
-        if m >= 2 * p:
-            assert_bubble_as_promised(family(name), schedule)
-
-
-@examples(100)
-@given(data=st.data())
-def test_slices_save_memory_and_cost_no_time(data: st.DataObject) -> None:
-    """Of equal slices and equal passes."""
-    name = data.draw(st.sampled_from(NAMES))
-    p, m, n = (data.draw(st.integers(1, most)) for most in (9, 14, 6))
-    schedule, whole = build(name, p, m, slices=n), build(name, p, m, slices=1)
-    assert_correct(schedule)
-    assert max(oracle.peak(schedule)) <= max(oracle.peak(whole))
-    assert oracle.makespan(schedule, 1, 1, 1) <= oracle.makespan(whole, 1, 1, 1) + 1e-9
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_forwards_run_slice_by_slice_and_backwards_in_reverse(name: str) -> None:
-    schedule = build(name, 3, 2, slices=3)
-    for stage, device in enumerate(schedule.placement.devices):
-        units = {letter: [a.microbatch for a in schedule.orders[device] if a.stage == stage and a.kind.value in letter]
-                 for letter in ("F", "IB", "WB")}  # fmt: skip
-        assert units == {"F": [0, 1, 2, 3, 4, 5], "IB": [2, 1, 0, 5, 4, 3], "WB": [2, 1, 0, 5, 4, 3]}
+@pytest.mark.parametrize(("name", "options", "sizes"), SLICED)
+def test_correct_and_as_small_and_fast_as_promised(name: str, options: dict, sizes: list) -> None:
+    for n, shapes in sizes:
+        for p, m in shapes:
+            schedule = build(name, p, m, slices=n, **options)
+            assert_correct(schedule)
+            assert schedule.slices == n
+            whole = build(name, p, m, slices=1, **options)
+            if "chunks" not in options:
+                assert max(oracle.peak(schedule)) <= max(oracle.peak(whole)), "slices save memory"
+                assert oracle.makespan(schedule, 1, 1, 1) <= oracle.makespan(whole, 1, 1, 1) + 1e-9, "and cost no time"
+            assert_peak_as_promised(family(name), schedule, max(oracle.peak(schedule)))
+            if m >= 2 * p:
+                assert_bubble_as_promised(family(name), schedule)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,15 +88,6 @@ def test_interleaved_slices_in_groups_of_any_size(data: st.DataObject) -> None:
     # A microbatch's slices are in as many groups more than one, each of which holds all chunks.
     groups = 1 + -(-(n - 1) // group)
     assert max(oracle.peak(schedule)) * p * v * n <= 2 * p - 2 + n + (v - 1) * groups * group
-
-
-@pytest.mark.parametrize("v", [1, 2, 3])
-@pytest.mark.parametrize(("p", "n"), [(2, 3), (3, 3), (4, 2), (4, 6), (5, 2)])
-def test_interleaved_bubble_and_peak(p: int, n: int, v: int) -> None:
-    for m in (2 * p, 4 * p + 1):
-        schedule = build("interleaved", p, m, slices=n, chunks=v)
-        assert_peak_as_promised(family("interleaved"), schedule, max(oracle.peak(schedule)))
-        assert_bubble_as_promised(family("interleaved"), schedule)
 
 
 def test_the_order_of_seq1f1b_on_two_devices() -> None:
@@ -147,9 +115,3 @@ def test_slimpipe_holds_one_microbatch_on_every_device(p: int, times: int, v: in
     if (p, times, v) == (4, 2, 1):
         assert build("slimpipe", 4, 3, slices=8, chunks=1).orders == build("seq1f1b", 4, 3, slices=8).orders
         assert build("slimpipe", 4, 3) == build("slimpipe", 4, 3, slices=4, chunks=2)
-
-
-@pytest.mark.parametrize("n", [1, 6, 9])
-def test_slices_that_do_not_fill_the_devices_of_slimpipe_are_refused(n: int) -> None:
-    with refused("slices-do-not-fit", 4, n, -(-n // 4) * 4, kind=UnsupportedError):
-        build("slimpipe", 4, 8, slices=n)

@@ -31,19 +31,18 @@ def test_schedules_whose_first_device_works_from_end_to_end_gain_nothing(name):
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0]])
 @pytest.mark.parametrize(("name", "part"), [("zbv", 6), ("zb-h2", 3)])
 def test_zero_bubble_schedules_gain_what_their_closed_form_says(name, part, p, m):
-    found = stream(build_schedule(name, num_devices=p, num_microbatches=m))
-    assert found.gain == pytest.approx(1 + Fraction(p - 1, part * m))
+    steps = stream(build_schedule(name, num_devices=p, num_microbatches=m))
+    assert steps.gain == pytest.approx(1 + Fraction(p - 1, part * m))
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_double_buffered_weights_save_the_drain_as_their_closed_form_says(p, m, forward, backward):
     costs = Costs(forward, backward / 2, backward / 2)
-    found = stream(build_schedule("pipedream-2bw", num_devices=p, num_microbatches=m), costs)
-    assert found.gain == pytest.approx(1 + (p - 1) * backward / (m * (forward + backward)))
-    assert found.synchronous == pytest.approx(
-        family_window("pipedream-2bw", p, m, steady(p, m)).simulate(costs).makespan
-    )
+    steps = stream(build_schedule("pipedream-2bw", num_devices=p, num_microbatches=m), costs)
+    assert steps.gain == pytest.approx(1 + (p - 1) * backward / (m * (forward + backward)))
+    window = family_window("pipedream-2bw", p, m, steady(p, m))
+    assert steps.synchronous == pytest.approx(window.simulate(costs).makespan)
 
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(1, 1.2, 0.8, p2p=0.05), Costs(1.3, 0.9, 0.4, p2p=0.2)])

@@ -20,7 +20,8 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import SearchResult, search_schedule
-from megatron_pipemem.search.problem import better_full
+from megatron_pipemem.search.exact import solve
+from megatron_pipemem.search.problem import better_full, make_problem
 
 
 class Tiny(NamedTuple):
@@ -141,6 +142,16 @@ def test_no_order_beats_the_bound_or_keeps_a_cap_that_it_refuses(tiny: Tiny) -> 
 @example(tiny=TAKEN)
 def test_what_is_found_is_within_the_caps_and_what_is_called_optimal_is(tiny: Tiny) -> None:
     assert_searched(tiny, shortest(tiny))
+
+
+@examples(100)
+@given(tiny=problems(odd=False))
+def test_an_exact_search_without_a_first_order_finds_the_shortest_step(tiny: Tiny) -> None:
+    placement, costs = terms(tiny)
+    problem, optimum = make_problem(placement, tiny.m, costs, tiny.caps), shortest(tiny, "FIW")
+    solved = solve(problem, 1000 * max(problem.ticks), 100_000)
+    assert solved is not None and (solved.table is None) is (optimum is None)
+    assert optimum is None or solved.table.makespan == pytest.approx(optimum * problem.ticks_per_second, rel=1e-6)
 
 
 def test_stages_go_to_any_device_next() -> None:

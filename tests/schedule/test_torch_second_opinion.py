@@ -56,10 +56,10 @@ def torch_orders(orders):
 def judge(schedule: Schedule) -> None:
     """torch accepts the schedule, finds the same placement, derives the same messages, and sees its lowering end."""
     placement = schedule.placement
-    found = schedules._validate_schedule(
+    devices = schedules._validate_schedule(
         torch_orders(schedule.orders), placement.num_devices, placement.num_stages, schedule.num_microbatches
     )
-    assert found == dict(enumerate(placement.devices))
+    assert devices == dict(enumerate(placement.devices))
     theirs = schedules._add_send_recv(
         torch_orders(schedule.orders), placement.devices.__getitem__, placement.num_stages
     )
@@ -72,12 +72,11 @@ def judge(schedule: Schedule) -> None:
     simulate_in_torch(theirs, placement)
 
 
-def simulate_in_torch(actions, placement) -> int:
-    """Steps of torch's simulation, which raises if a device never ends."""
+def simulate_in_torch(actions, placement) -> None:
+    """Run torch's simulation, which raises if a device never ends."""
     simulated = schedules._simulate_comms_compute(actions, placement.devices.__getitem__, placement.num_stages)
     ran = {device: [a for a in steps if a is not None] for device, steps in simulated.items()}
     assert ran == {device: list(order) for device, order in actions.items()}
-    return max(map(len, simulated.values()))
 
 
 @pytest.mark.parametrize(("num_devices", "num_microbatches"), SHAPES)
@@ -90,16 +89,6 @@ def test_torch_agrees_on_every_family(name, num_devices, num_microbatches):
 @given(random_schedules(max_microbatches=4))
 def test_torch_agrees_on_random_schedules(schedule):
     judge(schedule)
-
-
-@pytest.mark.parametrize(("name", "steps"), [("zbv", 570), ("1f1b-v", 554)])
-def test_simulated_steps_are_those_of_the_reference_tables(name, steps):
-    """Published tables at 8 devices and 33 microbatches, counted in torch's steps, where a message takes one too."""
-    schedule = build_schedule(name, num_devices=8, num_microbatches=33)
-    theirs = schedules._add_send_recv(
-        torch_orders(schedule.orders), schedule.placement.devices.__getitem__, schedule.num_stages
-    )
-    assert simulate_in_torch(theirs, schedule.placement) == steps
 
 
 # ----------------------------------------------------------------------------------------------------------------- CSV
@@ -197,15 +186,6 @@ def test_we_run_nothing_that_adds_gradients_in_another_order():
     with refused("wrong-order", kind=ScheduleError):
         validate(schedule)
     validate_program(lower(schedule), microbatch_order=False)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "num_microbatches", "num_devices"),
-    [(2, 2, 2), (4, 16, 4), (4, 16, 8), (3, 12, 4), (4, 10, 5), (2, 3, 4), (2, 15, 4)],
-)
-def test_interleaved_on_the_grid_of_torch(chunks, num_microbatches, num_devices):
-    """torch's own tests skip the counts that devices do not divide."""
-    judge(build_schedule("interleaved", num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 10), (4, 8), (8, 20)])

