@@ -215,10 +215,7 @@ def check(request: Request) -> Request:
 
 
 def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Raise an UnsupportedError if the search (``auto``) or the family does not accept one of the request's options.
-
-    ``of_search`` has the names of the options that a search accepts.
-    """
+    """Raise an UnsupportedError if the search (``auto``) or the family does not accept one of the request's options."""
     name, options = request.schedule, request.options
     if not request.searches:
         if request.file is None and not request.is_stock:

@@ -24,10 +24,7 @@ TIMED_PASSES = 2
 
 
 def why_one_queue(environment: Mapping[str, str], times_passes: bool) -> str | None:
-    """Return the first setting that needs the order for one hardware queue, as a clause.
-
-    ``times_passes`` is whether Megatron times every F, I and B. The result is ``None`` if the usual order can run.
-    """
+    """Return the first setting that needs the order for one hardware queue, as a clause; ``None`` if there is none."""
     for name, effect in _VARIABLES.items():
         if environment.get(name) == "1":
             return f"{name}=1 {effect}"
@@ -40,10 +37,7 @@ def why_one_queue(environment: Mapping[str, str], times_passes: bool) -> str | N
 
 
 def one_queue_of(flags: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the order of our schedules on GPUs, if one of Megatron's flags changes it.
-
-    ``flags`` have no leading dashes.
-    """
+    """Return a sentence about the order of our schedules on GPUs, if one of Megatron's flags changes it."""
     reason = why_one_queue({}, str(flags.get(_TIMERS)) == str(TIMED_PASSES))
     return (
         None

@@ -93,10 +93,7 @@ def flags_of(request: type) -> Mapping[str, Flag]:
 
 
 def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **settings: Any) -> Any:
-    """Return a dataclass field with a flag.
-
-    ``choices`` lists all allowed values; if it is empty, the value is not restricted. ``told`` has fields of ``Flag``.
-    """
+    """Return a dataclass field with a flag. Without ``choices`` its value is not restricted."""
     if choices:
         settings["read"] = _one_of(choices)
     flag = Flag(help, metavar or "|".join(choices), **settings)
@@ -115,12 +112,18 @@ def _one_of(choices: Sequence[str]) -> Reader:
     return read
 
 
-def _caps(flag: str, value: Any) -> MemoryCap | None:
-    return value if value is None or isinstance(value, MemoryCap) else parse_caps(value)
+def _optional(read: Reader) -> Reader:
+    return lambda flag, value: None if value is None else read(flag, value)
 
 
-def _bytes(flag: str, value: Any) -> float | None:
-    return None if value is None else parse_bytes(flag, value if isinstance(value, str) else f"{value:f}B")
+@_optional
+def _caps(flag: str, value: Any) -> MemoryCap:
+    return value if isinstance(value, MemoryCap) else parse_caps(value)
+
+
+@_optional
+def _bytes(flag: str, value: Any) -> float:
+    return parse_bytes(flag, value if isinstance(value, str) else f"{value:f}B")
 
 
 def _sent(flag: str, value: Any) -> str | int:
@@ -129,10 +132,6 @@ def _sent(flag: str, value: Any) -> str | int:
     Commands that simulate also give a number of chunks, which is returned unchecked.
     """
     return value if isinstance(value, int) else _one_of(OFFLOAD)("offload", value)
-
-
-def _pieces(flag: str, value: Any) -> int | None:
-    return None if value is None else int(COUNT.read(flag, value))
 
 
 def _early(flag: str, value: Any) -> str:
@@ -157,10 +156,6 @@ def _groups(flag: str, value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def _ratio(flag: str, value: Any) -> float | None:
-    return None if value is None else POSITIVE.read(flag, value)
-
-
 def _least_bytes(flag: str, value: Any) -> int:
     return value if isinstance(value, int) else int(parse_bytes(flag, value))
 
@@ -178,7 +173,7 @@ class TransferOptions:
     # while it is on the host.
     guard: bool = field(default=False, metadata={"read": _switch})
     # Seconds to copy a layer's activations to the host and back, divided by those of its F, I and W; ``None``: measure.
-    ratio: float | None = field(default=None, metadata={"read": _ratio})
+    ratio: float | None = field(default=None, metadata={"read": _optional(POSITIVE.read)})
     # Groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
     switches: tuple[tuple[int, ...], ...] = field(default=(), metadata={"read": _groups})
 
@@ -348,7 +343,7 @@ class Request(ScheduleOptions):
         None,
         "compute the cut head's logits for N tokens at a time, which bounds their bytes in fp32 (default: all)",
         "N",
-        read=_pieces,
+        read=_optional(COUNT.read),
     )
     single_queue: bool = _field(
         False,
@@ -396,10 +391,7 @@ class Request(ScheduleOptions):
         return cls(schedule.name, cap, offload=AUTO, file=schedule)
 
     def decided(self, barriers: int) -> Request:
-        """Return a copy of the request with 1 or 2 vocabulary barriers, or with an uncut vocabulary (0).
-
-        ``barriers`` replaces the cut that the request asked for.
-        """
+        """Return a copy of the request with 1 or 2 vocabulary barriers, or with an uncut vocabulary (0)."""
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
         return replace(self, vocab_parallel=cut)
 

@@ -110,10 +110,7 @@ def vocabulary_ways[T](
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs) -> Schedule:
-    """Return the schedule with vocabulary passes that have 1 or 2 barriers; with 0 barriers the schedule itself.
-
-    ``costs`` decide on the places of the passes.
-    """
+    """Return the schedule with vocabulary passes that have 1 or 2 barriers; with 0 barriers the schedule itself."""
     if not barriers:
         return schedule
     from megatron_pipemem.features.vocabulary import orders
@@ -154,11 +151,7 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
-    """Build the schedule of the requested family.
-
-    The user's options come before the chunks and group size of ``shape``. A group size of one microbatch per rank,
-    which is Megatron's default, is ignored.
-    """
+    """Build the schedule of the requested family."""
     options, accepted = dict(request.options), family(request.schedule).options
     # Replace the default of Megatron by our default, which copes better with an odd last group.
     group_size = None if shape.group_size == shape.num_devices else shape.group_size
@@ -177,10 +170,7 @@ def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule
 
 
 def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the choice for an evaluation step: the forwards of the family's schedule, if it can be built.
-
-    Otherwise it has the order of ``forward_schedule``.
-    """
+    """Return the choice for an evaluation step: the forwards of the family's schedule, if it can be built."""
     bare, schedule = request.without_offload(), None
     if bare.family is not None:
         # The family may require numbers of microbatches that hold for training only.

@@ -73,9 +73,8 @@ def placements_of(
 ) -> tuple[Placement, ...]:
     """Return the placement of a schedule on a model with this cut; for ``auto`` all placements that it may choose.
 
-    ``schedule`` is the name of a family, or ``auto``, and ``options`` are the options of the schedule. Without a cut,
-    the schedule and its options determine the number of chunks. Raise an UnsupportedError if the schedule cannot run a
-    model with this cut.
+    Without a cut, the schedule and its options determine the number of chunks. Raise an UnsupportedError if the
+    schedule cannot run a model with this cut.
     """
     requested = dict(options)
     is_open = schedule == AUTO or ("chunks" in family(schedule).options and "waves" not in requested)

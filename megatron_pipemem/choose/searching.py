@@ -68,10 +68,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     results: list[SearchResult] = []
 
     def consider(candidate: Candidate) -> Sequence[float]:
-        """Store a candidate that keeps the cap, if it is the fastest of its placement and slices.
-
-        Return its excess over the cap per device.
-        """
+        """Store a candidate that keeps the cap, if it is the fastest of its kind, and return its excess per device."""
         schedule = with_barriers(candidate.schedule, request.barriers, costs)
         if not request.searches_period and (request.barriers or tries > 1):
             candidate = _candidate(schedule, costs, caps if not request.barriers else None, candidate.found_by)
@@ -119,10 +116,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge) -> Choice:
-    """Return the choice with the order of ``base``, and with recomputation and offload so that it keeps the cap.
-
-    Raise a MemoryCapError if no plan keeps it.
-    """
+    """Return the choice with the order of ``base``, and with recomputation and offload so that it keeps the cap."""
     costs = knowledge.offload_costs(request, base.placement)
     plans = Plans(request, knowledge, costs)
     plans.add(base.name, base)
@@ -201,10 +195,7 @@ def _under_higher_caps(
 def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
-    """Return ``search_schedule`` with all arguments set except ``memory_cap`` and ``seconds``. Nothing is searched yet.
-
-    ``effort`` is used if the options of the request have none.
-    """
+    """Return ``search_schedule`` with all arguments set but ``memory_cap`` and ``seconds``. Nothing is searched yet."""
     return partial(
         search_schedule,
         num_devices=shape.num_devices,
@@ -356,10 +347,7 @@ class Plans:
             candidates = over
 
     def fastest(self) -> tuple[OffloadPlan, str]:
-        """Return the fastest plan that keeps the cap, and the name of its order.
-
-        Raise a MemoryCapError if no plan keeps the cap, and an UnsupportedError if there was no order.
-        """
+        """Return the fastest plan that keeps the cap, and the name of its order."""
         if not (self.kept or self._missed):
             raise UnsupportedError(
                 "cap-unreachable",

@@ -35,6 +35,8 @@ def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def _device_passes(device: int, p: int, n: int) -> list[Pass]:
+    # p = 3, m = 7, device 1 with stages 1 and 4; its steady state is (F1 B4 F4 B1), once per microbatch:
+    #   1F0 1F1 | 1F2 4F0 1F3 4F1 | 4I0 4W0 4F2 | 1F4 4B1 4F3 1B0 ... | 4B4 4F6 1B3 | 4B5 1B4 4I6 1I5 | 4W6 1I6 | 1W5 1W6
     first, second = device, 2 * p - 1 - device
     below = p - 1 - device  # devices between this one and the turn of the V
     f0, f1 = Pass(Kind.F, first), Pass(Kind.F, second)
@@ -94,6 +96,9 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
     there is no bubble between units. The number of devices must be even, because otherwise two passes would need the
     same slot.
     """
+    # p = 4, m = 4: microbatches 0 and 1 go down the devices on stages 0 to 3, 2 and 3 go up on stages 4 to 7.
+    #   device 0: 0F0 0F1 .. 7F2 7B2 7F3 7B3 .. 0B0 0B1
+    #   device 3: 4F2 4F3 .. 3F0 3B0 3F1 3B1 .. 4B2 4B3
     p, m = num_devices, num_microbatches
     _check_even("chimera", p)
     if not isinstance(doubling, bool):

@@ -120,10 +120,7 @@ class Block:
 
     @classmethod
     def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
-        """Make a block from the slots of F and I. Each W gets the first slot after its I that is free in all repeats.
-
-        W are placed in the order of their I. Raise a ScheduleError if no slot is free, or if ``Block`` refuses it.
-        """
+        """Make a block from the slots of F and I. Each W gets the first slot after its I that is free in every repeat."""
         starts = dict(starts)
         taken = {(placement.devices[stage], slot % interval) for (_, stage), slot in starts.items()}
         inputs = sorted((slot, stage) for (kind, stage), slot in starts.items() if kind is Kind.I)

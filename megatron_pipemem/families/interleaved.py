@@ -74,10 +74,7 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
 
 
 def _group(p: int, n: int) -> int:
-    """Return the number of slices in the smallest group of whole microbatches with at least ``p`` slices.
-
-    ``n`` is the number of slices of a microbatch.
-    """
+    """Return the number of slices in the smallest group of whole microbatches (``n`` each) with ``p`` slices or more."""
     return -(-p // n) * n
 
 
@@ -221,6 +218,9 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
     ``sizes`` has the number of microbatches of every group. For groups of equal size, each at least half of the devices,
     the order is that of ``_in_slots``.
     """
+    # p = 2, 2 chunks, groups of 2 microbatches:
+    #   device 0: 0F0 0F1 2F0 2F1 | 2I0 2W0 0F2  2I1 2W1 0F3  0I0 0W0 2F2  0I1 0W1 2F3  2I2 2W2 ...
+    #   device 1: 1F0 1F1 3F0     | 3I0 3W0 3F1  3I1 3W1 1F2  1I0 1W0 1F3  1I1 1W1 3F2  3I2 3W2 ...
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
     warm_up = max(sizes) * (v - 1) + p - device
@@ -234,10 +234,7 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 
 
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
-    """Return the passes of a device in the order of their slots.
-
-    The last group may have fewer microbatches.
-    """
+    """Return the passes of a device in the order of their slots."""
     forward, backward = grouped_slots(p, v, group)
     timetable = []
     for microbatch in range(m):

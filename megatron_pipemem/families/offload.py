@@ -61,10 +61,7 @@ def _prompt(timeline: Timeline, device: int, most: int) -> Order:
 def uniform_repeating(
     num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
 ) -> Schedule:
-    """Build a schedule with uniform repeating: forwards run at the steady rate from the beginning, and no W waits.
-
-    ``placement`` is ``interleaved``, or ``v`` with 2 chunks. Raise an UnsupportedError for any other.
-    """
+    """Build a schedule with uniform repeating: forwards run at the steady rate from the beginning, and no W waits."""
     if placement == "interleaved":
         return gis_h(num_devices, num_microbatches, chunks, group_size=1)
     if placement != "v" or chunks != 2:

@@ -55,6 +55,10 @@ def eager_one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def _with_warm_up(name: str, p: int, m: int, forwards_ahead: Callable[[int], int], slices: int = 1) -> Schedule:
+    # p = 3, m = 4:
+    #   device 0: F0 F1 | F2 B0 F3 B1             | B2 B3     (warm-up | a forward and a backward in turn | cool-down)
+    #   device 1: F0    | F1 B0 F2 B1 F3 B2       | B3
+    #   device 2:       | F0 B0 F1 B1 F2 B2 F3 B3 |
     units = m * slices
 
     def device_passes(device: int) -> list[Pass]:
@@ -91,6 +95,11 @@ _INTERVAL = 6
 
 def one_f_one_b_v(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
     """Build 1F1B over a V: passes start right after their input, and only every third backward waits for a slot."""
+    # p = 4: the slots of every pass, two for each B. The next microbatch follows 6 slots later.
+    #   device 0: F0 .. .. .. .. .. .. F7 B7 -- .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. B0 --
+    #   device 1: .. F1 .. .. .. .. F6 .. .. .. B6 -- .. .. .. .. .. .. .. .. .. .. .. .. .. B1 -- .. ..
+    #   device 2: .. .. F2 .. .. F5 .. .. .. .. .. .. B5 -- .. .. .. .. .. .. B2 -- .. .. .. .. .. .. ..
+    #   device 3: .. .. .. F3 F4 .. .. .. .. .. .. .. .. .. .. .. B4 -- B3 -- .. .. .. .. .. .. .. .. ..
     p, stages = num_devices, 2 * num_devices
     starts = {Pass(Kind.F, stage): stage for stage in range(stages)}
     clock = stages + (3 if p % 3 == 0 else 0)

@@ -50,6 +50,11 @@ def v_min(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
     If ``p`` is divisible by 3, the first I starts two slots later.
     """
+    # p = 4: the slot and the stage of every pass. The next microbatch follows 6 slots later.
+    #   device 0: F0 .. .. .. .. .. .. F7 I7 .. W7 .. .. .. .. I0 .. W0
+    #   device 1: .. F1 .. .. .. .. F6 .. .. I6 W6 .. .. .. I1 .. .. W1
+    #   device 2: .. .. F2 .. .. F5 .. .. .. .. I5 .. W5 I2 .. W2 .. ..
+    #   device 3: .. .. .. F3 F4 .. .. .. .. .. .. I4 I3 W4 W3 .. .. ..
     p, turn = num_devices, 0 if num_devices % 3 else 2
     slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
     return _repeated("v-min", slots, p, num_microbatches, slices)

@@ -45,6 +45,10 @@ def _zb(name: str, p: int, m: int, slices: int, turns: int) -> Schedule:
 
 
 def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> list[Pass]:
+    # ZB-H1, p = 3, m = 5: forwards ahead | I, W (``delay`` units later) and F in turn | W that are left
+    #   device 0: F0 F1 F2 | I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4 |
+    #   device 1: F0 F1    | I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 | W4
+    #   device 2: F0       | I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 | W3 W4
     forward, backward, weight = Pass(Kind.F, device), Pass(Kind.I, device), Pass(Kind.W, device)
     passes = [forward] * min(units, forwards_ahead)
     for place in range(units):

@@ -385,10 +385,7 @@ def mirrored(unit: int, slices: int) -> int:
 
 
 def last_slice(unit: int, slices: int) -> int:
-    """Return the number of the last slice in the microbatch of slice ``unit``: ``last_slice(5, 4)`` is 7.
-
-    Slices are counted over all microbatches. ``slices`` is their number per microbatch.
-    """
+    """Return the number of the last slice in the microbatch of slice ``unit``: ``last_slice(5, 4)`` is 7."""
     return unit - unit % slices + slices - 1
 
 

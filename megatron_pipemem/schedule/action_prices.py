@@ -38,11 +38,7 @@ def held_after(
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return one factor of memory per slice, or per microbatch if there are no slices.
-
-    The result is ``None`` if the costs have no microbatch weights. A CostsError is raised if they are for another
-    number of microbatches.
-    """
+    """Return one factor of memory per microbatch or slice; ``None`` if the costs have no weights of microbatches."""
     weights = costs.microbatch
     if weights is None:
         return None
@@ -85,10 +81,7 @@ class ActionPrices:
         return self.priced(kind, stage, unit) * weights.seconds_of(kind)[unit // self._slices]
 
     def priced(self, kind: Kind, stage: int, unit: int) -> float:
-        """Return the seconds that an action would take if its microbatch had weight 1; 0 for a kind without a price.
-
-        ``unit`` is the microbatch, or the slice.
-        """
+        """Return the seconds that an action would take if its microbatch had weight 1; 0 for a kind without a price."""
         prices = self._seconds.get(kind)
         if prices is None:
             return self._collectives.get(kind, 0.0)

@@ -72,10 +72,7 @@ class Chain:
         return sum(min(0, *self.memory[s]) for s in stages)
 
     def lives(self, stages: Sequence[int]) -> float:
-        """Return the microbatch's memory times the least seconds that it is held, summed over a device's stages.
-
-        The result is 0 if memory is negative after any pass.
-        """
+        """Return the microbatch's memory times the least seconds that it is held, summed over a device's stages."""
         if any(min(self.memory[s]) < 0 for s in stages):
             return 0.0  # negative memory could last for any time
         # During W, a split backward holds the memory after I, a full one that after F.
@@ -150,10 +147,7 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
 
 
 def _stage_memory(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[StageMemory]:
-    """Return a ``StageMemory`` for every stage and slice, stage by stage, in the unit of ``Costs.memory_changes``.
-
-    With several slices, these are lower bounds (``_settled``).
-    """
+    """Return a ``StageMemory`` for every stage and slice, stage by stage, in the unit of ``Costs.memory_changes``."""
     changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
@@ -334,10 +328,7 @@ class _Step:
         self._first, self._last = self._chains[::slices], self._chains[slices - 1 :: slices]
 
     def least_held(self, device: int) -> float:
-        """Return the lowest memory cap with which a device can run, in the unit of ``Costs.memory_changes``.
-
-        It is the peak of a device that runs one microbatch after another.
-        """
+        """Return the lowest memory cap with which a device can run, in the unit of ``Costs.memory_changes``."""
         stages, steps = self._stages[device], self._steps
         released = [sum(chain.least_memory(stages) for chain in step) for step in steps]
 
@@ -351,10 +342,7 @@ class _Step:
         return sum(chain.count * sum(max(0, *chain.memory[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return a lower bound of a step's seconds, from the work and the cap of one device.
-
-        ``cap`` is in the unit of ``Costs.memory_changes``.
-        """
+        """Return a lower bound of a step's seconds, from the work of a device and its cap in the unit of ``Chain.memory``."""
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]

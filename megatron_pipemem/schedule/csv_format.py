@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ def read_header(text: str) -> tuple[Header, str]:
     if not marked:
         return Header(), text
     first = marked[0]
+    bad_header = partial(ScheduleFormatError, "bad-header", line=first + 1)
     if len(marked) > 1:
         raise ScheduleFormatError(
             "bad-header", "the file has a second line that starts with #; join the two", line=marked[1] + 1
@@ -81,28 +83,20 @@ def read_header(text: str) -> tuple[Header, str]:
     lines[first] = ""
     replicas, devices, idle, *_ = header
     if devices and (len(devices) % replicas or len(set(devices)) <= max(devices)):
-        raise ScheduleFormatError(
-            "bad-header",
+        raise bad_header(
             "devices must name the device of every stage, as in devices=0-1-1-0: all devices from 0 up, and equally many "
-            f"stages for each of {replicas} replicas",
-            line=first + 1,
+            f"stages for each of {replicas} replicas"
         )
     if list(idle) != sorted(set(idle)) or (idle and (not devices or idle[-1] > max(devices))):
-        raise ScheduleFormatError(
-            "bad-header",
+        raise bad_header(
             "idle must name those of the devices in devices=... that have no line, each once and in rising order, as in "
-            "devices=0-1-2 idle=0-2; devices must be given too",
-            line=first + 1,
+            "devices=0-1-2 idle=0-2; devices must be given too"
         )
     if header.slices > MOST_CELLS:
-        raise ScheduleFormatError(
-            "bad-header", f"slices={header.slices} is more than the {MOST_CELLS:,} cells of a schedule", line=first + 1
-        )
+        raise bad_header(f"slices={header.slices} is more than the {MOST_CELLS:,} cells of a schedule")
     missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]
     if missing and header[-3:] != (None, None, None):
-        raise ScheduleFormatError(
-            "bad-header", f"weight updates need {missing[0]} too; add {missing[0]}=1, for example", line=first + 1
-        )
+        raise bad_header(f"weight updates need {missing[0]} too; add {missing[0]}=1, for example")
     return header, "\n".join(lines)
 
 
@@ -205,10 +199,7 @@ class Table:
                 )
 
     def placement(self) -> Placement:
-        """Return the placement in the header, or else the one that follows from the stages on every device's line.
-
-        Raise a ScheduleFormatError if there are no actions, or if a stage is on two devices or on none.
-        """
+        """Return the placement in the header, or else the one that follows from the stages on every device's line."""
         if not any(self.orders):
             raise ScheduleFormatError(
                 "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
@@ -385,10 +376,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str, str]:
-    """Return the key of ``LETTERS`` in which a file is written, and the reason as text.
-
-    The reason is ``stated`` if ``dialect`` is such a key, and otherwise the sign by which it was detected.
-    """
+    """Return the key of ``LETTERS`` in which a file is written, and the reason as text."""
     if dialect not in ("auto", "torch"):
         return dialect, "stated"
     cells = [cell for row in lines for _, _, cell in row]

@@ -374,10 +374,7 @@ class Dependencies:
         return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
 
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return for every node its waits, and the index of its price in ``kinds`` (-1 for actions on memory).
-
-        Nodes that need a missing action, or a later one of their own device, are added to ``impossible``.
-        """
+        """Return for every node its waits, and the index of its price in ``kinds`` (-1 for actions on memory)."""
         lane_of = [lane for lane, nodes in enumerate(self.lanes) for _ in nodes]
         waits: list[list[tuple[int, int]]] = [[] for _ in lane_of]
         prices = [-1] * len(lane_of)

@@ -56,10 +56,7 @@ from megatron_pipemem.schedule.waits import last_needed
 
 
 class Horizons:
-    """Look up how many actions other devices must run before a device can reach a position of its order.
-
-    A ScheduleError is raised if an action of the schedule can never run.
-    """
+    """Look up how many actions other devices must run before a device can reach a position of its order."""
 
     def __init__(self, schedule: Schedule) -> None:
         dependencies = Dependencies.of_schedule(schedule)
@@ -68,10 +65,7 @@ class Horizons:
         self._lanes, self._needed = dependencies.lanes, last_needed(dependencies)
 
     def place(self, device: int, position: int, other: int) -> int:
-        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``.
-
-        The needs of the action at ``position`` itself do not count.
-        """
+        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``."""
         if position == 0:
             return 0
         return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
@@ -370,10 +364,7 @@ class _Run:
         self._events: list[tuple[float, int]] = [(0.0, device) for device in range(len(self._orders))]
 
     def lists(self) -> tuple[Order, ...]:
-        """Run all devices to their ends, and return their orders with messages.
-
-        Raise a ScheduleError if a device waits for a message or collective that never comes.
-        """
+        """Run all devices to their ends, and return their orders with messages."""
         while self._events:
             now = self._events[0][0]
             while self._events and self._events[0][0] == now:

@@ -40,11 +40,7 @@ class MemoryCap:
 
 
 def per_device(limit: float | Sequence[float], num_devices: int, subject: str = "memory caps") -> tuple[float, ...]:
-    """Return the limit of every device: the same number for all, or those of a sequence with one per device.
-
-    Raise an UnsupportedError if their number is wrong, or if one is negative, infinite or NaN. ``subject`` names the
-    limits in its message.
-    """
+    """Return the limit of every device: the same number for all, or those of a sequence with one per device."""
     # Not only a Sequence, because arrays and tensors come too.
     limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
     if len(limits) != num_devices:
@@ -57,10 +53,7 @@ def per_device(limit: float | Sequence[float], num_devices: int, subject: str = 
 
 
 def parse_caps(value: float | str) -> MemoryCap:
-    """Read one cap as ``parse_cap`` does, or one per pipeline rank: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``.
-
-    Raise an UnsupportedError if the units differ.
-    """
+    """Read one cap as ``parse_cap`` does, or one per pipeline rank: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``."""
     caps = [parse_cap(part) for part in str(value).split(",")]
     if len(caps) == 1:
         return caps[0]
@@ -73,10 +66,7 @@ def parse_caps(value: float | str) -> MemoryCap:
 
 
 def parse_cap(value: float | str) -> MemoryCap:
-    """Read ``0.6`` (activation units) or ``6GiB``, ``800MiB``, ``64KiB``, ``123456B`` (bytes of activations per rank).
-
-    Raise an UnsupportedError for anything else, 0 and negative numbers included.
-    """
+    """Read ``0.6`` (activation units), or ``6GiB``, ``800MiB``, ``64KiB``, ``123456B`` (bytes per rank)."""
     text = str(value).strip()
     if (number := _bytes(text)) is not None:
         return MemoryCap(number, True)

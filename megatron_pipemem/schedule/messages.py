@@ -162,10 +162,7 @@ class Post(NamedTuple):
 def check_posts(
     program: Program, places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]
 ) -> None:
-    """Check that a program has all messages, gradient reductions and sums over replicas, each in its place, and no others.
-
-    ``messages`` has the message of every producer, and ``receives`` the receive of every consumer.
-    """
+    """Check that a program has all messages, reductions and sums over replicas in their places, and no others."""
     not_sent, not_received = "its result does not reach the next device", "its input does not reach this device"
     posts = {message.send: Post(not_sent, producer) for producer, message in messages.items()}
     posts |= {receive: Post(not_received, consumer, follows=False) for consumer, receive in receives.items()}

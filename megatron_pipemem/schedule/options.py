@@ -128,10 +128,7 @@ class Limit(NamedTuple):
         return f"{'has no value' if value is True else f'is {shortened(shown)}'}; give {kind}{limits}"
 
     def read(self, subject: str, value: object) -> float:
-        """Return the number that a user gave, as a number or as its text; whole numbers as an ``int``.
-
-        ``subject`` begins the message of the UnsupportedError if the number is not allowed.
-        """
+        """Return the number that a user gave, as a number or as its text; whole numbers as an ``int``."""
         problem = self.problem(value)
         if problem is not None:
             raise UnsupportedError("bad-number", f"{subject} {problem}")
@@ -170,19 +167,13 @@ def check_whole(subject: str, value: object, least: int = 1) -> None:
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
     """Raise an UnsupportedError unless a search's seconds and effort are numbers >= 0, and its seed a whole number."""
-    for name, value, limit in (
-        ("seconds", seconds, NOT_NEGATIVE),
-        ("effort", effort, NOT_NEGATIVE),
-        ("seed", seed, WHOLE),
-    ):
-        limit.read(f"{name} of a search", value)
+    NOT_NEGATIVE.read("seconds of a search", seconds)
+    NOT_NEGATIVE.read("effort of a search", effort)
+    WHOLE.read("seed of a search", seed)
 
 
 def slice_counts(value: object) -> tuple[int, ...]:
-    """Read the numbers of sequence slices that a search may choose: from a number, a list, or ``1,2,4``.
-
-    The result is sorted and has no duplicates. Raise an UnsupportedError unless all are whole numbers of at least 1.
-    """
+    """Read the numbers of slices that a search may choose, from a number, a list, or ``1,2,4``; sorted, each once."""
     counts: list[object] = [value]
     if isinstance(value, list | tuple):
         counts = list(value)

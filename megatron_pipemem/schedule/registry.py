@@ -283,10 +283,7 @@ def _table() -> dict[str, Family]:
 
 
 def import_target(subject: str, target: str) -> ModuleType:
-    """Import a module by the path of its Python file (``mine.py``) or by its full name (``package.module``).
-
-    ``subject`` begins the message of the UnsupportedError if the module does not exist or cannot be imported.
-    """
+    """Import a module by the path of its Python file (``mine.py``) or by its full name (``package.module``)."""
     return _import(subject, partial(_module, target), "give a Python file, or the name of a module on the Python path")
 
 

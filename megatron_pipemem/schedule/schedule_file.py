@@ -90,12 +90,7 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
             # The table's own runner posts its messages. Here they would be placed anew.
             validate_program(_program(table, schedule), microbatch_order=False, host_waits=False)
     except ScheduleError as error:
-        if not error.cycle:
-            return _fault(table, error)
-        first = error.cycle[0]
-        return Fault(
-            error, in_letters(_describe(error.cycle), table.letters), table.cell_of(first.device, first.action)
-        )
+        return _fault(table, error)
     return None
 
 
@@ -109,7 +104,8 @@ def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
 
 
 def _fault(table: Table, error: ScheduleError) -> Fault:
-    return Fault(error, in_letters(str(error), table.letters), _cell(table, error))
+    message = _describe(error.cycle) if error.cycle else str(error)
+    return Fault(error, in_letters(message, table.letters), _cell(table, error))
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:
@@ -154,10 +150,7 @@ def _check_numbering(schedule: Schedule) -> None:
 
 
 def _cell(table: Table, error: ScheduleError) -> Cell | None:
-    """Return the cell of the action that an error names, the second one if the device has the action twice.
-
-    The result is ``None`` if the error names no device, or if the device's line lacks the action.
-    """
+    """Return the cell of the action that an error names, the second one if the device has the action twice."""
     if error.device is None or error.device >= len(table.rows):
         return None
     cells = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]

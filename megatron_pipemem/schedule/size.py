@@ -47,20 +47,14 @@ def is_fitted(name: str) -> bool:
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:
-    """Estimate the actions, seconds and bytes of a schedule, within a factor of about three.
-
-    ``chunks`` counts stages per device. ``fitted`` is the result of ``is_fitted`` for the schedule.
-    """
+    """Estimate the actions, seconds and bytes of a schedule, within a factor of about three."""
     actions = 3 * devices * microbatches * chunks
     seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
     return ScheduleSize(actions, seconds, actions * _ACTION_BYTES)
 
 
 def check_affordable(devices: int, microbatches: int, chunks: int, subject: str, fitted: bool = True) -> None:
-    """Raise an UnsupportedError for a schedule that takes too much time or memory to compute.
-
-    ``subject`` begins the message, for example "--devices 900 makes". The other parameters are those of ``estimated``.
-    """
+    """Raise an UnsupportedError for a schedule that takes too much time or memory to compute."""
     size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
         raise UnsupportedError(

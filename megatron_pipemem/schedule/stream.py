@@ -55,10 +55,7 @@ class Moment:
 
 
 def horizon(num_devices: int, batch: int) -> int:
-    """Return how many later batches can have forwards in a window: 1F1B runs at most ``p - 1`` forwards ahead.
-
-    ``batch`` is the number of microbatches per call of the training loop.
-    """
+    """Return how many later batches can have forwards in a window: 1F1B runs at most ``p - 1`` forwards ahead."""
     return -(-(num_devices - 1) // batch)
 
 
@@ -130,10 +127,7 @@ def steady(num_devices: int, batch: int) -> Moment:
 
 
 def updates_per_batch(name: str) -> bool:
-    """Return whether a family updates its weights once per batch, between two calls of the training loop.
-
-    Other families update after every microbatch.
-    """
+    """Return whether a family updates its weights once per batch, and not after every microbatch."""
     return UPDATE_EVERY in family(name).options
 
 
@@ -153,10 +147,7 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
 def family_window(
     name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: Any
 ) -> Window:
-    """Return the window of an asynchronous family at a moment of its stream.
-
-    ``batch`` is the number of microbatches per call. ``arguments`` are further arguments of ``build_schedule``.
-    """
+    """Return the window of an asynchronous family at a moment of its stream."""
     per_batch = updates_per_batch(name)
     if per_batch:
         arguments = {**arguments, UPDATE_EVERY: batch}
@@ -340,7 +331,6 @@ def gain_without_barrier(schedule: Schedule, costs: Costs | None = None) -> floa
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
     """Return the simulated timeline of several steps without a barrier, as one long schedule. Nothing is drawn yet.
 
-    The steps have the schedule and costs of ``timeline``, and ``steps`` is their number.
     Raise an UnsupportedError for a schedule with replicas, and for costs with weights of microbatches.
     """
     schedule, costs = timeline.schedule, timeline.costs
@@ -442,10 +432,7 @@ class _Windows:
 
 
 def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
-    """Return the time at which every device ends its last action, or its last sum over replicas.
-
-    A device without actions ends when it begins.
-    """
+    """Return the time at which every device ends its last action, or its last sum over replicas."""
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
     for reduction in timeline.replica_reductions:
         for device in timeline.schedule.placement.holders(reduction.action.stage):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any, cast
@@ -399,7 +399,6 @@ def _check_rising(
     """Check that the passes of these kinds run in microbatch order on a stage.
 
     ``reversed_slices`` is the number of slices per microbatch if they run from the last to the first, otherwise 1.
-    ``noun`` names the passes in the message.
     """
     by_kind = [nodes for kind in kinds if (nodes := dependencies.nodes_of(kind, stage))]
     if len(by_kind) == 1:
@@ -482,45 +481,37 @@ def _check_memory(
         if limit_of_devices is None:
             continue
         for device, limit in enumerate(per_device(limit_of_devices, schedule.num_devices)):
-            allowed = loosened(limit / unit)
             order = schedule.orders[device]
-            for position, memory in enumerate(held_after(order, changes, weights, slices)):
-                if memory > allowed:
-                    if weights is not None:
-                        _check_alone(schedule, device, changes, weights, allowed, f"{noun}, {over} {limit:.12g}", unit)
+            first_over = partial(_first_over, loosened(limit / unit), changes, weights, slices)
+            if (fault := first_over(order)) is None:
+                continue
+            at, memory = fault
+            for microbatch in range(schedule.num_microbatches if weights is not None else 0):
+                own = [action for action in order if action.microbatch // slices == microbatch]
+                if (alone := first_over(own)) is not None:  # then no order of microbatches helps
                     raise ScheduleError(
                         "over-cap",
-                        f"after this action the device holds {memory * unit:.12g} {noun}, {over} {limit:.12g}; {mend}",
-                        at=(device, position, order[position]),
+                        f"microbatch {microbatch} alone holds {alone[1] * unit:.12g} {noun}, {over} {limit:.12g}; make this "
+                        "microbatch smaller, recompute its stages, or raise the cap",
+                        at=(device, order.index(own[alone[0]]), own[alone[0]]),
                     )
+            raise ScheduleError(
+                "over-cap",
+                f"after this action the device holds {memory * unit:.12g} {noun}, {over} {limit:.12g}; {mend}",
+                at=(device, at, order[at]),
+            )
 
 
-def _check_alone(
-    schedule: Schedule,
-    device: int,
-    changes: Mapping[Kind, Sequence[float]],
-    weights: Sequence[float],
+def _first_over(
     allowed: float,
-    over: str,
-    unit: float,
-) -> None:
-    """Raise a ScheduleError if a single microbatch exceeds the cap on a device. No order of microbatches helps then.
-
-    ``allowed`` is the cap in the unit of ``changes``, and ``unit`` the size of that unit. ``over`` is the part of the
-    message after the number.
-    """
-    order, slices = schedule.orders[device], schedule.slices
-    for microbatch in range(schedule.num_microbatches):
-        positions = [at for at, action in enumerate(order) if action.microbatch // slices == microbatch]
-        actions = [order[at] for at in positions]
-        for at, action, memory in zip(positions, actions, held_after(actions, changes, weights, slices), strict=True):
-            if memory > allowed:
-                raise ScheduleError(
-                    "over-cap",
-                    f"microbatch {microbatch} alone holds {memory * unit:.12g} {over}; make this microbatch smaller, "
-                    "recompute its stages, or raise the cap",
-                    at=(device, at, action),
-                )
+    changes: Mapping[Kind, Sequence[float]],
+    weights: Sequence[float] | None,
+    slices: int,
+    actions: Sequence[Action],
+) -> tuple[int, float] | None:
+    """Return the position of the first action after which a device holds more than is allowed, and what it holds."""
+    memory = enumerate(held_after(actions, changes, weights, slices))
+    return next(((at, amount) for at, amount in memory if amount > allowed), None)
 
 
 def _check_progress(dependencies: Dependencies) -> None:

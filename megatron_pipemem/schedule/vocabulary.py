@@ -146,10 +146,7 @@ def check_placement(placement: Placement) -> None:
 
 
 def vocabulary_passes(schedule: Schedule, backwards: bool) -> Iterator[tuple[Kind, int, set[int]]]:
-    """Yield kind, device and slices of all passes and posts of collectives that vocabulary parallelism adds to a step.
-
-    Without ``backwards`` these are the ones that evaluation runs.
-    """
+    """Yield kind, device and slices of all passes and posts that vocabulary parallelism adds to a step."""
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]

@@ -107,10 +107,7 @@ def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
 
 
 def _fault(dependencies: Dependencies, end: int, other: int, later: int) -> ScheduleError:
-    """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device.
-
-    All three are nodes. ``other`` completes together with ``end``, and depends on ``later``.
-    """
+    """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device."""
     device = dependencies.graph.lane_of[end]
     first = dependencies.lanes[device].start
     action, after, partner = (dependencies.actions[node] for node in (end, later, other))

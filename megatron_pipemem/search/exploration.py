@@ -91,10 +91,7 @@ class Clock:
 
     @contextmanager
     def step(self, step: SearchStep, passes: int) -> Iterator[None]:
-        """Measure the time of this block, which runs a part of the search, to predict the next run of that part.
-
-        Progress is reported at its end.
-        """
+        """Measure the time of this block, which runs a part of the search, to predict the next run of that part."""
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
@@ -437,10 +434,7 @@ class Exploration:
         return candidate
 
     def proves(self, bound: float, most_states: int) -> bool:
-        """Return whether no schedule of this placement is faster than ``bound`` seconds, by its bound or exact search.
-
-        ``most_states`` is that of ``solve``.
-        """
+        """Return whether no schedule of this placement is faster than ``bound`` seconds, by its bound or by ``solve``."""
         if bound <= self.bound * EXACT:
             return True
         if self.num_passes > PASSES_TO_SOLVE or not self._can_be_solved:

@@ -136,8 +136,7 @@ class Row:
     def into_gap(self, pass_: int, ready: int, length: int, change: int) -> int:
         """Place a pass into the first gap that it fits into, and return its end; -1 if there is no such gap.
 
-        The pass starts at ``ready`` or later, takes ``length`` ticks, and changes the memory by ``change``. The
-        passes after the gap must keep the device's cap, too.
+        The passes after the gap must keep the device's cap, too.
         """
         levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
         earliest = bisect_left(tails, ready + length)
@@ -181,10 +180,7 @@ class Row:
         return end
 
     def append(self, pass_: int, ready: int, length: int, change: int) -> int:
-        """Place a pass after all others of the device, at ``ready`` or later, and return its end.
-
-        It takes ``length`` ticks, and changes the memory by ``change``.
-        """
+        """Place a pass after all others of the device, at ``ready`` or later, and return its end."""
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:

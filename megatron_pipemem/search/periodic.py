@@ -74,10 +74,7 @@ class Cycles:
         return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
 
     def _shared_waits(self, device: int, shared: dict[tuple, np.ndarray]) -> np.ndarray:
-        """Return the array of ``_waits``. Pairs of neighbouring devices with equal waits share one array.
-
-        The array is taken from ``shared``, or computed and added to it.
-        """
+        """Return the array of ``_waits``. Pairs of neighbouring devices with equal waits share one array."""
         links, position = self._hops[device], self._position
         below, above = self._starts[device], self._starts[device + 1]
         key = (
@@ -207,10 +204,7 @@ class PeriodicBlock:
 
     @classmethod
     def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
-        """Return the block whose passes start as early as their inputs allow, at their offset modulo the interval.
-
-        ``offsets`` has the offset of every pass class, in ticks.
-        """
+        """Return the block whose passes start as early as their inputs allow, at their offset modulo the interval."""
         starts = [0] * len(offsets)
         for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
             ready = int(offsets[c]) if c == FORWARD else 0

@@ -132,10 +132,11 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
     """
     units, n = problem.units, problem.slices
     passes = range(len(problem.device) * units)
-    longest = max(problem.ticks)
-    depth = _depths(problem)
+    longest, stages = max(problem.ticks), problem.num_stages
+    # Later passes of a microbatch first, and W only if nothing else can run.
+    depth = [rank for stage in range(stages) for rank in (-stage, stage + 1 - 2 * stages, 2 * stages)]
     rules = {
-        "backward first": [depth[p // units] + p % units * longest * 0.1 for p in passes],
+        "backward first": [depth[p // units] * longest + p % units * longest * 0.1 for p in passes],
         "oldest first": [(p % units + (p // units % 3 == WEIGHT)) * longest * 4.0 for p in passes],
     }
     if n > 1:
@@ -164,19 +165,6 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
     urgency = [(rank[c] + age * k) * longest for c in range(3 * stages) for k in range(units)]
     table = dispatch(problem, urgency)
     return table if table is not None and problem.fits(table.orders) else None
-
-
-def _depths(problem: Problem) -> list[float]:
-    """Return the urgency of every pass class, where a smaller number is more urgent.
-
-    Later passes of a microbatch run first, and W only if nothing else can.
-    """
-    stages, longest = problem.num_stages, max(problem.ticks)
-    depths: list[float] = []
-    for stage in range(stages):
-        forward, inputs = stage, 2 * stages - 1 - stage
-        depths += [-forward * longest, -inputs * longest, longest * 2 * stages]
-    return depths
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:

@@ -104,10 +104,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return the folder of the cache: ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default in ``~/.cache``.
-
-    Raise an OSError if neither is known.
-    """
+    """Return the folder of the cache: ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default in ``~/.cache``."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:

@@ -99,15 +99,11 @@ def search_schedule(
     clock = Clock(seconds)
     costs = costs or Costs()
     costs.require_alike("the search")
-    if num_devices < 1 or num_microbatches < 1:
-        raise UnsupportedError(
-            "bad-number",
-            f"a step needs at least 1 device and 1 microbatch, not {num_devices} and {num_microbatches}; give at least "
-            "1 of each",
-        )
+    check_whole("num_devices", num_devices)
+    check_whole("num_microbatches", num_microbatches)
+    check_whole("max_chunks", max_chunks)
     check_effort(seconds, effort, seed)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
-    check_whole("max_chunks", max_chunks)
     counts = (slices,) if isinstance(slices, int) else tuple(slices)
     if placements is None:
         placements = usual_placements(num_devices, max_chunks, costs, counts)
@@ -174,13 +170,9 @@ def _explorations(
     Under caps and without slices, there is a second exploration if ``better_full`` has any stages. It has full
     backwards there.
     """
-
-    def left(number: int) -> str:
-        return f"bounds of {len(shapes)} placements, {len(shapes) - number} left"
-
     explorations = []
     for number, (placement, slices) in enumerate(shapes):
-        tell(partial(left, number))
+        tell(partial("bounds of {} placements, {} left".format, len(shapes), len(shapes) - number))
         explore = partial(Exploration, placement, num_microbatches, costs, caps, seed, slices, period=period)
         try:
             explorations.append(explore())
@@ -210,10 +202,7 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
 
 
 def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Try all methods that find better orders, first those that gain most for their time.
-
-    The explorations keep the orders. ``effort`` multiplies the number of trials of each method.
-    """
+    """Try all methods that find better orders, first those that gain most for their time."""
     clock.state = partial(_standing, "improving the orders of families", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
@@ -263,10 +252,7 @@ def usual_placements(
 
 
 def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
-    """Return the placements that the costs fit with any of the numbers of slices. Raise a CostsError if none does.
-
-    Costs per stage (or per stage and slice) fit placements with as many stages.
-    """
+    """Return the placements that the costs fit with any of the numbers of slices. Raise a CostsError if none does."""
     fitting_placements: list[Placement] = []
     problem = None
     for placement, count in product(placements, slices):
@@ -346,10 +332,7 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
 
 
 def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Search placements with at most 128 passes exactly, if they can still win.
-
-    End when the time or the number of states for all of them is used up.
-    """
+    """Search placements with at most 128 passes exactly, if they can still win."""
     states = int(effort * _STATES)
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         if exploration.num_passes > PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):

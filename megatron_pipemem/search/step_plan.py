@@ -420,14 +420,10 @@ class _Search:
 
     def _bound(self) -> float:
         base = self._base
-        if self._is_plain and self._has_backwards:
+        if self._is_plain and any(action.kind is not Kind.F for action in base.orders[0]):
             size, splits = base.num_microbatches, base.splits_backward
             return lower_bound(base.placement, size, self._costs, self._caps, splits=splits)
         return self._in_arrival.ideal
-
-    @property
-    def _has_backwards(self) -> bool:
-        return any(action.kind is not Kind.F for action in self._base.orders[0])
 
     def _work(self) -> list[float]:
         """Return the seconds of every microbatch, summed over all devices."""
@@ -511,10 +507,7 @@ class _Search:
         return _Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: _Variation) -> bool:
-        """Run rounds until they stop helping or time is up. Keep the fastest order within the caps.
-
-        Return whether ``value`` has become smaller.
-        """
+        """Run rounds until they stop helping or time is up; return whether ``value`` has become smaller."""
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
