@@ -10,7 +10,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.request import Request, flags_of
 
 Flags = dict[str, Any]
-"""Values by the names of flags without leading dashes, as in the ``megatron:`` section of a run's configuration."""
+"""Values by the names of flags without leading dashes, as in ``Run.flags``."""
 
 
 def words(flags: Flags) -> list[str]:

@@ -1,8 +1,8 @@
 """All settings of a run's schedule (``Request``), and the flags with which users give them.
 
 Every field of ``Request`` is an argument of ``enable()``. The metadata of a field describe its ``--pipemem-*`` flag
-(if it has one), with the help text and a function that reads the value. The command line, the ``schedule:`` section of
-a run's YAML file and the documents' list of flags are generated from the metadata.
+(if it has one), with the help text and a function that reads the value. The command line, the keys of a run's
+YAML file and the documents' list of flags are generated from the metadata.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class TransferOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """The settings of a request that are also keys in the ``schedule:`` section of a run's YAML file."""
+    """The settings of a request that are also keys of a run's YAML file."""
 
     costs: str = _field(
         "unit",

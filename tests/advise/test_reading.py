@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.model.model import Model
+from megatron_pipemem.model.model import BY_ACTION, Model
 from megatron_pipemem.tools.advise.programs import read_program
 from megatron_pipemem.tools.advise.reading import Context, Reading
 from megatron_pipemem.tools.config.arguments import UNKNOWN
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.launch.command import Nodes, all_flags, command, min_nodes
+from megatron_pipemem.tools.launch.command import Nodes, all_flags, command, min_nodes, script_flags
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from tests.watching.refusals import refused
 
@@ -81,6 +81,12 @@ def test_sizes_follow_from_the_launcher():
 def test_flags_that_say_the_same_twice_are_both_read():
     run = read("--vocab-size 99 --use-rotary-position-embeddings --position-embedding-type rope").run
     assert run.model.position == "rope" and "position-embedding-type" not in run.flags
+
+
+def test_recomputation_by_the_schedule_is_priced():
+    run = read("--vocab-size 99 --pipemem-schedule v-half --pipemem-recompute selective").run
+    assert run.schedule.recomputes_by_action and run.execution.recompute_modules == BY_ACTION
+    assert "--pipemem-recompute selective" in " ".join(script_flags(run))
 
 
 def test_with_a_number_of_devices_the_launcher_may_be_unknown():

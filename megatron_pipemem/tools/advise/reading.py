@@ -13,14 +13,14 @@ from typing import Any
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.model.arguments import model_of
-from megatron_pipemem.model.model import Model, Tower
+from megatron_pipemem.model.model import BY_ACTION, Model, Tower
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
 from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, ask_for
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.values import refuse_if, whole_number
 
 _PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
@@ -262,6 +262,9 @@ def _schedule(args: Arguments, flags: Mapping[str, Any]) -> ScheduleChoice:
     settings: dict[str, Any] = {"recompute": recompute}
     if recompute == "selective":
         settings["recompute_modules"] = tuple([modules] if isinstance(modules, str) else modules)
+    if flags.get(RECOMPUTE_FLAG) == "selective":
+        settings |= {"recompute": "selective", "recompute_modules": BY_ACTION}
+        args.mark(RECOMPUTE_FLAG)
     ours = {key: flag.name.lstrip("-") for key, flag in flags_of(ScheduleChoice).items()} | {"name": "pipemem-schedule"}
     repeated = {key for key, flag in flags_of(ScheduleChoice).items() if flag.repeated}
     for key, name in ours.items():

@@ -10,8 +10,7 @@ of a file, and the run of a grid, may also be in the same folder as the file. Te
 relative to the file that has it.
 
 PyYAML reads the text, with these changes: ``1e-4`` is a number, dates are text, and a mapping may not have a key twice.
-Tags are refused. Deep nesting, and anchors that repeat each other, are refused too, because they take unbounded stack
-or memory.
+Tags, deep nesting, and anchors within themselves are refused.
 
 The shapes of public models, by their names on Hugging Face, ship with the package too, so no network is needed.
 """
@@ -25,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from inspect import Parameter, signature
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -42,8 +40,6 @@ from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.values import converted, refuse_if
 
 MOST_LEVELS = 50
-MOST_VALUES = 100_000
-"""Most values of a file. The values of an anchor count once for every reference."""
 _MOST_BYTES = 1 << 23
 
 _FLOAT = "tag:yaml.org,2002:float"
@@ -66,30 +62,21 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._levels = self._composed = 0
-        self._sizes: dict[yaml.Node, int] = {}  # number of values, of nodes that are complete
+        self._open: list[str | None] = []  # anchors of the nodes that contain the current one
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """Compose a node. Raise an error for a tag, for deep nesting, and for too many values, before they are built."""
+        """Compose a node. Raise an error for a tag, for deep nesting, and for an anchor within itself."""
         event = self.peek_event()
+        anchor = getattr(event, "anchor", None)
         if getattr(event, "tag", None) is not None:
             raise _refused(f"the tag {event.tag} is unknown; leave it out", event)
-        if self._levels == MOST_LEVELS:
+        if len(self._open) == MOST_LEVELS:
             raise _refused(f"nested more than {MOST_LEVELS} deep", event)
-        self._composed += 1
-        if self._composed > MOST_VALUES:
-            raise _refused(f"more than {MOST_VALUES} values", event)
-        self._levels += 1
+        if isinstance(event, yaml.AliasEvent) and anchor in self._open:
+            raise _refused(f"*{anchor} stands within its own anchor; take it out", event)
+        self._open.append(anchor)
         node: yaml.Node = super().compose_node(parent, index)
-        self._levels -= 1
-        if isinstance(event, yaml.AliasEvent):
-            if node not in self._sizes:
-                raise _refused(f"*{event.anchor} stands within its own anchor; take it out", event)
-            return node
-        inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        self._sizes[node] = 1 + sum(map(self._sizes.__getitem__, () if isinstance(node, yaml.ScalarNode) else inner))
-        if self._sizes[node] > MOST_VALUES:
-            raise _refused(f"more than {MOST_VALUES} values, counting an anchor's once per reference", event)
+        self._open.pop()
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
