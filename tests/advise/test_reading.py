@@ -92,8 +92,76 @@ def test_recomputation_by_the_schedule_is_priced():
 def test_with_a_number_of_devices_the_launcher_may_be_unknown():
     start = f"torchrun --nproc_per_node {UNKNOWN}GPUS{UNKNOWN} --nnodes {UNKNOWN}N{UNKNOWN} pretrain_gpt.py"
     assert read("--vocab-size 99", start, devices=32).run.parallelism.ranks == 32
-    with refused("unknown-size", "GPUS"):
-        read("--vocab-size 99", start)
+    reading = read("--vocab-size 99 --pipeline-model-parallel-size 4", start)
+    assert reading.run.parallelism.ranks == 4 and "GPUS" in reading.assumed[-2]
+
+
+@pytest.mark.parametrize(
+    ("start", "flags", "ranks"),
+    [
+        ("mpirun -np 64 --npernode 8 python a.py", "", 64),
+        ("mpirun -N 4 -n 16 numactl -N 0 python a.py", "", 16),
+        ("srun --ntasks=32 python a.py", "", 32),
+        ("srun -n 32 -N4 --gres=gpu:a100:8 python a.py", "", 32),
+        ("srun -N 4 --ntasks-per-node 8 python a.py", "", 32),
+        ("srun -N 4 --ntasks-per-node 1 torchrun --nproc_per_node 8 a.py", "", 32),
+        ("mpirun -np 4 torchrun --nproc-per-node 8 a.py", "", 32),
+        ("--nodes=2 --gpus-per-node=4 srun python a.py", "", 8),
+        ("deepspeed --num_nodes 2 --num_gpus 8 a.py", "", 16),
+        ("accelerate launch --num_processes 16 --num_machines 2 a.py", "", 16),
+        ("python -m torch.distributed.launch --nproc_per_node=8 --nnodes=2 a.py", "", 16),
+        ("nohup timeout 9h env N=3 torchrun --nproc-per-node 8 --nnodes 2 a.py", "", 16),
+        ("torchrun --nproc-per-node 8 --nnodes 1:4 a.py", "", 32),
+        ("torchrun --nproc-per-node 8 a.py", "--pipeline-model-parallel-size 4", 8),
+        ("torchrun --nproc-per-node 8 a.py", "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 3", 24),
+        ("torchrun --nproc-per-node 8 a.py", "--expert-model-parallel-size 16 --num-experts 16", 16),
+        ("torchrun --nproc-per-node gpu --nnodes 2 a.py", "", 16),
+        ("python a.py", "--pipeline-model-parallel-size 4", 4),
+    ],
+)  # fmt: skip
+def test_devices_follow_from_every_launcher(start, flags, ranks):
+    assert read(f"--vocab-size 99 --global-batch-size 64 {flags}", start).run.parallelism.ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("--tokenizer-type GPT2BPETokenizer", 50257),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model /m/tokenizer.model", 32000),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /m/Qwen3-8B", 151936),
+        ("--tokenizer-type Llama3Tokenizer", 128256),
+        ("", 128256),
+    ],
+)
+def test_a_vocabulary_follows_from_the_tokenizer(flags, tokens):
+    reading = read(flags)
+    assert reading.run.model.vocabulary == tokens and f"{tokens:,}" in reading.assumed[0]
+
+
+def test_what_a_first_command_leaves_open_is_assumed():
+    small = "--num-layers 8 --hidden-size 96 --num-attention-heads 4"
+    words = shlex.split(f"python pretrain_gpt.py {small} --pipeline-model-parallel-size 4")
+    reading = read_program(words, Context(known_flags(), load("h100-80g", Cluster)))
+    cut = reading.run.parallelism
+    assert (cut.ranks, cut.micro_batch, cut.global_batch, reading.run.model.sequence) == (4, 1, 1, 4096)
+    assert len(reading.assumed) == 5
+
+
+def test_everything_that_is_missing_is_asked_for_at_once():
+    flags = "--tensor-model-parallel-size \0TP\0 --pipeline-model-parallel-size \0PP\0 --global-batch-size \0002\0 --lr \0LR\0"
+    with refused("unknown-size", "TP=VALUE", "PP=VALUE", "argument 2") as raised:
+        read(flags)
+    assert "LR" not in str(raised.value)
+
+
+def test_flags_that_are_not_megatrons_are_named_and_read_over():
+    reading = read("--vocab-size 9 --noop-layers 3 --patch-size 14 --gemm-gradient-accumulation-fusion --hiden-size 9")
+    (sentence,) = reading.not_read
+    assert all(
+        name in sentence
+        for name in ("--patch-size", "--gemm", "--noop-layers (other layers", "did you mean --hidden-size?")
+    )
+    assert not read("--vocab-size 9").not_read
 
 
 def test_interleaved_stages_of_all_three_flags():
@@ -132,18 +200,10 @@ def test_every_nth_layer_has_attention(text):
 @pytest.mark.parametrize(
     ("code", "flags", "start", "values"),
     [
-        ("unknown-size", "", START, ["--vocabulary"]),
-        ("unknown-size", "--vocab-size 9", "python pretrain_gpt.py", ["--gpus"]),
+        ("does-not-divide", "--vocab-size 9 --global-batch-size 4", START, ["--global-batch-size", 16]),
         ("unknown-size", "--vocab-size 9 --tensor-model-parallel-size \0TP\0", START, ["TP=VALUE"]),
         ("does-not-divide", "--vocab-size 9 --pipeline-model-parallel-size 3", START, ["16"]),
-        (
-            "unknown-size",
-            "--vocab-size 9 --expert-model-parallel-size 16",
-            "torchrun --nproc-per-node 8 a.py",
-            ["--gpus"],
-        ),
         ("unsupported-model", "--vocab-size 9 --decoder-seq-length 128", START, ["--decoder-seq-length"]),
-        ("unknown-flag", "--vocab-size 9 --hiden-size 3", START, ["--hidden-size"]),
         ("bad-number", "--vocab-size x", START, ["x"]),
         ("bad-number", "--vocab-size 9 --train-iters 1e6", START, ["--train-iters"]),
         ("bad-number", "--vocab-size 9 --micro-batch-size 0", START, ["--micro-batch-size", 1]),

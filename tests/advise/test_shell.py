@@ -153,6 +153,7 @@ def test_a_script_that_ends_for_want_of_a_file_is_read_on():
         ("if ! torchrun a.py --x 1; then exit 1; fi", "torchrun a.py --x 1"),
         ('run() { torchrun "$@" >&3; }\nexec 3>&1\nrun a.py --x 1', "torchrun a.py --x 1"),
         ("exec torchrun a.py --x 1", "torchrun a.py --x 1"),
+        ("T='torchrun a.py'\nsbatch -N 4 <<EOF\nsrun bash -x -c \"$T --x 1\"\nEOF", "srun torchrun a.py --x 1"),
         ("D=0,1,2\ntorchrun a.py --x $(echo $D | tr ',' '\\n' | wc -l)", "torchrun a.py --x 3"),
         ("torchrun a.py --x $(expr 2 + 3) --y $(basename /a/b.sh .sh)", "torchrun a.py --x 5 --y b"),
         ("for i in $(seq 2 3); do A+=($i); done\ntorchrun a.py ${A[*]}", "torchrun a.py 2 3"),

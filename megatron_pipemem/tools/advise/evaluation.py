@@ -53,6 +53,7 @@ class Evaluation:
         compared: variables and outputs without a value that a test depends on, with their lines.
         exits: lines of the script at which it would have ended.
         errors: lines that bash could not evaluate, with its message.
+        others: files that were read in place of those that the script names, by the names.
         unfinished: why the evaluation was ended; ``None`` if the script came to its end.
     """
 
@@ -61,6 +62,7 @@ class Evaluation:
     compared: dict[str, int] = field(default_factory=dict)
     exits: list[int] = field(default_factory=list)
     errors: list[tuple[int, str]] = field(default_factory=list)
+    others: dict[str, str] = field(default_factory=dict)
     unfinished: str | None = None
 
 
@@ -108,11 +110,14 @@ def evaluated(
     """
     inputs = _Given(variables or {}, environment or {}, [], {}, script)
     deadline = time.monotonic() + _SECONDS
+    others: dict[str, str] = {}
     for _ in range(_MOST_ROUNDS):
         evaluation, needs, errors = _evaluated_once(inputs, name, arguments, deadline)
         programs = {match[1] for _, text in errors if (match := _NOT_STARTED.fullmatch(text))}
         programs = {program for program in programs if _NAME.fullmatch(program)} - {*inputs.programs}
-        files = {path: _text_of(path, folder) for path in needs if path not in inputs.files}
+        texts = {path: _text_of(path, folder) for path in needs if path not in inputs.files}
+        files = {path: text for path, (text, _) in texts.items()}
+        others |= {_MARK.sub("", path): other for path, (_, other) in texts.items() if other is not None}
         if len(inputs.files) + len(files) > _MOST_FILES:
             evaluation.unfinished = f"the script reads more than {_MOST_FILES} files"
             break
@@ -120,6 +125,7 @@ def evaluated(
             break
         inputs.programs += sorted(programs)
         inputs.files |= files
+    evaluation.others = others
     for line, text in errors:
         if not any(noise in text for noise in _NOISE):
             evaluation.errors.append((line, text))
@@ -132,13 +138,20 @@ def evaluated(
     return evaluation
 
 
-def _text_of(path: str, folder: Path | None) -> str:
-    """Return the text of a regular file; an empty text if there is none, or if it is too long.
+def _text_of(path: str, folder: Path | None) -> tuple[str, str | None]:
+    """Return the text of a regular file, which is empty if there is none or it is too long, and the file if it is another.
 
-    If the path is not there, its part after an unknown value, or after the present folder, is looked for in ``folder``.
+    If the path is not there, its end is looked for, as long as possible, in ``folder`` and the three above it. After an
+    unknown value, a path is that end.
     """
-    tail = _MARK.split(path)[-1].lstrip("/") if _MARK.search(path) else os.path.relpath(path)
-    for file in (Path(path), (folder or Path()) / tail):
+    folder = (folder or Path()).absolute()
+    parts = Path(_MARK.split(path)[-1]).parts
+    parts = tuple(part for part in parts if part not in ("/", ".."))
+    ends = [Path(*parts[place:]) for place in range(len(parts))]
+    others = [
+        above / end for end in ends for above in (folder, *folder.parents[:3]) if len(end.parts) > 1 or above == folder
+    ]
+    for file in (Path(path), *others):
         try:
             # Looked at first: the mere opening of a device or a named pipe can act or wait.
             if not S_ISREG(file.stat().st_mode):
@@ -147,10 +160,12 @@ def _text_of(path: str, folder: Path | None) -> str:
                 if S_ISREG(os.fstat(opened.fileno()).st_mode):
                     content = opened.read(_MOST_BYTES + 1)
                     text = content.decode("utf-8", "surrogateescape") if len(content) <= _MOST_BYTES else ""
-                    return _DECLARES.sub(r"\1 -g", _SOURCE.sub("__SOURCE", text))
+                    text = _DECLARES.sub(r"\1 -g", _SOURCE.sub("__SOURCE", text))
+                    is_other = file.resolve() != Path(os.path.abspath(path)).resolve()
+                    return text, str(file) if is_other else None
         except (OSError, ValueError):
             continue
-    return ""
+    return "", None
 
 
 def _evaluated_once(

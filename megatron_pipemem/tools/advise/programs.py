@@ -30,7 +30,7 @@ from megatron_pipemem.tools.advise.consumers import (
 )
 from megatron_pipemem.tools.advise.reading import Context, Reading, named, parts, read_flags
 from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS
-from megatron_pipemem.tools.config.arguments import ENDS, UNKNOWN, ask_for, flags_of_attributes
+from megatron_pipemem.tools.config.arguments import ENDS, UNKNOWN, UnknownValue, ask_for, flags_of_attributes
 from megatron_pipemem.tools.config.loading import YamlError, known_model, merged, override, read_raw, read_yaml, typed
 from megatron_pipemem.tools.megatron.asking import answers
 from megatron_pipemem.values import whole_number
@@ -84,8 +84,33 @@ def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Rea
 def read_program(words: Sequence[str], context: Context) -> Reading:
     """Return the run that a command starts, a script of Megatron or another program; see ``read_flags``.
 
-    A YAML file after ``--config`` is read by ``read_settings``.
+    A YAML file after ``--config`` is read by ``read_settings``. All unknown values that sizes depend on are asked for at once.
     """
+    keys: dict[str, str] = {}  # by variable
+    words = [*words]
+    while True:
+        try:
+            reading = _read_program(words, context)
+        except UnknownValue as error:
+            keys[error.variable] = str(error.key)
+            words = [word.replace(f"{UNKNOWN}{error.variable}{UNKNOWN}", "1") for word in words]
+            continue
+        except ConfigError:
+            if not keys:
+                raise
+        if not keys:
+            return reading
+        if len(keys) == 1 and not next(iter(keys)).isdecimal():
+            raise UnknownValue(*keys.popitem())
+        values = [f"its argument {name}" if name.isdecimal() else f"--env {name}=VALUE" for name in keys]
+        raise ConfigError(
+            "unknown-size",
+            f"need values that the script does not give; give {', '.join(values)}, or write the values into the script",
+            key=", ".join(dict.fromkeys(keys.values())),
+        )
+
+
+def _read_program(words: Sequence[str], context: Context) -> Reading:
     if any(_plus(word).startswith("actor_rollout_ref.") for word in words):
         settings = _Settings({})
         settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))
@@ -298,16 +323,11 @@ def _swift(flag_values: Mapping[str, Any], launcher: Mapping[str, str], program:
         name.replace("-", "_"): texts.get(str(value).lower(), value) for name, value in flag_values.items()
     }
     defaults = {"micro_batch_size": 1, "global_batch_size": 16, "recompute_granularity": "selective", "bf16": True}
-    own = {**defaults, "use_distributed_optimizer": True, **own}
+    defaults |= {"use_distributed_optimizer": True, "expert_tensor_parallel_size": 1}
+    own = {**defaults, **own}
     longest = _number(own, "packing_length") or _number(own, "max_length")
     answers = _number(own, "max_completion_length")
     own["seq_length"] = longest and longest + (answers or 0)
-    if own["seq_length"] is None:
-        raise ConfigError(
-            "unknown-size",
-            "is missing, and the length of sequences follows from it; add it to the command",
-            key="--max_length",
-        )
     name = str(own.get("model", own.get("mcore_model", own.get("load"))))
     flags = flags_of_model(name, _UNSAID.format("--model="))
     if not own.get("mtp_num_layers"):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,44 @@ from megatron_pipemem.model.model import BY_ACTION, Model, Tower
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
-from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, ask_for
+from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, UnknownValue, ask_for
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.config.loading import known_model, load
+from megatron_pipemem.tools.config.runs import ADAPTERS, RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.values import refuse_if, whole_number
 
-_PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
-_NODES = ("nnodes", "nodes", "actor-num-nodes")
 _GPUS = "give --gpus N, or --pipemem-check=N"
-_GPT2 = 50257
-_TYPING_ERROR = 0.9
-"""Similarity to a known flag above which an unknown flag counts as mistyped. Others are the program's own."""
+_VOCABULARIES = (
+    ("gpt2bpe|gpt-?2|merges", 50257),
+    ("llama-?3|llama3", 128256),
+    ("llama|vicuna|mi[sx]tral|sentencepiece", 32000),
+    ("qwen-?3\\.[5-9]|qwen-?4", 248320),
+    ("qwen", 151936),
+    ("deepseek-?v[23]|deepseek-?r1|moonlight|kimi", 129280),
+    ("glm", 151552),
+    ("gemma", 262144),
+    ("baichuan-?2", 125696),
+    ("baichuan", 64000),
+    ("bert", 30522),
+    ("t5", 32128),
+)
+"""Tokens in the vocabulary by a pattern in the type, name or file of a tokenizer."""
+_TOKENIZERS = ("tokenizer-model", "tokenizer-name-or-path", "tokenizer-type", "vocab-file", "hf-checkpoint", "load")
+_VOCABULARY, _LENGTH = 128256, 4096  # assumed if nothing says them
+_NEAR = 0.9
+"""Similarity to a flag of Megatron above which that flag is named beside an unknown one."""
+_DECISIVE = {
+    **dict.fromkeys(
+        ("checkpoint-activations", "checkpoint-num-layers", "activation-checkpoint-method"), "recomputation"
+    ),
+    **dict.fromkeys(("recompute-in-advance", "recompute-in-bubble", "recompute-activation-function"), "recomputation"),
+    **dict.fromkeys(("schedules-method", "moe-fb-overlap", "enable-zero-bubble", "use-dualpipe"), "another schedule"),
+    **dict.fromkeys(("noop-layers", "num-layer-list"), "other layers in the stages"),
+    **dict.fromkeys(("attention-head-type", "use-mqa", "context-parallel-algo"), "another attention"),
+    **dict.fromkeys(("swap-attention", "swap-modules", "cpu-offload-optimizer", "optimizer-offload"), "other memory"),
+    **dict.fromkeys(("enable-high-availability", "moe-tp-extend-ep", "tp-2d", "tp-x", "tp-y"), "other parallel sizes"),
+}
+"""Flags of Megatron's forks that change the step, and what they change."""
 _OTHERS = (
     *(
         "mock-data",
@@ -78,7 +104,7 @@ def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:
     """Return the launcher's options of a command, the program (a script, or a module after ``-m``), and the words after it."""
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     place = words.index("-m") + 1 if place is None else place
-    return _launcher(words[:place]), words[place], words[place + 1 :]
+    return launched(words[:place]), words[place], words[place + 1 :]
 
 
 def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
@@ -90,12 +116,13 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
         program: the training program or recipe.
         context: facts that the flags may leave open.
     """
-    args = Arguments(flags, context.flag_table)
     assumed: list[str] = []
+    flags = _with_length(flags, assumed)
+    args = Arguments(flags, context.flag_table)
     model = _model(args, flags, assumed, context.vocabulary)
     model = replace(model, tower=_tower(flags, assumed, context.images))
     choice = _schedule(args, flags)
-    cut, nodes, per_node = _parallelism(args, flags, launcher, context.devices, context.cluster, assumed)
+    cut, nodes, per_node = _parallelism(args, flags, launcher, context, assumed)
     if choice.name == STOCK:
         cut = replace(cut, chunks=_chunks(flags, model, cut.pp))
         args.mark(cut_flags.VIRTUAL_STAGES, cut_flags.LAYERS_PER_STAGE)
@@ -115,11 +142,37 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
             f"adapters of rank {rank} on all linear layers; the layers' own weights have no W, so a split backward gains "
             "little"
         )
-    return Reading(run, program, tuple(assumed))
+    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table))
+
+
+def _with_length(flags: Mapping[str, Any], assumed: list[str]) -> Mapping[str, Any]:
+    """Return flags with a sequence's length. If they have none, it is assumed, and a sentence says so."""
+    if {"seq-length", "decoder-seq-length"} & flags.keys():
+        return flags
+    if "encoder-seq-length" in flags:  # the same to Megatron
+        return {**flags, "seq-length": flags["encoder-seq-length"]}
+    length = flags.get("max-position-embeddings", _LENGTH)
+    assumed.append(f"sequences of {length} tokens, because no --seq-length is given")
+    return {**flags, "seq-length": length}
+
+
+def _foreign(flags: Mapping[str, Any], flag_table: FlagTable) -> tuple[str, ...]:
+    """Return a sentence about flags that are not Megatron's, with those that change the step; none if all are."""
+    names = [name for name in flags if f"--{name}" not in flag_table and name not in (TOWER, IMAGES)]
+    names = [name for name in names if UNKNOWN not in name and not name.startswith("pipemem-") and name != ADAPTERS]
+    decisive = [f"--{name} ({_DECISIVE[name]})" for name in names if name in _DECISIVE]
+    texts = []
+    for name in names:
+        near = get_close_matches(f"--{name}", flag_table, n=1, cutoff=_NEAR)
+        texts.append(f"--{name}" + (f" (did you mean {near[0]}?)" if near and not _is_variation(name, near[0]) else ""))
+    if not texts:
+        return ()
+    rest = f"; the step is compared without {', '.join(decisive)}" if decisive else ""
+    return (f"flags that are not Megatron's: {', '.join(texts)}{rest}",)
 
 
 def named(words: Sequence[str], flag_table: FlagTable) -> dict[str, Any]:
-    """Return the values of a program's flags by name without dashes. Names that look mistyped are refused.
+    """Return the values of a program's flags by name without dashes.
 
     The value is ``True`` for a flag without a value, and a list for several values. Of flags of this package that may be
     repeated, it is a list with the values of all occurrences.
@@ -135,10 +188,6 @@ def named(words: Sequence[str], flag_table: FlagTable) -> dict[str, Any]:
         word, equals, value = word.partition("=")
         values = [value] if equals else []
         flag = flag_table.get(word)
-        may_be_mistyped = flag is None and UNKNOWN not in word
-        near = get_close_matches(word, flag_table, n=1, cutoff=_TYPING_ERROR) if may_be_mistyped else []
-        if near and not _is_variation(word, near[0]):
-            raise ConfigError("unknown-flag", f"Megatron has no such flag; did you mean {near[0]}?", key=word)
         while flag is None or not flag["bare"]:
             if place == len(words) or words[place].startswith("--") or (values and (flag or {}).get("nargs") is None):
                 break
@@ -158,76 +207,124 @@ def _is_variation(word: str, flag: str) -> bool:
     return words <= others or others <= words
 
 
-def _launcher(words: Sequence[str]) -> dict[str, str]:
-    """Return the options of the launcher, such as torchrun, by name without leading dashes.
+_NODES, _PER_NODE, _PROCESSES = "nnodes", "nproc-per-node", "processes"
+_SRUN = {
+    **dict.fromkeys(("N", "nodes"), _NODES),
+    **dict.fromkeys(("ntasks-per-node", "gpus-per-node", "gres"), _PER_NODE),
+    **dict.fromkeys(("n", "ntasks"), _PROCESSES),
+}
+_MPI = {
+    **dict.fromkeys(("np", "n", "c", "num-proc"), _PROCESSES),
+    **dict.fromkeys(("npernode", "N", "ppn", "map-by"), _PER_NODE),
+}
+LAUNCHERS: Mapping[str, Mapping[str, str]] = {
+    "torchrun": {"nnodes": _NODES, "nproc-per-node": _PER_NODE},
+    "deepspeed": {"num-nodes": _NODES, "num-gpus": _PER_NODE},
+    "accelerate": {"num-machines": _NODES, "num-processes": _PROCESSES},
+    "sbatch": {**_SRUN, "gpus": _PROCESSES},
+    "srun": _SRUN,
+    **dict.fromkeys(("mpirun", "mpiexec", "horovodrun"), _MPI),
+}
+"""Options of launchers that give the numbers of nodes, of processes on each node, and of all processes."""
+_STARTS_NODES = ("torchrun", "deepspeed", "accelerate")
+"""Launchers that start a node's processes, so that those of a launcher before them are nodes."""
 
-    Underscores in names become dashes, and ``-N`` is ``nodes``.
+
+def launched(words: Sequence[str]) -> dict[str, str]:
+    """Return the numbers of nodes and processes that the launchers before a program give, by torchrun's names.
+
+    Words before the first launcher are those of an sbatch.
     """
-    options: dict[str, str] = {}
+    numbers: dict[str, str] = {}
+    program = "sbatch"
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
+        if name.startswith("torch.distributed."):
+            name = "torchrun"
+        if (base := name.rpartition("/")[2]) in LAUNCHERS and not equals:
+            program = base
+            if base in _STARTS_NODES:
+                tasks = numbers.pop(_PROCESSES, None)
+                per_node = numbers.pop(_PER_NODE, "1") if tasks else "1"
+                if tasks and per_node == "1":
+                    numbers.setdefault(_NODES, tasks)
+            continue
         if not name.startswith("-"):
+            if base in ("python", "python3", "bash", "numactl", "env", "timeout", "nohup", "taskset"):
+                program = "" if base in ("numactl", "taskset", "timeout", "env", "nohup") else program
             continue
         value = value if equals else "".join(words[place + 1 : place + 2])
-        options[{"-N": "nodes"}.get(name, name.lstrip("-").replace("_", "-"))] = value
-    return options
+        option = name.lstrip("-").replace("_", "-")
+        meaning = LAUNCHERS.get(program, {}).get(option) or LAUNCHERS["torchrun"].get(option)
+        if meaning is None and not equals and (short := re.fullmatch(r"-([Nn])(\d+)", name)):
+            meaning, value = LAUNCHERS.get(program, {}).get(short[1]), short[2]
+        if option == "gres" or option == "map-by":
+            number = re.search(r"(?:gpu|ppr)[:\w]*?:(\d+)", value)
+            meaning, value = (meaning, number[1]) if number else (None, "")
+        if meaning is not None:
+            numbers[meaning] = value
+    return numbers
 
 
 def _whole(text: str | None) -> int | None:
-    """Return a launcher's number; for a range of nodes like ``2:4``, the greatest. ``None`` if it is not a number.
-
-    Raises:
-        ConfigError: the value depends on a variable that is unknown.
-    """
-    if UNKNOWN in (text or ""):
-        ask_for(str(text), "the launcher")
+    """Return a launcher's number; for a range of nodes like ``2:4``, the greatest. ``None`` if it is not a number."""
     match = re.fullmatch(r"(?:\d+:)?(\d+)", text or "")
     return int(match[1]) if match else None
 
 
-def _parallelism(
+def _devices(
     args: Arguments,
     flags: Mapping[str, Any],
     launcher: Mapping[str, str],
-    devices: int | None,
-    cluster: Cluster,
+    context: Context,
+    unit: int,
     assumed: list[str],
+) -> tuple[int, int]:
+    """Return the number of devices, and that of each node.
+
+    What the command leaves open is assumed: the fewest devices that hold ``unit``, those of one replica of the model. A
+    sentence is added to ``assumed``.
+    """
+    per_node = _whole(launcher.get(_PER_NODE)) or _program_number(flags, args, "actor-num-gpus-per-node")
+    nodes = _whole(launcher.get(_NODES)) or _program_number(flags, args, "actor-num-nodes")
+    total = context.devices or _whole(launcher.get(_PROCESSES))
+    if total is None and per_node is not None and nodes is not None:
+        total = per_node * nodes
+    if total is None:
+        full = per_node or (context.cluster.devices_per_node if nodes is not None else 1)
+        total = lcm(unit, full * (nodes or 1))
+        unknown = dict.fromkeys(text.split(UNKNOWN)[1] for text in launcher.values() if UNKNOWN in text)
+        why = f"{', '.join(unknown)} not being known" if unknown else "as the command does not give their number"
+        assumed.append(f"{total} devices, so {total // unit} replicas of the model, {why}; --gpus N changes it")
+    return total, min(per_node or context.cluster.devices_per_node, total)
+
+
+def _parallelism(
+    args: Arguments, flags: Mapping[str, Any], launcher: Mapping[str, str], context: Context, assumed: list[str]
 ) -> tuple[Parallelism, int, int]:
     """Return the parallel sizes, the number of nodes, and the number of devices of each node.
 
-    A sentence is added to ``assumed`` if the command leaves the number of nodes open. Raise a ConfigError if
-    the number of devices is unknown or does not fit the parallel sizes.
+    Sentences are added to ``assumed`` about sizes that the command leaves open. Raise a ConfigError if the number of
+    devices does not fit the parallel sizes.
     """
     tp, pp, cp, ep = (
         _size(args, f"{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
     )
     micro = _size(args, "micro_batch_size")
-    # With a known number of devices, the launcher's unknown values do not matter.
-    launcher = {name: text for name, text in launcher.items() if devices is None or UNKNOWN not in text}
-    per_node = next((count for name in _PER_NODE if (count := _whole(launcher.get(name)))), None)
-    per_node = per_node or _program_number(flags, args, "actor-num-gpus-per-node")
-    nodes = next((count for name in _NODES if (count := _whole(launcher.get(name)))), None)
-    nodes = nodes or _program_number(flags, args, "actor-num-nodes")
-    group = tp * pp * cp
-    unsaid = "the command does not give the number of devices"
-    refuse_if(devices is None and per_node is None, "unknown-size", "devices", f"{unsaid}; {_GPUS}")
-    devices = devices or (per_node or 1) * (nodes or 1)
-    starts, open_nodes = f"the command starts {devices} processes on each node", "does not give the number of nodes"
-    some = nodes is None and devices < group and devices % group
-    refuse_if(some, "unknown-size", "devices", f"{starts}, and {open_nodes}; {_GPUS}")
+    if args.micro_batch_size is None:
+        assumed.append("microbatches of 1 sequence, because no --micro-batch-size is given")
+    group, etp = tp * pp * cp, args.expert_tensor_parallel_size
+    experts = pp * ep * (etp or tp)
+    devices, per_node = _devices(args, flags, launcher, context, lcm(group, experts), assumed)
     uneven = f"tp x pp x cp = {group} does not divide {devices} devices; {_GPUS}"
     refuse_if(devices % group, "does-not-divide", "devices", uneven)
     dp = devices // group
-    if nodes is None:
-        assumed.append(f"{devices} devices, so {dp} data-parallel ranks")
     batch = args.global_batch_size or micro * dp
-    per_node = min(per_node or cluster.devices_per_node, devices)
-    etp = args.expert_tensor_parallel_size
-    experts = ep * (etp or tp)
-    apart = f"{starts}, which pp = {pp} and ep x etp = {experts} do not divide, and {open_nodes}; {_GPUS}"
-    refuse_if(nodes is None and (devices // pp) % experts, "unknown-size", "devices", apart)
-    etp = None if etp == tp else etp
-    cut = Parallelism(tp, pp, dp, cp, ep, etp, None, micro, batch, bool(args.sequence_parallel))
+    if not args.global_batch_size:
+        assumed.append(f"a global batch of {batch}, one microbatch a replica, because no --global-batch-size is given")
+    small = f"{batch} is less than micro batch x dp = {micro} x {dp}; give a larger batch, or fewer devices (--gpus N)"
+    refuse_if(batch < micro * dp, "does-not-divide", "--global-batch-size", small)
+    cut = Parallelism(tp, pp, dp, cp, ep, None if etp == tp else etp, None, micro, batch, bool(args.sequence_parallel))
     return cut, -(-devices // per_node), per_node
 
 
@@ -283,6 +380,8 @@ def _model(args: Arguments, flags: Mapping[str, Any], assumed: list[str], vocabu
     size = {} if vocabulary is None else {"vocab_size": vocabulary}
     try:
         model = model_of(args, **size)
+    except UnknownValue:
+        raise
     except ConfigError as error:
         key = error.key if error.key is None or error.key.startswith("--") else _flag(error.key)
         raise ConfigError(error.code, error.message, key=key) from error
@@ -317,21 +416,27 @@ def _tower(flags: Mapping[str, Any], assumed: list[str], images: int | None) -> 
 def _vocabulary(flags: Mapping[str, Any], model: Model, assumed: list[str]) -> int:
     """Return the vocabulary's number of tokens, from a known model of this shape, or from the tokenizer.
 
-    A sentence is added to ``assumed``. Raise a ConfigError if both are unknown.
+    If both are unknown, a number is assumed. A sentence is added to ``assumed``.
     """
     for path in sorted((Path(__file__).parents[1] / "config" / "models").glob("*.yaml")):
         other = load(path.stem, Model)
         if _shape(other) == _shape(model):
             assumed.append(f"a vocabulary of {other.vocabulary:,}, as {path.stem} has, whose shape this is")
             return other.vocabulary
-    if flags.get("tokenizer-type") == "GPT2BPETokenizer" or "merge-file" in flags:
-        assumed.append(f"a vocabulary of {_GPT2:,}, as GPT-2's tokenizer has")
-        return _GPT2
-    raise ConfigError(
-        "unknown-size",
-        "is missing, and no known model has this shape; add it to the command, or give --vocabulary N",
-        key="--vocab-size",
+    names = [str(flags.get(name, "")) for name in _TOKENIZERS]
+    for name in names:
+        if name and (known := known_model(name)) is not None:
+            assumed.append(f"a vocabulary of {known.vocabulary:,}, as {name} has")
+            return known.vocabulary
+    text = " ".join(["merges" * ("merge-file" in flags), *names]).lower()
+    for pattern, tokens in _VOCABULARIES:
+        if match := re.search(pattern, text):
+            assumed.append(f"a vocabulary of {tokens:,}, as the tokenizer of {match[0]} has; --vocabulary N changes it")
+            return tokens
+    assumed.append(
+        f"a vocabulary of {_VOCABULARY:,}, because neither flag nor tokenizer says it; --vocabulary N changes it"
     )
+    return _VOCABULARY
 
 
 def _shape(model: Model) -> tuple[int, ...]:

@@ -103,6 +103,7 @@ def not_read(evaluation: Evaluation) -> tuple[str, ...]:
     if evaluation.exits:
         lines = ", ".join(str(line) for line in evaluation.exits)
         sentences.append(f"the script would end at line {lines} on this machine, and is read on")
+    sentences += [f"{path} is not there; {other} is read" for path, other in evaluation.others.items()]
     sentences += [f"line {line}: {message}" for line, message in evaluation.errors[:4]]
     if evaluation.unfinished is not None:
         sentences.append(f"{evaluation.unfinished}; what follows is not read")

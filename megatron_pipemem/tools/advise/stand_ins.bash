@@ -35,7 +35,7 @@ __record() {
 __program() {
     local __inside=1 __place __word
     case ${1##*/} in
-    bash | sh | zsh | dash) __shell "$@" && return ;;
+    bash | sh | zsh | dash | sbatch) __shell "$@" && return ;;
     ssh | pdsh | pssh | clush) __remote "$@" && return ;;
     esac
     for ((__place = 2; __place <= $#; __place++)); do
@@ -50,16 +50,18 @@ __program() {
 
 # Evaluate what a shell is started with: -c TEXT, a file, or its standard input. Fails if it is none of these.
 __shell() {
-    local __text='' __path=''
+    local __text='' __path='' __name=${1##*/}
     shift
     while [[ ${1-} == [-+]* ]]; do
-        case $1 in
-        --*) ;;
-        -*c)
+        case $__name:$1 in
+        *:--*) ;;
+        sbatch:-?) shift ;;
+        sbatch:*) ;;
+        *:-*c)
             (__evaluate "$2" "${@:3}")
             return 0
             ;;
-        [-+][oO]) shift ;;
+        *:[-+][oO]) shift ;;
         esac
         shift
     done
@@ -444,7 +446,7 @@ done
 __take
 __SOURCE=("$0")
 unset -v __texts __name __number
-trap '[[ -n $__inside || $BASH_COMMAND == __* || $BASH_COMMAND == "local __inside"* ]] || __watch "$BASH_COMMAND" $# ${#FUNCNAME[@]} $LINENO || { eval "$__instead"; ! :; }' DEBUG
+trap 'set +eux; [[ -n $__inside || $BASH_COMMAND == __* || $BASH_COMMAND == "local __inside"* ]] || __watch "$BASH_COMMAND" $# ${#FUNCNAME[@]} $LINENO || { eval "$__instead"; ! :; }' DEBUG
 __put line "$((LINENO + 2))"
 __inside=''
 eval "$__taken"

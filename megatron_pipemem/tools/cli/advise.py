@@ -156,7 +156,13 @@ def _read(
         command = training_command(text, variables, path.parent, arguments, str(path))
         # A script that ignores its arguments may start a program with overrides of Hydra.
         overrides = [word for word in arguments if "=" in word and word not in command.words]
-    reading = read_program([*command.words, *overrides], context)
+    try:
+        reading = read_program([*command.words, *overrides], context)
+    except ConfigError as error:
+        if error.code != "unknown-size" or not command.not_read:
+            raise
+        message = f"{error.message}; {'; '.join(command.not_read)}"
+        raise ConfigError(error.code, message, key=error.key, file=error.file) from error
     return replace(reading, not_read=(*command.not_read, *reading.not_read))
 
 

@@ -134,14 +134,21 @@ def flag_value(flag: str, value: Any, properties: Mapping[str, Any]) -> Any:
     return value
 
 
+class UnknownValue(ConfigError):
+    """A size depends on a variable that has no value (``unknown-size``)."""
+
+    def __init__(self, variable: str, key: str) -> None:
+        super().__init__(
+            "unknown-size",
+            f"needs a value that the script does not give; give --env {variable}=VALUE, or write the value into the script",
+            key=key,
+        )
+        self.variable = variable
+
+
 def ask_for(text: str, key: str) -> NoReturn:
-    """Raise a ConfigError about ``key``, whose value ``text`` depends on an unknown variable."""
-    variable = text.split(UNKNOWN)[1]
-    raise ConfigError(
-        "unknown-size",
-        f"needs a value that the script does not give; give --env {variable}=VALUE, or write the value into the script",
-        key=key,
-    )
+    """Raise an UnknownValue about ``key``, whose value ``text`` depends on an unknown variable."""
+    raise UnknownValue(text.split(UNKNOWN)[1], key)
 
 
 def flags_of_attributes(values: Mapping[str, Any], flag_table: FlagTable) -> Iterator[tuple[str, Any]]:
