@@ -6,35 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from measured_steps import as_measured
+from measured_steps import as_measured, report
 from refusals import check_refusal
 
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 
-SLOW_LAST = (0.01, 0.01, 0.01, 0.02)
-
-
 PIPELINE = ("pp=4", "dp=2")
-
-
-def report(**changes) -> dict:
-    """What ``--pipemem-report`` wrote of 1F1B on four ranks, the last of them slow."""
-    schedule = build_schedule("1f1b", num_devices=4, num_microbatches=8)
-    step = as_measured(schedule, Costs(SLOW_LAST, SLOW_LAST, SLOW_LAST))
-    last = {
-        "schedule": "1f1b",
-        "microbatches": 8,
-        "orders": schedule.to_csv(),
-        "spans": [" ".join(f"{start}-{end}" for start, end in spans) for spans in step.spans],
-        "layers": [2] * 4,
-        "memory": {"F": [1 << 20] * 4, "B": [-(1 << 20)] * 4},
-        "iteration_seconds": step.length / 1e9 + 0.1,
-    }
-    prices = {name: [1.0] * 4 for name in ("forward", "backward_input", "backward_weight")}
-    ranks = [{"measured_bubble_rate": rate} for rate in (0.5, 0.25, None, 0.375)]
-    plans = [{"costs": prices, "priced_by": "unit"}]
-    return {"plans": plans, "last_step": last | changes, "ranks": ranks, "bytes_of_1f1b": 4 << 20}
 
 
 @pytest.fixture

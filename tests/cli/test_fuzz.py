@@ -22,6 +22,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from measured_steps import report
 from typer.testing import CliRunner
 
 from megatron_pipemem.errors import PipememError
@@ -29,7 +30,7 @@ from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.part_costs import read_costs
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.tools.cli.app import app
+from megatron_pipemem.tools.cli.app import app, load_commands
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import SHIPPED, load
 from megatron_pipemem.tools.config.runs import Run
@@ -101,40 +102,47 @@ def read(reader: Callable[[], object]) -> None:
             assert "Errno" not in str(error) and str(error).strip()
 
 
-def options(**values: st.SearchStrategy) -> st.SearchStrategy[list[str]]:
-    """Some of these options, each with a value."""
-    flags = {name: f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}" for name in values}
-    one = st.one_of([value.map(lambda text, flag=flags[name]: [flag, text]) for name, value in values.items()])
-    return st.lists(one, max_size=3).map(lambda chosen: [word for pair in chosen for word in pair])
-
-
-PRICED = {
-    "costs": st.sampled_from(["1,1,1", "1,2,.5", "0,0,0", "1e308,1,1", "1e-320,1,1", "1,1", "nan,1,1", "1e30,0,1e-300"])
-    | JUNK,
-    "p2p": JUNK,
-    "memory_cap": JUNK,
+PRICES = ["1,1,1", "1,2,.5", "0,0,0", "1e308,1,1", "1e-320,1,1", "1,1", "nan,1,1", "1e30,0,1e-300"]
+KEYS = "model.num_layers model.num_attention_heads pp global_batch schedule x".split()
+SET = ["recompute=full", "recompute=auto", "seconds=0.01", "chunks=4", "k=1e308", "slices=3", "waves=-1"]
+SETTABLE = ["chunks", "seconds", "effort", "placement", "seed", "k", "group_size", "recompute"]
+TYPICAL = {
+    "costs": st.sampled_from(PRICES) | JUNK,
     "offload": st.sampled_from(["half", "full", "auto", "1", "99"]) | JUNK,
-    "offload_ratio": JUNK,
-    "host_memory": JUNK,
     "vocab_parallel": st.sampled_from(["1", "2", "auto"]) | JUNK,
-    "head_cost": JUNK,
-    "layers": SMALL,
-    "o": st.sampled_from(
-        ["recompute=full", "recompute=auto", "seconds=0.01", "chunks=4", "k=1e308", "slices=3", "waves=-1"]
-    )
-    | st.tuples(
-        st.sampled_from(["chunks", "seconds", "effort", "placement", "seed", "k", "group_size", "recompute"]), JUNK
-    ).map("=".join),
-    "v": SMALL,
+    "options": st.sampled_from(SET) | st.tuples(st.sampled_from(SETTABLE), JUNK).map("=".join),
+    "overrides": st.tuples(st.sampled_from([*KEYS, ""]), JUNK).map("=".join),
+    "output": st.sampled_from(["a.html", "a.json", "a.x", "a", "a.yaml", "old.out/x.png"]) | JUNK,
+    "target": st.sampled_from(["new.csv", "new.txt", "old.out", "new", "old.out/x.csv", "/proc/x.csv", "."]),
+    "to_dialect": st.sampled_from(["pipemem", "torch", "torch-old", "x"]),
+    "dialect": st.sampled_from(["torch", "torch-old", "x"]),
+    "caps": JUNK,
+    "seconds": st.sampled_from(["0", "0.01", "-1", "nan", "x"]),  # of each search
 }
+"""Values of options by the name of the parameter. Others have junk and small numbers."""
+LEFT_OUT = {"modules", "_modules", "launcher"}
+"""Options that import a module, and that start runs."""
+COMMANDS = load_commands()
 
 
-def command(*parts: str | st.SearchStrategy, **files: st.SearchStrategy) -> st.SearchStrategy:
-    """The words of a command, and the texts of files by name, in which ``_`` stands for a dot.
+def options(name: str) -> st.SearchStrategy[list[str]]:
+    """Some options of a command, each with a value."""
+    own = [option for option in COMMANDS[name].params if option.opts[0][0] == "-" and not option.is_flag]
+    pairs = [
+        TYPICAL.get(option.name, SMALL | JUNK).map(lambda value, flag=option.opts[0]: [flag, value])
+        for option in own
+        for _ in range(3 if option.name in TYPICAL else 1)  # they have more to go wrong
+        if option.name not in LEFT_OUT
+    ]
+    return st.lists(st.one_of(pairs), max_size=2 if pairs else 0).map(lambda chosen: [*chain.from_iterable(chosen)])
+
+
+def command(name: str, *parts: str | st.SearchStrategy, **files: st.SearchStrategy) -> st.SearchStrategy:
+    """The words of a command with some of its options, and the texts of files by name, in which ``_`` is a dot.
 
     A part is a word, or a strategy of a word or of several.
     """
-    drawn = [st.just(part) if isinstance(part, str) else part for part in parts]
+    drawn = [st.just(part) if isinstance(part, str) else part for part in (name, *parts, options(name))]
     lists = [strategy.map(lambda words: [words] if isinstance(words, str) else words) for strategy in drawn]
     texts = st.fixed_dictionaries({name.replace("_", "."): text for name, text in files.items()})
     return st.tuples(st.tuples(*lists).map(lambda chosen: [*chain.from_iterable(chosen)]), texts)
@@ -143,12 +151,9 @@ def command(*parts: str | st.SearchStrategy, **files: st.SearchStrategy) -> st.S
 @st.composite
 def sized(draw) -> list[str]:
     """A schedule with its size. Searches are short ones."""
-    name, sizes = draw(NAMES), ["-p", draw(SMALL), "-m", draw(SMALL)]
+    number = st.sampled_from("12345")  # options may set others
+    name, sizes = draw(NAMES), ["-p", draw(number), "-m", draw(number)]
     return [name, *sizes, *(["-o", "seconds=0.01"] if name == "auto" else [])]
-
-
-def maybe(option: str, *values: str) -> st.SearchStrategy:
-    return st.sampled_from([[], *([option, value] for value in values)])
 
 
 TABLES = [
@@ -193,9 +198,9 @@ def changed(draw, whole: Any, most: int = 3) -> Any:
                 if action == 0:
                     del here[key]
                 elif action == 1:
-                    here[draw(JUNK)] = draw(VALUES)
+                    here[draw(JUNK)] = copy.deepcopy(draw(VALUES))
                 else:
-                    here[key] = draw(VALUES)
+                    here[key] = copy.deepcopy(draw(VALUES))
                 break
             here = here[key]
     return whole
@@ -242,8 +247,6 @@ LINES = (
     "3",
     "[" * 2000,
 )
-KEYS = "model.num_layers model.num_attention_heads pp global_batch schedule x".split()
-SETS = st.tuples(st.sampled_from([*KEYS, ""]), JUNK).map("=".join)
 
 
 @st.composite
@@ -273,82 +276,37 @@ JSON_COSTS = changed(COSTS).map(json.dumps)
 NO_JSON = st.text(max_size=20) | st.sampled_from(["[" * 5000, "{", "1" * 5000, "NaN", '{"forward": Infinity}'])
 MORE_COSTS = st.sampled_from([[], ["--memory-cap", "9B"], ["--offload", "auto"], ["--vocab-parallel", "1"]])
 PRICED_1F1B = ("simulate", "1f1b", "-p", "2", "-m", "3", "--costs", "costs.json")
-FEW_PLANS = ("--set", "cluster.nodes=1", "--set", "cluster.devices_per_node=2", "--search-seconds", "0")
-OF_MODELS = options(tp=SMALL, cp=SMALL, ep=SMALL, micro_batch=SMALL, sequence=SMALL, recompute=JUNK, precision=JUNK)
-OF_MODELS = st.tuples(OF_MODELS, st.just(["--output", "profile.json"])).map(lambda two: [*two[0], *two[1]])
+FEW = ("--set", "cluster.nodes=1", "--set", "cluster.devices_per_node=2")
 OF_GRIDS = {"index_json": st.just(INDEX) | changed(INDEX), "result_json": changed(DONE)}
 OF_GRIDS = {name: data.map(json.dumps) for name, data in OF_GRIDS.items()}
+OF_RUNS = {"run_yaml": runs(RUN)}
+OF_MODELS = {"model_yaml": runs(MODEL), "cluster_yaml": st.just(yaml.safe_dump(CLUSTER)) | runs(CLUSTER)}
+OF_REPORTS = {"report_json": changed(report()).map(json.dumps)}
 CASES = {
-    "simulate": (60, command("simulate", sized(), options(**PRICED), "--json")),
-    "show": (50, command("show", sized(), options(**PRICED), maybe("--output", "a.html", "a.json", "a.x", "a"))),
-    "pareto": (
-        30,
-        command(
-            *("pareto", "-p", st.sampled_from(["1", "2", "0", "x", "100000"])),
-            *("-m", st.sampled_from(["1", "3", "-1", "100000000"])),
-            options(**{key: PRICED[key] for key in ("costs", "p2p", "head_cost", "layers")}, caps=JUNK, output=JUNK),
-            *("--seconds", st.sampled_from(["0", "0.01", "-1", "nan", "x"])),
-        ),
-    ),
-    "check": (
-        120,
-        command(
-            *("check", "given.csv", "--json"),
-            options(m=SMALL, memory_cap=JUNK, dialect=st.sampled_from(["torch", "torch-old", "x"])),
-            given_csv=tables(),
-        ),
-    ),
-    "convert": (
-        80,
-        command(
-            *("check", "given.csv", "--write"),
-            st.sampled_from(["new.csv", "new.txt", "old.out", "new", "old.out/x.csv", "/proc/x.csv", "."]),
-            *("--to", st.sampled_from(["pipemem", "torch", "torch-old", "x"])),
-            given_csv=tables(),
-        ),
-    ),
+    "simulate": (120, command("simulate", sized(), "--json")),
+    "show": (60, command("show", sized())),
+    "pareto": (60, command("pareto", "-p", "2", "-m", "3", "--seconds", "0.01", "--caps", "0.5,1")),
+    "check": (160, command("check", "given.csv", "--json", given_csv=tables())),
     "costs": (80, command(*PRICED_1F1B, MORE_COSTS, "--json", costs_json=JSON_COSTS)),
     "texts that are no JSON": (20, command(*PRICED_1F1B, costs_json=NO_JSON)),
     "profile files": (40, command(*PRICED_1F1B, costs_json=changed(PROFILE).map(json.dumps))),
-    "launch": (
-        60,
-        command(
-            *("launch", "run.yaml", "--print"),
-            options(set=SETS, nodes=SMALL, node_rank=SMALL, master_port=JUNK, master_addr=JUNK),
-            run_yaml=runs(RUN),
-        ),
-    ),
-    "plan": (
-        12,
-        command(
-            *("plan", "run.yaml", *FEW_PLANS),
-            options(set=SETS, memory=JUNK, only=JUNK, profile=JUNK, top=SMALL, output=JUNK),
-            run_yaml=runs(RUN),
-        ),
-    ),
-    "grid": (
-        25,
-        command(
-            *("grid", "grid.yaml", "--launcher", "print"),
-            options(set=SETS, output=JUNK, sbatch=JUNK),
-            grid_yaml=runs(GRID),
-            run_yaml=st.just(yaml.safe_dump(RUN)) | runs(RUN),
-        ),
-    ),
+    "launch": (60, command("launch", "run.yaml", "--print", **OF_RUNS)),
+    "plan": (12, command("plan", "run.yaml", *FEW, "--search-seconds", "0", run_yaml=runs(RUN))),
+    "layout of a run": (12, command("layout", "run.yaml", *FEW, run_yaml=runs(RUN))),
+    "layout of a model": (12, command("layout", "model.yaml", "-p", "2", model_yaml=runs(MODEL))),
+    "advise": (8, command("advise", "run.yaml", **OF_RUNS)),
+    "init": (12, command("init", "model.yaml", model_yaml=runs(MODEL))),
+    "grid": (25, command("grid", "grid.yaml", "--launcher", "print", grid_yaml=runs(GRID), **OF_RUNS)),
     "profile": (
         30,
-        command(
-            *("profile", "--model", "model.yaml", "--cluster", "cluster.yaml", "--formulas", OF_MODELS),
-            model_yaml=runs(MODEL),
-            cluster_yaml=st.just(yaml.safe_dump(CLUSTER)) | runs(CLUSTER),
-        ),
+        command("profile", "--model", "model.yaml", "--cluster", "cluster.yaml", "--formulas", **OF_MODELS),
     ),
     "files of a grid": (45, command("grid-result", "grid/points/000", "--exit-code", "1", **OF_GRIDS)),
-    "report": (  # each may draw a picture
-        4,
-        command("report", "grid", maybe("--output", "x.html", "old.out/x.png"), "--json", **OF_GRIDS),
-    ),
-    "anything": (45, command(st.sampled_from(["schedules", "unfinished", "report"]), st.lists(JUNK, max_size=3))),
+    "report": (4, command("report", "grid", "--json", **OF_GRIDS)),  # each may draw a picture
+    "explain": (40, command("explain", "report.json", "--json", **OF_REPORTS)),
+    "trace": (20, command("trace", "report.json", "--output", "trace.json", **OF_REPORTS)),
+    "schedules": (15, command("schedules", st.lists(JUNK, max_size=3))),
+    "unfinished": (15, command("unfinished", st.lists(JUNK, max_size=3))),
 }
 READERS = {
     "given.csv": [lambda file: Schedule.from_csv(file.read_text(encoding="utf-8", errors="replace"))],
