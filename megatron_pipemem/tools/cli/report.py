@@ -91,8 +91,8 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
     facts = {"results": rows, "missing": missing, "picture": drawn}
     print_answer(facts, _compared(points, results, [label(settings[index]) for index in missing]), as_json)
     if drawn is not None:
-        write = lambda: write_picture(lambda: draw(points, store.folder.name), drawn, "a comparison of runs")  # noqa: E731
-        print_file(drawn, write, as_json)
+        kind, name = "a comparison of runs", store.folder.name
+        print_file(drawn, lambda: write_picture(lambda: draw(points, name), drawn, kind), as_json)
     return results
 
 
