@@ -28,7 +28,7 @@ EXPERIMENTS = {
 
 # The whole program takes minutes. Its parts without ranks are tested below in the full lane.
 rehearsed = nightly(
-    "tests/end_to_end trains and counts; schedule/test_host_waits.py and runtime/test_streams.py play hosts"
+    "tests/end_to_end trains and counts; schedule/test_waits.py and runtime/test_streams.py play hosts"
 )
 
 

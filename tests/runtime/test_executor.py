@@ -43,7 +43,7 @@ MOVING = [
         {"offload": list(range(8)), "variable": "step"},
     )
 ]
-# 12 microbatches, with which several families hang in single queues otherwise (tests/schedule/test_single_queue.py).
+# 12 microbatches, with which several families hang in single queues otherwise (tests/schedule/test_waits.py).
 QUEUED = [
     {"schedule": name, "microbatches": 12, "forward_only": False, "single_queue": True, "variable": variable}
     for name in NAMES

@@ -1,14 +1,23 @@
-"""Which device holds which stage."""
+"""Placements: the device of every stage, and the orders that every placement has."""
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_schedules import placements
 from refusals import refused
 
+from megatron_pipemem.choose.choice import forward_schedule
+from megatron_pipemem.choose.searching import serial_schedule
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
 
 
 @pytest.mark.parametrize(
@@ -59,3 +68,27 @@ def test_placements_that_do_not_exist() -> None:
     for build, counts in ((Placement.linear, (0,)), (Placement.wave, (2, 0)), (Placement.v_shape, (-1,))):
         with refused("bad-number", 1, kind=UnsupportedError):
             build(*counts)
+
+
+@given(placements(), st.integers(1, 6))
+def test_forwards_alone_are_complete_and_never_wait_for_each_other(placement, m):
+    schedule = forward_schedule(placement, m)
+    validate(schedule)
+    assert {a for order in schedule.orders for a in order} == {
+        Action(Kind.F, stage, microbatch) for stage in range(placement.num_stages) for microbatch in range(m)
+    }
+
+
+def test_forwards_of_a_v_keep_the_devices_busy():
+    p, m = 4, 8
+    timeline = simulate(forward_schedule(Placement.v_shape(p), m))
+    # Two chunks of half a unit each per microbatch, and what the pipeline takes to fill and to drain.
+    assert timeline.makespan <= m + p
+
+
+@given(placements(), st.integers(1, 4))
+def test_nothing_holds_less_than_one_microbatch_after_another(placement, m):
+    schedule = serial_schedule(placement, m)
+    assert oracle.check(schedule) == []
+    shares = [Fraction(len(stages), placement.num_stages) for stages in placement.stages]
+    assert oracle.peak(schedule) == shares
