@@ -49,7 +49,7 @@ def assert_bubble_as_promised(family: Family, schedule: Schedule) -> None:
         costs = [share * v for share in shares]
         promised = family.bubble.compute(**letters(schedule, *costs))
         timeline = simulate(schedule, Costs(*costs))
-        found = timeline.makespan - timeline.ideal
+        idle = timeline.makespan - timeline.ideal
         if promised is not None:
-            assert found <= promised + 1e-9, shares
-            assert family.bubble.at_most or shares != (1, 1, 1) or found == pytest.approx(float(promised))
+            assert idle <= promised + 1e-9, shares
+            assert family.bubble.at_most or shares != (1, 1, 1) or idle == pytest.approx(float(promised))

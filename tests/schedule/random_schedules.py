@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 # Those that offload have tests, and an oracle, of their own: test_offload.py.
 FAMILIES = {family.name: family for family in families() if not family.offloads}
-# Asynchronous ones run window by window: test_windows.py.
+# Asynchronous ones run window by window: test_stream.py.
 EXECUTED = {name: f for name, f in FAMILIES.items() if not (f.slices > 1 or f.asynchronous) and f.replicas == 1}
 
 COVERING = {

@@ -35,7 +35,7 @@ PER_STAGE = Costs(
 def public_objects() -> dict[str, object]:
     schedule = build_schedule("v-half", num_devices=16, num_microbatches=64)
     small = build_schedule("1f1b", num_devices=4, num_microbatches=8)
-    found = search_schedule(num_devices=4, num_microbatches=8, seconds=0)
+    result = search_schedule(num_devices=4, num_microbatches=8, seconds=0)
     limits = Limits({"schedule": ["1f1b"], "tp": [1], "recompute": ["none"], "variant": ["plain"]})
     planned = plan(load(RUN, Run), limits=limits, top=2, search_seconds=0)
     return {
@@ -43,8 +43,8 @@ def public_objects() -> dict[str, object]:
         "schedule with a long name": replace(schedule, name="a very long name\n" * 50),
         "program": lower(schedule),
         "timeline": simulate(schedule),
-        "search": found,
-        "candidate": found.best,
+        "search": result,
+        "candidate": result.best,
         "offload plan": plan_offload(schedule, Costs(channel=Channel(0.5)), "half"),
         "plan": planned.plans[0],
         "plans": planned,
@@ -58,8 +58,8 @@ def public_objects() -> dict[str, object]:
 
 
 def test_everything_public_prints_as_one_short_line():
-    for what, each in public_objects().items():
-        text = repr(each)
+    for what, shown in public_objects().items():
+        text = repr(shown)
         assert len(text) < 200 and text.isprintable(), (what, text)
 
 

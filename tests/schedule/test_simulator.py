@@ -34,11 +34,11 @@ def test_every_action_starts_as_soon_as_it_can() -> None:
 
 def test_dependencies_of_the_last_schedules_are_kept_while_these_live() -> None:
     first, *others = (Schedule.from_csv("0F0,0B0\n") for _ in range(3))
-    found = Dependencies.of_schedule(first)
-    assert Dependencies.of_schedule(first) is found and Dependencies.of_schedule(others[0]) is not found
-    assert Dependencies.of_schedule(first, already={SPLIT.orders[0][0]}) is not found
-    gone = ref(found)
-    del first, found
+    dependencies = Dependencies.of_schedule(first)
+    assert Dependencies.of_schedule(first) is dependencies and Dependencies.of_schedule(others[0]) is not dependencies
+    assert Dependencies.of_schedule(first, already={SPLIT.orders[0][0]}) is not dependencies
+    gone = ref(dependencies)
+    del first, dependencies
     assert gone() is None
 
 
@@ -113,24 +113,24 @@ def plainly(lanes: list[list[int]], waits: Waits) -> set[int]:
 def test_a_walk_runs_what_can_run_and_nothing_before_what_it_waits_for(graph, seconds):
     lanes, waits = graph
     lags = [0, 3]
-    found = Graph(lanes, waits, range(len(waits)))
-    nodes, reached = found.walk()
+    graph = Graph(lanes, waits, range(len(waits)))
+    nodes, reached = graph.walk()
     assert set(nodes) == plainly(lanes, waits) and len(set(nodes)) == len(nodes)
     assert [lane[:count] for lane, count in zip(lanes, reached, strict=True)] == [
         [node for node in lane if node in nodes] for lane in lanes
     ]
     place = {node: at for at, node in enumerate(nodes)}
     assert all(place[needed] < place[node] for node in nodes for needed, _ in waits[node])
-    times = Times(found, seconds, lags, zero=0)
-    times.run(found.steps(nodes))
+    times = Times(graph, seconds, lags, zero=0)
+    times.run(graph.steps(nodes))
     for lane in lanes:
         for before, node in zip([None, *lane], lane, strict=False):
             if node in place:
                 free = [] if before is None else [times.ends[before]]
                 assert times.starts[node] == max([0, *free, *(times.ends[n] + lags[link] for n, link in waits[node])])
                 assert times.ends[node] == times.starts[node] + seconds[node]
-    again = Times(found, seconds, lags, zero=0)
+    again = Times(graph, seconds, lags, zero=0)
     in_turn = []
-    again.run((in_turn.append(step[0]), step)[1] for step in found.steps(found.by_urgency(again.start_of)))
+    again.run((in_turn.append(step[0]), step)[1] for step in graph.steps(graph.by_urgency(again.start_of)))
     assert set(in_turn) == set(nodes) and again.starts == times.starts
     assert [again.starts[node] for node in in_turn] == sorted(again.starts[node] for node in in_turn)

@@ -177,7 +177,7 @@ def test_fractions_of_memory_add_up_to_nothing() -> None:
     """Rounding does not fill the cap in the course of many microbatches."""
     placement, m = Placement.linear(2), 500
     costs = Costs(memory={Kind.F: 0.7, Kind.I: -0.1 / 3, Kind.W: 0.1 / 3 - 0.7})
-    found = search_schedule(
+    result = search_schedule(
         num_devices=2, num_microbatches=m, costs=costs, memory_cap=0.7, placements=[placement], seconds=0
     )
-    validate(found.schedule, costs, 0.7)
+    validate(result.schedule, costs, 0.7)

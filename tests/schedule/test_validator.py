@@ -108,21 +108,21 @@ def test_every_mutant_is_caught_or_valid(data):
 
 def single_edits(orders: Orders, replacements) -> list[Orders]:
     """Every drop, double, swap of neighbours, re-route to any place of another device, and replacement."""
-    found = []
+    edits = []
     for device, order in enumerate(orders):
         for position, action in enumerate(order):
             before, after = list(order[:position]), list(order[position + 1 :])
-            found.append(edited(orders, device, before + after))
-            found.append(edited(orders, device, [*before, action, action, *after]))
+            edits.append(edited(orders, device, before + after))
+            edits.append(edited(orders, device, [*before, action, action, *after]))
             if after:
-                found.append(edited(orders, device, [*before, after[0], action, *after[1:]]))
-            found += [edited(orders, device, [*before, other, *after]) for other in replacements(action)]
+                edits.append(edited(orders, device, [*before, after[0], action, *after[1:]]))
+            edits += [edited(orders, device, [*before, other, *after]) for other in replacements(action)]
             for target in set(range(len(orders))) - {device}:
                 for place in range(len(orders[target]) + 1):
                     rerouted = list(orders[target])
                     rerouted.insert(place, action)
-                    found.append(edited(edited(orders, device, before + after), target, rerouted))
-    return found
+                    edits.append(edited(edited(orders, device, before + after), target, rerouted))
+    return edits
 
 
 def some_of(edits: list[Orders]) -> list[Orders]:
