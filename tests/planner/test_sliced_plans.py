@@ -9,7 +9,7 @@ from refusals import refused
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.features.slices.prices import slice_tokens
-from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.model.model import Execution
 from megatron_pipemem.schedule.action import Kind
@@ -259,27 +259,20 @@ def test_slices_of_a_configuration():
         ScheduleChoice("seq1f1b", slices=0)
 
 
-def test_what_a_run_of_slices_holds():
-    """As the simulation of its schedule says, with prices of its own for every slice."""
-    run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4))
-    placement = Placement.v_shape(2)
-    step = sliced_step(run, placement, layers=(2, 2, 2, 2))  # an even split, as Megatron cuts without a layout
-    schedule = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
-    assert held(run).device == pytest.approx(step.held(simulate(schedule, step.costs).peaks))
-
-
-@pytest.mark.parametrize(("algorithm", "barriers"), [("1", 2), ("2", 1)])
-def test_what_a_run_of_slices_holds_with_a_cut_vocabulary(algorithm: str, barriers: int):
+@pytest.mark.parametrize(("algorithm", "barriers"), [("off", 0), ("1", 2), ("2", 1)])
+def test_what_a_run_of_slices_holds(algorithm: str, barriers: int):
     run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4, vocab_parallel=algorithm))
     placement, layers = Placement.v_shape(2), (2, 2, 2, 2)
-    step, plain = vocabulary_step(barriers, run, placement, layers=layers), sliced_step(run, placement, layers)
+    plain = step = sliced_step(run, placement, layers)
+    if barriers:
+        step = vocabulary_step(barriers, run, placement, layers=layers)
     middle = slice(4, 12)
     assert step.costs.memory[Kind.F][middle] == plain.costs.memory[Kind.F][middle], (
         "keys and values with the first slice"
     )
     assert step.costs.forward[middle] == plain.costs.forward[middle]
     base = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
-    timeline = simulate(with_vocabulary(base, barriers, step.costs), step.costs)
+    timeline = simulate(with_barriers(base, barriers, step.costs), step.costs)
     assert held(run).device == pytest.approx(step.held(timeline.peaks))
     whole = replace(run, schedule=ScheduleChoice("v-half", vocab_parallel=algorithm))
     assert max(held(run).device) < max(held(whole).device)

@@ -39,10 +39,9 @@ from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.memory import request_of, schedule_of, sliced
 from megatron_pipemem.tools.planner.planning import asynchronous_price
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.replay import OrderPrice, Replay, Timing, priced, shortest
-from megatron_pipemem.tools.planner.slices import sliced_step
-from megatron_pipemem.tools.planner.space import Order
-from megatron_pipemem.tools.planner.step import PlannedStep, loads_of, pieces_of, price, shared_out
+from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, Timing, priced, shortest
+from megatron_pipemem.tools.planner.slices import step_of
+from megatron_pipemem.tools.planner.step import PlannedStep, loads_of, pieces_of, shared_out
 from megatron_pipemem.tools.planner.variants import vocabulary_step
 from megatron_pipemem.tools.planner.ways import Way
 
@@ -133,7 +132,7 @@ class _Scale:
         self._request = request
         self._replay = cache(lambda count: Replay(schedule_of(_with_microbatches(run, count), request)))
         self._order = self._replay(self._count).schedule
-        self._cut = run if self._order.slices == 1 else sliced(run, self._order.slices)
+        self._cut = sliced(run, self._order.slices)
         self._is_plain = not self._barriers and self._order.slices == 1 and not request.is_asynchronous
         self.placement = self._order.placement
         self.stages = self.placement.model_stages
@@ -151,7 +150,7 @@ class _Scale:
         else:
             order_price = self._price(step)
         order = Order(self.run.schedule.name, self.run.parallelism.chunks)
-        return Way(self.run, order, step, order_price.seconds, step.held(order_price.peaks))
+        return Way.of(self.run, order, step, order_price)
 
     def _price(self, step: PlannedStep) -> OrderPrice:
         def timing(count: int) -> Timing:
@@ -253,8 +252,7 @@ class _Scale:
     def _step(self, layers: tuple[int, ...] | None) -> PlannedStep:
         if self._barriers:
             return vocabulary_step(self._barriers, self._cut, self.placement, self._pace, layers)
-
-        return (price if self._cut is self.run else sliced_step)(self._cut, self.placement, layers, self._pace)
+        return step_of(self._cut, self.placement, layers, self._pace)
 
     def _with_earlier_weights(self, published: Replay, step: PlannedStep) -> Replay:
         return published.with_earlier_weights(step.costs) if self._moves_weights else published

@@ -21,8 +21,7 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Run
 from megatron_pipemem.tools.planner.early_weights import moves_weights
-from megatron_pipemem.tools.planner.slices import sliced_step, why_not_sliced, with_slices
-from megatron_pipemem.tools.planner.step import price
+from megatron_pipemem.tools.planner.slices import step_of, with_slices
 from megatron_pipemem.tools.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
 
 
@@ -107,7 +106,7 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     schedule, microbatches = request.file, run.parallelism.microbatches
     is_family = run.schedule.name != AUTO and not run.schedule.name.endswith(FILE_SUFFIX)
-    cut = run if schedule is None or schedule.slices == 1 else sliced(run, schedule.slices)
+    cut = sliced(run, 1 if schedule is None else schedule.slices)
     if request.barriers:
         step = vocabulary_step(request.barriers, cut, placement, layers=layers)
     elif request.offload != OFF or (schedule is not None and schedule.offloads):
@@ -117,7 +116,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
             caps = tuple(cap * unit for cap in request.caps(placement.num_devices) or ())
             request = replace(request, memory_cap=MemoryCap(caps, True))
     else:
-        step = (price if cut is run else sliced_step)(cut, placement, layers)
+        step = step_of(cut, placement, layers)
     if schedule is not None:
         shape = Shape(placement.num_devices, None, microbatches)
         if is_family and moves_weights(run) and not request.barriers:
@@ -138,6 +137,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
 
 
 def sliced(run: Run, slices: int) -> Run:
-    """Return the run with that many slices; the run unchanged if slices cannot be priced for it."""
-    cut = with_slices(run, slices, run.schedule.slice_cut)
-    return cut if why_not_sliced(cut) is None else run
+    """Return the run with that many slices, for ``step_of``, which prices whole microbatches if it cannot price slices."""
+    if slices == 1:
+        return replace(run, schedule=replace(run.schedule, slices=None))
+    return with_slices(run, slices, run.schedule.slice_cut)

@@ -35,7 +35,6 @@ from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.display import doing, rare_collection, tell
-from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
@@ -49,19 +48,19 @@ from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED, paramete
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.tools.planner.replay import (
     MOST_ACTIONS,
+    Order,
     OrderPrice,
     Replay,
     Timing,
-    family_schedule,
     measured,
     priced,
     same_passes,
     shortest,
 )
-from megatron_pipemem.tools.planner.slices import sliced_step
-from megatron_pipemem.tools.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, is_stocks, orders
+from megatron_pipemem.tools.planner.slices import step_of
+from megatron_pipemem.tools.planner.space import SEARCHED, Limits, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.tools.planner.step import PlannedStep, least_seconds, least_static, price
-from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, variants
+from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, built, variants
 from megatron_pipemem.tools.planner.ways import Answer, Base, Entry, Group, Way
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
@@ -306,9 +305,9 @@ class _Planner:
 
     def _step(self, run: Run, placement: Placement, variant: Variant | None) -> PlannedStep:
         """Predict the step of a run on a placement with a variant."""
-        if variant is not None:
-            return variant.prepare(run, placement, self._pace)
-        return (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
+        if variant is None:
+            return step_of(run, placement, pace=self._pace)
+        return variant.prepare(run, placement, self._pace)
 
     def _bound(self, run: Run, placement: Placement, candidates: list[Order], variant: Variant | None) -> None:
         """Queue the orders of a placement with a variant that a start accepts, by a lower bound of their seconds."""
@@ -367,15 +366,9 @@ class _Planner:
         """Return the plan of an order; ``None`` if it does not fit into the memory."""
         cut, slices = group.run.parallelism, _slices(group.run)
         if slices == 1 and "costs" not in family(order.name).options:
-            moves = _moves_weights(group.run, None)
-            return self._plan(Base(group, order), None, self._measured(group, order, moves))
+            return self._plan(Base(group, order), None, self._measured(group, order, moves_weights(group.run)))
 
-        def build(count: int) -> Schedule:
-            costs = None if slices > 1 else group.step.costs
-            alone = family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
-            return with_earlier_weights(alone, group.step.costs) if _moves_weights(group.run, None) else alone
-
-        way = self._built(Base(group, order), build, cut.microbatches)
+        way = self._built(Base(group, order), cut.microbatches)
         if way is None or slices == 1:
             return way
         return replace(way, passes=None)  # its name and the number of slices are enough
@@ -434,17 +427,8 @@ class _Planner:
         microbatches = most if base.whole else _short(base.group.run)
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
-
-        def build(count: int) -> Schedule:
-            fitted = "costs" in family(order.name).options and variant is IN_PAIRS
-            costs = group.step.costs if fitted else None
-            alone = family_schedule(order.name, group.run.parallelism.pp, count, order.chunks, costs)
-            if _moves_weights(group.run, variant):
-                alone = with_earlier_weights(alone, group.step.costs)
-            return variant.apply(alone, group.step, group.step.room(self._memory))
-
         try:
-            way = self._built(base, build, microbatches)
+            way = self._built(base, microbatches)
         except PipememError as error:
             self.rejected[f"{variant.name} cannot be combined with {order.name}: {error}"] += 1
             return
@@ -457,12 +441,13 @@ class _Planner:
         else:
             self._wait(way)
 
-    def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Way | None:
-        """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
+    def _built(self, base: Base, microbatches: int) -> Way | None:
+        """Return a plan for an order with its variant; ``None`` if it does not fit into the memory.
 
         A long step is predicted from shorter ones, and its plan has no list of actions.
         """
         run, step = base.group.run, base.group.step
+        build = partial(built, run, base.order, step, step.room(self._memory), base.group.variant)
         if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
             return self._plan_of_schedule(base, build(microbatches))
         overlaps = run.schedule.overlap_steps
@@ -486,8 +471,8 @@ class _Planner:
         if not self._fits(group, price.peaks):
             return None
         name = PLAIN if group.variant is None else group.variant.name
-        made = (_configured(base), base.order, step, price.seconds, step.held(price.peaks), price.hidden)
-        return Way(*made, name, schedule, group.memory_seconds)
+        more = {"variant": name, "passes": schedule, "memory_seconds": group.memory_seconds}
+        return Way.of(_configured(base), base.order, step, price, **more)
 
     def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory
@@ -495,11 +480,6 @@ class _Planner:
 
 def _standing(plans: int, count: int, waiting: int, bound: float) -> str:
     return f"{plans} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
-
-
-def _moves_weights(run: Run, variant: Variant | None) -> bool:
-    """Return whether W of an order may run earlier; not if a variant frees memory or cuts the head over the ranks."""
-    return moves_weights(run) and variant in (None, IN_PAIRS)
 
 
 def _short(run: Run) -> int:

@@ -10,22 +10,19 @@ from math import inf
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model.counts import early_modules
-from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.balance import as_cut, balance
 from megatron_pipemem.tools.planner.early_weights import moves_weights, with_early_head
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.replay import Replay, Timing, family_schedule, measured
+from megatron_pipemem.tools.planner.replay import Order, Replay, Timing, measured
 from megatron_pipemem.tools.planner.replay import priced as extended
-from megatron_pipemem.tools.planner.slices import sliced_step
-from megatron_pipemem.tools.planner.space import Limits, Order, orders
-from megatron_pipemem.tools.planner.step import price
-from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, paired
+from megatron_pipemem.tools.planner.slices import step_of
+from megatron_pipemem.tools.planner.space import Limits, orders
+from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, built
 from megatron_pipemem.tools.planner.ways import Way
 
 STOCKS = ("1f1b", "interleaved")
@@ -112,27 +109,23 @@ def priced(
     ``layers`` has the pieces of every stage, by default from the planner's partition. ``pace`` has the ratios of measured
     to predicted seconds. Pairs keep the step within ``memory``, the bytes of a device.
     """
-    slices, cut, chosen, moves = run.schedule.slices or 1, run.parallelism, family(order.name), moves_weights(run)
-    step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
+    cut = run.parallelism
+    step = step_of(run, placement, layers, pace)
     if run.pairs:
         step = step.in_pairs()
 
-    def alone(count: int) -> Schedule:
-        costs = step.costs if "costs" in chosen.options and run.pairs else None
-        published = family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
-        return with_earlier_weights(published, step.costs) if moves else published
+    variant = IN_PAIRS if run.pairs else None
 
-    def in_pairs(count: int) -> Timing:
-        timeline = paired(alone(count), step, step.room(memory))
-        return Timing(timeline, timeline.makespan)
+    def timing(count: int) -> Timing:
+        return Replay(built(run, order, step, step.room(memory), variant, count)).timing(step.costs)
 
     if run.pairs:
-        order_price = extended(in_pairs, cut.pp, cut.microbatches)
-    elif slices == 1:
-        order_price = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs, moves_weights=moves)
+        order_price = extended(timing, cut.pp, cut.microbatches)
+    elif (run.schedule.slices or 1) == 1:
+        passes = (order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
+        order_price = measured(*passes, moves_weights=moves_weights(run))
     else:
-        order_price = Replay(alone(cut.microbatches)).timing(step.costs).price
+        order_price = timing(cut.microbatches).price
     if layers is None:
         run = run_layout.with_cut(run, step.layers)
-    variant = IN_PAIRS.name if run.pairs else PLAIN
-    return Way(run, order, step, order_price.seconds, step.held(order_price.peaks), order_price.hidden, variant)
+    return Way.of(run, order, step, order_price, variant=variant.name if variant else PLAIN)

@@ -17,7 +17,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import read_json
 from megatron_pipemem.model.activations import message_bytes
 from megatron_pipemem.model.model import Execution, Model
-from megatron_pipemem.part_costs import Part, PartCosts, Parts, Passes
+from megatron_pipemem.part_costs import Part, PartCosts, Passes, part_costs
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.tools.config.cluster import Cluster, Link
 from megatron_pipemem.tools.config.loading import settings_of, typed
@@ -74,10 +74,7 @@ class Profile:
 
         ``link`` connects neighbouring pipeline ranks. Without it, messages cost nothing.
         """
-        order = self.model.kinds
-        ends = None if self.end_layers is None else tuple(self.end_layers[kind] for kind in order)
-        parts = Parts(tuple(self.layers[kind] for kind in order), self.first, self.middle, self.last, ends)
-        return PartCosts(parts=parts, memory={}, p2p=self._message_seconds(link))
+        return part_costs(self.to_json(link))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
         """Return the ratios of measured seconds to those that ``planner.prices`` predicts for a device of this cluster.
@@ -108,11 +105,8 @@ class Profile:
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:
             del parts["end_layers"]
-        order = list(self.model.kinds)
-        return {"parts": {"order": order, **parts}, "p2p": self._message_seconds(link), "profile": whole}
-
-    def _message_seconds(self, link: Link | None) -> float:
-        return 0.0 if link is None else link.seconds(self.message_bytes)
+        p2p = 0.0 if link is None else link.seconds(self.message_bytes)
+        return {"parts": {"order": list(self.model.kinds), **parts}, "p2p": p2p, "profile": whole}
 
     @classmethod
     def from_json(cls, path: str | Path) -> Profile:

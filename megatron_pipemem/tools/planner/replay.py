@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from math import isclose, lcm
@@ -33,6 +34,14 @@ _LONGEST_RHYTHM = 8  # microbatches per device
 _SHORT_REPLAYS, _LONG_REPLAYS = 256, 4  # sizes of the caches
 MOST_ACTIONS = 300_000
 """The most actions of a step that is built as a whole. Longer steps are predicted from shorter ones."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A family of schedules with its number of chunks."""
+
+    name: str  # of the family
+    chunks: int | None = None  # stages per device; ``None`` if the family has a fixed number
 
 
 class OrderPrice(NamedTuple):

@@ -180,6 +180,18 @@ def sliced_step(
     )
 
 
+def step_of(
+    run: Run,
+    placement: Placement,
+    layers: tuple[int, ...] | None = None,
+    pace: MeasuredSlowdown | None = None,
+    shared_ends: bool = False,
+) -> PlannedStep:
+    """Predict a run's step, with a price per slice if the run has slices that can be priced."""
+    is_cut = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
+    return (sliced_step if is_cut else price)(run, placement, layers, pace, shared_ends)
+
+
 @dataclass(frozen=True)
 class _Slice:
     """A slice, its position in the sequence, and the predicted step of sequences with its length."""

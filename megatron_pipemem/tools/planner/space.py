@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.registry import families, synchronous_families
 from megatron_pipemem.tools.config.loading import nearest
 from megatron_pipemem.tools.config.runs import EP_OVERLAP, OVERLAPS, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
-from megatron_pipemem.tools.planner.replay import family_options
+from megatron_pipemem.tools.planner.replay import Order, family_options
 from megatron_pipemem.tools.planner.slices import proposed_slices, why_not_sliced, with_slices
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, variants
 
@@ -203,14 +203,6 @@ def _impossible(run: Run) -> str | None:
             modules = ", ".join(execution.recompute_modules)
             return f"recomputing {modules} saves less than {_LEAST_SAVED:.0%} of the layers' activations"
     return None
-
-
-@dataclass(frozen=True)
-class Order:
-    """A family of schedules with its number of chunks."""
-
-    name: str  # of the family
-    chunks: int | None = None  # stages per device; ``None`` if the family has a fixed number
 
 
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:

@@ -25,14 +25,18 @@ from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 from megatron_pipemem.tools.config.runs import Run, ScheduleChoice
+from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, gather, logit_bytes
-from megatron_pipemem.tools.planner.slices import sliced_step, why_not_sliced
+from megatron_pipemem.tools.planner.replay import Order, family_schedule
+from megatron_pipemem.tools.planner.slices import step_of
 from megatron_pipemem.tools.planner.step import PlannedStep, ends_seconds, price
 
 
@@ -147,6 +151,23 @@ IN_PAIRS = Variant(
 )
 """Forwards and backwards in pairs, for runs with ``--overlap-moe-expert-parallel-comm`` only."""
 
+
+def built(
+    run: Run, order: Order, step: PlannedStep, room: tuple[float, ...], variant: Variant | None, count: int
+) -> Schedule:
+    """Return the schedule of a step with ``count`` microbatches under a family, with the actions of the variant.
+
+    W may run earlier (``schedule.earlier_weights``), but not if the variant frees memory or cuts the head over the ranks.
+    """
+    slices, is_plain = run.schedule.slices or 1, variant in (None, IN_PAIRS)
+    fits_costs = is_plain and slices == 1 and "costs" in family(order.name).options
+    costs = step.costs if fits_costs else None
+    schedule = family_schedule(order.name, run.parallelism.pp, count, order.chunks, costs, slices)
+    if is_plain and moves_weights(run):
+        schedule = with_earlier_weights(schedule, step.costs)
+    return schedule if variant is None else variant.apply(schedule, step, room)
+
+
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
 
 
@@ -169,8 +190,7 @@ def vocabulary_step(
             "the embedding and head of a model with a vision tower cannot be cut over the pipeline; pass "
             "--pipemem-vocab-parallel off",
         )
-    sliced = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
-    step = (sliced_step if sliced else price)(run, placement, layers, pace, shared_ends=True)
+    step = step_of(run, placement, layers, pace, shared_ends=True)
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)

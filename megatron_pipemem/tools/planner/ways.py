@@ -26,8 +26,8 @@ from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_weights import moves_weights
-from megatron_pipemem.tools.planner.replay import family_schedule, measured, shortest
-from megatron_pipemem.tools.planner.space import Order, hides_messages
+from megatron_pipemem.tools.planner.replay import Order, OrderPrice, family_schedule, measured, shortest
+from megatron_pipemem.tools.planner.space import hides_messages
 from megatron_pipemem.tools.planner.step import PlannedStep, mfu, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant
 
@@ -47,6 +47,11 @@ class Way:
     variant: str = PLAIN  # such as ``offload`` or ``vocabulary-2``
     passes: Schedule | None = field(default=None, repr=False)  # if a family's name is not enough
     memory_seconds: float = 0.0  # part of the seconds that is due to the memory limit, by a lower bound
+
+    @classmethod
+    def of(cls, run: Run, order: Order, step: PlannedStep, price: OrderPrice, **more: Any) -> Way:
+        """Return the way of an order with this time and these peaks of activations. ``more`` has further fields."""
+        return cls(run, order, step, price.seconds, step.held(price.peaks), price.hidden, **more)
 
     @property
     def schedule(self) -> str:
