@@ -93,6 +93,9 @@ def test_a_file_changes_arguments_of_its_base(tmp_path):
         ("pp: 0", "bad-number", ("pp",)),
         ("pipemem_memory_cap: [1]", "bad-type", ("pipemem_memory_cap",)),
         ("disable_bias_linear: 1", "bad-type", ("disable_bias_linear",)),
+        ("apply_rope_fusion: 1", "bad-type", ("apply_rope_fusion",)),
+        ("cluster.nodes: 2", "unknown-key", ("cluster.nodes",)),
+        ("--lr: 2", "bad-syntax", ("--lr", "lr")),
         ("swiglu: 3", "bad-type", ("model.swiglu",)),
     ],
 )

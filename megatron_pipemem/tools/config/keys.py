@@ -74,7 +74,7 @@ def place_of(key: str) -> tuple[str, ...]:
         key.startswith("-"), "bad-syntax", key, f"is written without dashes; write {first.strip('-').replace('-', '_')}"
     )
     if first in _SECTIONS or first == "precision" or (first == "schedule" and inner):
-        old = f"is a key of an earlier version; write {_new_name(first, '.'.join(inner))}, without a section"
+        old = f"is a key of an earlier version; write {_new_name(first, '.'.join(inner))}"
         raise ConfigError("old-key", old, key=key)
     if first in FIELDS:
         return (first, *inner)
@@ -141,7 +141,11 @@ def _meanings(key: str, value: Any) -> list[tuple[tuple[str, ...], Any]]:
         return [(place, value)]
     flag = frozen_flags().get(f"--{place[1]}")
     if flag is None and key in setters(frozen_flags()):  # the name of an attribute that another flag sets
-        return [(("flags", name), set_to) for name, set_to in flags_of_attributes({key: value}, frozen_flags())]
+        places = flags_of_attributes({key: value}, frozen_flags())
+        named: list[tuple[tuple[str, ...], Any]] = [(("flags", name), set_to) for name, set_to in places]
+        is_wrong = not named and value is not None and not isinstance(value, bool)
+        refuse_if(is_wrong, "bad-type", key, f"is {shortened(value)}; give true or false")
+        return named
     if flag is not None and flag["dest"] in NAMES:
         refuse_if(
             flag["bare"] != isinstance(value, bool), "bad-type", key, f"is {shortened(value)}; give true or false"

@@ -29,8 +29,10 @@ from megatron_pipemem.values import refuse_if
 EXIT_SIGNAL = "SIGUSR1"
 """The signal at which a run saves a checkpoint and ends. Batch systems send it before they end a job."""
 _OF_TRAINING = ("train-iters", "data-path", "data-cache-path", "save-interval", "load")
-_RECOMPUTE = ("recompute-method", "recompute-num-layers")
-"""Flags whose values do not change a plan, so that a run may have others than the default."""
+_FREE = ("recompute-method", "recompute-num-layers")
+_POSITIONS = "max-position-embeddings"
+"""Flags whose values do not change a plan, so that a run may have others than the default. The number of positions does so
+if they are learned."""
 _NODE_RANK, _MASTER_ADDR = "$NODE_RANK", "$MASTER_ADDR"
 """Variables that a shell replaces on every node."""
 
@@ -146,9 +148,10 @@ def _others(run: Run) -> Flags:
 
 def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
     """Return ``flags`` in one mapping. Raise a ConfigError if a flag of the run has another value there."""
+    free = _FREE if run.model.position == "learned" else (*_FREE, _POSITIONS)
     for name, value in _others(run).items():
         for key, fixed in flags.items():
-            differs = name in fixed and name not in _RECOMPUTE and value not in (fixed[name], None, False)
+            differs = name in fixed and name not in free and value not in (fixed[name], None, False)
             twice = f"is {shortened(value)}, and the run's {key} gives another value; change it there"
             refuse_if(differs, "conflicting-options", name.replace("-", "_"), twice)
     return {name: value for fixed in flags.values() for name, value in fixed.items()}
