@@ -123,33 +123,50 @@ def check_gates(wish: Wish) -> None:
         raise error
 
 
-class PassedGates:
-    """A request and a placement that have passed the gates, and the values of Megatron's configuration that were read.
+class StepGates:
+    """The gates of a run's steps: to ask them takes longer than a step may wait, and to compare the values does not."""
 
-    To ask the gates again takes longer than a step may wait, and to compare the values does not.
+    def __init__(self) -> None:
+        self._wish: tuple[object, ...] = ()
+        self._values: list[tuple[int, list[tuple[str, Any]]]] = []
+        """Of each configuration, the number of its attributes, and those that the gates have read."""
 
-    Raises:
-        UnsupportedError: as ``check_gates``.
-    """
+    def check(
+        self,
+        request: Request,
+        configurations: Sequence[object],
+        schedule: Schedule | None = None,
+        placement: Placement | None = None,
+    ) -> bool:
+        """Ask the gates unless none of the values that they read has changed, and return whether they were asked.
 
-    def __init__(self, request: Request, placement: Placement, configurations: Sequence[object]):
-        self._request, self._placement = request, placement
+        ``configurations`` are objects of Megatron (``of_several``). Raise an UnsupportedError as ``check_gates`` does.
+        """
+        if self._are_passed((request, schedule, placement), configurations):
+            return False
         value_of, names = of_several(*configurations), set()
 
         def read(attribute: str) -> Any:
             names.add(attribute)
             return value_of(attribute)
 
-        check_gates(Wish(request, read, placement=placement))
+        check_gates(Wish(request, read, schedule, placement))
+        self._wish = request, schedule, placement
         self._values = [
-            [(name, deepcopy(getattr(configuration, name, None))) for name in names] for configuration in configurations
+            (
+                len(vars(configuration)),
+                [(name, deepcopy(getattr(configuration, name))) for name in names & {*dir(configuration)}],
+            )
+            for configuration in configurations
         ]
+        return True
 
-    def hold_for(self, request: Request, placement: Placement, configurations: Sequence[object]) -> bool:
-        """Return whether the gates would be passed again, because none of the values that were read has changed."""
-        if request is not self._request or placement is not self._placement or len(configurations) != len(self._values):
+    def _are_passed(self, wish: tuple[object, ...], configurations: Sequence[object]) -> bool:
+        if [*map(id, wish)] != [*map(id, self._wish)] or len(configurations) != len(self._values):
             return False
-        for configuration, values in zip(configurations, self._values, strict=True):
+        for configuration, (number, values) in zip(configurations, self._values, strict=True):
+            if len(vars(configuration)) != number:
+                return False
             for name, value in values:
                 if getattr(configuration, name, None) != value:
                     return False

@@ -9,7 +9,7 @@ from refusals import refused
 
 from megatron_pipemem import gates as room
 from megatron_pipemem import refusals
-from megatron_pipemem.gates import PassedGates, Wish, check_gates, gates
+from megatron_pipemem.gates import StepGates, Wish, check_gates, gates
 from megatron_pipemem.mcore import refusals as refusals_of_models
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.refusals import check_model
@@ -254,25 +254,30 @@ def test_a_model_asks_before_it_is_built_also_whether_its_kernels_need_a_gpu(mon
 def test_a_step_asks_again_if_a_value_has_changed_and_only_then(monkeypatch):
     counted, ask = [], check_gates
     monkeypatch.setattr(room, "check_gates", lambda wish: (counted.append(wish), ask(wish)))
-    config = SimpleNamespace(recompute_granularity="selective", recompute_modules=[])
+    config = SimpleNamespace(recompute_granularity="selective", recompute_modules=[], init_method_std=0.02)
     ddp = SimpleNamespace(use_megatron_fsdp=False)
     request = Request("pipedream-2bw")
-    passed = PassedGates(request, V, [config, ddp])
-    assert passed.hold_for(request, V, [config, ddp]) and len(counted) == 1
-    config.loss_of_another_program = 1  # no gate reads it
-    assert passed.hold_for(request, V, [config, ddp])
-    config.recompute_modules.append("mlp")
-    assert not passed.hold_for(request, V, [config, ddp])
-    config.recompute_modules.clear()
-    assert not passed.hold_for(Request("pipedream"), V, [config, ddp])
-    assert not passed.hold_for(request, Placement.linear(4), [config, ddp])
-    assert not passed.hold_for(request, V, [config])
+    step = StepGates()
+
+    def asks(*changed) -> bool:
+        request_of_step, *others = changed or (request,)
+        return step.check(request_of_step, [config, ddp], *others)
+
+    assert [asks(), asks()] == [True, False] and len(counted) == 1
+    config.init_method_std = 1.0  # no gate reads it
+    assert not asks()
+    config.recompute_modules.append("core_attn")
+    assert [asks(), asks()] == [True, False]
+    for wish in ((Request("1f1b"),), (request, None, V), (request,)):
+        assert [asks(*wish), asks(*wish)] == [True, False]
+    assert step.check(request, [config])
     for holder, attribute in ((ddp, "use_distributed_optimizer"), (config, "fp8"), (ddp, "use_megatron_fsdp")):
         setattr(holder, attribute, "hybrid")
-        assert not passed.hold_for(request, V, [config, ddp])
-        with refused("unsupported-setting", attribute):
-            PassedGates(request, V, [config, ddp])
+        for _ in range(2):
+            with refused("unsupported-setting", attribute):
+                asks()
         setattr(holder, attribute, None)
+    assert asks()
 
 
 def test_the_value_of_several_objects_is_the_first_true_one_else_the_first():

@@ -13,6 +13,7 @@ from quantised import Quantised, WithEmptyStorage, eight_bits
 from refusals import refused
 
 from megatron_pipemem.features.vocabulary.megatron.step import LastStage
+from megatron_pipemem.gates import StepGates
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.mcore.plugin import programs_for
@@ -100,7 +101,7 @@ def test_a_first_step_asks_the_gates_about_the_model_and_ddp(name, settings, of_
     placement, chunk = programs.placement(1, None), torch.nn.Linear(1, 1)
     chunk.ddp_config = SimpleNamespace(**of_ddp)
     with refused(*(("wrong-count",) if words is None else ("unsupported-setting", *words))):
-        function._check([chunk] * placement.num_chunks, [], SimpleNamespace(**settings), placement, None)
+        function._check([chunk] * placement.num_chunks, [], SimpleNamespace(**settings), placement, StepGates())
 
 
 @pytest.mark.parametrize("kind", [Quantised, WithEmptyStorage])

@@ -27,12 +27,11 @@ from megatron.core.utils import unwrap_model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.runtime import KeyValueCache
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import StepGates
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.counts import attention_share
-from megatron_pipemem.refusals import of_config
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.weight_gradients import is_plain
@@ -360,6 +359,7 @@ class SequenceSlices(Extension):
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self._gates = StepGates()
         self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
         self._bounds: list[tuple[int, int]] = []
 
@@ -373,7 +373,7 @@ class SequenceSlices(Extension):
         if step.program.schedule.slices == 1:
             return
 
-        check_gates(Wish(self._request, of_config(step.context.config), step.program.schedule))
+        self._gates.check(self._request, [step.context.config], step.program.schedule)
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
                 "slices-forward-step",

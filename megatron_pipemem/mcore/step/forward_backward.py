@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.gates import PassedGates
+from megatron_pipemem.gates import StepGates
 from megatron_pipemem.mcore.agreement import agree, done_by_all
 from megatron_pipemem.mcore.compat import message_channels, message_shapes
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -67,8 +67,8 @@ class ForwardBackward(Feature):
     # called before a step communicates, with the model's process groups and its pipeline
     joins: Callable[[ProcessGroupCollection, dist.ProcessGroup], None] = lambda groups, pipeline: None
     _pipelines: dict[tuple[dist.ProcessGroup, Placement], Pipeline] = field(default_factory=dict)
-    _passed: WeakKeyDictionary[torch.nn.Module, PassedGates] = field(default_factory=WeakKeyDictionary)
-    """The gates that each model has passed, by its first chunk on this rank."""
+    _gates: WeakKeyDictionary[torch.nn.Module, StepGates] = field(default_factory=WeakKeyDictionary)
+    """The gates of each model that has taken a step, by its first chunk on this rank."""
     _in_step: bool = False
 
     def replacements(self) -> Replacements:
@@ -152,33 +152,29 @@ class ForwardBackward(Feature):
 
         In a model's first step, all ranks of the pipeline raise it.
         """
-        earlier = self._passed.get(chunks[0])
+        known_gates = self._gates.get(chunks[0])
+        gates = known_gates or StepGates()
 
-        def check() -> tuple[Placement, PassedGates]:
+        def check() -> Placement:
             placement = self.chunk_placement.placement(group.size(), len(chunks))
-            passed = self._check(chunks, iterators, config, placement, earlier)
-            if earlier is None:
+            self._check(chunks, iterators, config, placement, gates)
+            if known_gates is None:
                 self.chunk_placement.check_built(chunks, placement, group.rank())
-            return placement, passed
+            return placement
 
-        placement, passed = done_by_all(check, [group]) if earlier is None else check()
-        if earlier is None:
-            check_whole_model(chunks, placement, group)
-        self._passed[chunks[0]] = passed
+        if known_gates is not None:
+            return check()
+        placement = done_by_all(check, [group])
+        check_whole_model(chunks, placement, group)
+        self._gates[chunks[0]] = gates
         return placement
 
     def _check(
-        self, chunks: list[torch.nn.Module], iterators: list, config, placement: Placement, passed: PassedGates | None
-    ) -> PassedGates:
-        """Return the gates that the model has passed; raise an UnsupportedError for faults of the model or settings.
-
-        ``passed`` are the gates that it passed in its last step; ``None`` in its first.
-        """
-        request = self.programs.request
+        self, chunks: list[torch.nn.Module], iterators: list, config, placement: Placement, gates: StepGates
+    ) -> None:
+        """Raise an UnsupportedError for faults of this rank's model or settings."""
         of_ddp = {id(ddp): ddp for chunk in chunks if (ddp := getattr(chunk, "ddp_config", None)) is not None}
-        configurations = [config, *of_ddp.values()]
-        if passed is None or not passed.hold_for(request, placement, configurations):
-            passed = PassedGates(request, placement, configurations)
+        if gates.check(self.programs.request, [config, *of_ddp.values()], placement=placement):
             check_chunks(chunks, placement.num_chunks, self.programs.name, placement.replicas)
         known_chunks = len(chunks) // placement.replicas
         if len(iterators) != known_chunks:
@@ -187,7 +183,6 @@ class ForwardBackward(Feature):
                 f"{known_chunks} model chunks need {known_chunks} data iterators, not {len(iterators)}; pass a list with one "
                 "iterator per chunk",
             )
-        return passed
 
     def _perform(self, step: Step) -> None:
         """Choose the program of the step, run it, and finish the step."""
