@@ -12,8 +12,7 @@ import torch
 from asked_programs import programs_of
 from refusals import refused
 
-from megatron_pipemem.choose import searching
-from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Choice, Knowledge, Shape
+from megatron_pipemem.choose.knowledge import Choice, Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload import megatron as offloading
 from megatron_pipemem.features.offload.megatron import Offloading
@@ -23,11 +22,8 @@ from megatron_pipemem.mcore.model.stages import Tape, watch_batches
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request, TransferOptions
 from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.simulator import peaks
-from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.schedule.validator import validate_program
 
 SHAPE = Shape(4, 2, 8)
 MESSAGE = 3
@@ -69,10 +65,6 @@ def plan_with_bytes(wanted: Programs, shape: Shape) -> Choice:
 
 def source(schedule: str, cap=None, **settings) -> Programs:
     return programs_of(schedule, cap, **settings)
-
-
-def kinds(schedule) -> set[Kind]:
-    return {action.kind for order in schedule.orders for action in order}
 
 
 def offloaded(schedule) -> list[Action]:
@@ -180,30 +172,6 @@ def test_a_rank_that_fails_alone_tells_the_others(stage, monkeypatch):
     assert told[-1] == ("other-rank-failed", f"rank 0 failed: {raised.value}")
 
 
-def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
-    placement = Placement.linear(2)
-    costs = Costs(memory={Kind.F: (1, 1), Kind.I: (1, 1), Kind.W: (-2, -2)})
-    request = Request("auto", 1.0, offload="auto")
-    order = next(searching._last_resort(request, [placement], 3, Knowledge(costs), costs))
-    validate(order)
-    assert max(peaks(order, costs)) == 1
-    validate_program(lower(order))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "v-half", "gis"])
-@pytest.mark.parametrize("mode", ["half", "full"])
-def test_a_known_ratio_is_planned_for_from_the_first_step_on(schedule, mode):
-    wanted = source(schedule, offload=mode, offload_options={"ratio": 0.5})
-    assert not wanted.needs_bytes and not wanted.needs_seconds and wanted.request.may_offload
-    plan = wanted.plan(Shape(4, wanted.request.chunks, 8), "start")
-    validate(plan.schedule)
-    validate_program(lower(plan.schedule))
-    moved = {action.stage for action in offloaded(plan.schedule)}
-    assert moved and plan.notes.split()[0].isdigit()
-    if mode == "half":
-        assert all(len(moved & set(stages)) <= (len(stages) + 1) // 2 for stages in plan.schedule.placement.stages)
-
-
 @pytest.mark.parametrize("in_bytes", [False, True])
 def test_host_memory_is_taken_before_the_step_where_the_plan_is_in_bytes(in_bytes):
     wanted = source("v-half", offload="full", offload_options={"ratio": 0.5})
@@ -243,27 +211,6 @@ def test_bytes_replace_a_plan_that_does_not_keep_them():
     everything = source("v-half").plan(SHAPE, "start")
     found = wanted.plan(SHAPE, "bytes counted", everything, minimum_gain=0.9)
     assert found.schedule != everything.schedule
-
-
-def test_without_a_ratio_bytes_are_counted_first_and_seconds_then(monkeypatch):
-    wanted = source("v-half", offload="full")
-    assert wanted.needs_bytes and wanted.needs_seconds
-    first = wanted.plan(SHAPE, "start")
-    validate(first.schedule)
-    assert kinds(first.schedule) == {
-        *(Kind.F, Kind.I, Kind.W, Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
-    }
-    assert len(offloaded(first.schedule)) == 8 * 8, "all of every microbatch, so that every stage is counted"
-
-    wanted.measured(None, counted(8))
-    second = wanted.plan(SHAPE, "bytes counted", first)
-    assert second.costs.channel == Channel(ratio=ASSUMED_RATIO)
-
-    monkeypatch.setattr(Offloading, "links", lambda self, devices: (LINK,) * devices)
-    wanted.measured(Costs((1.0,) * 8, (1.0,) * 8, (1.0,) * 8), None)
-    third = wanted.plan(SHAPE, "costs measured", second)
-    assert third.priced_by == "measured"
-    assert third.costs.channel == Channel((2.0,) * 8, (1.0,) * 8, duplex=True)
 
 
 def program_peaks(schedule, changes) -> list[int]:

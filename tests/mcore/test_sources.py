@@ -21,15 +21,13 @@ from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import schedule_file
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.measured import costs_from
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import Candidate, SearchResult
 
 QUICK = {"seconds": 0.3}
@@ -91,27 +89,6 @@ def test_a_file_is_checked_before_anything_runs(file, tmp_path):
         programs_of(str(wrong), None, "unit", {})
     with refused("options-of-file", "group_size", kind=UnsupportedError):
         programs_of(file(), None, "unit", {"group_size": 4})
-
-
-@pytest.mark.parametrize("schedule", ["v-half", "a.csv"])
-def test_only_a_search_can_fit_bytes(schedule):
-    with refused("unit-mismatch", kind=UnsupportedError):
-        programs_of(schedule, "6GiB", "unit", {})
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"colour": 1}, ("unknown-option", "colour")),
-        ({"period": 1}, ("bad-choice", 1)),
-        ({"placement": "w"}, ("bad-choice", "w")),
-        ({"seconds": "soon"}, ("bad-number", "soon")),
-        ({"chunks": 0}, ("bad-number", "chunks", 0)),
-    ],
-)
-def test_bad_options_of_a_search_are_refused(options, words):
-    with refused(*words, kind=UnsupportedError):
-        auto(**options)
 
 
 @pytest.mark.parametrize(
@@ -194,22 +171,6 @@ CHANGES = {
     Kind.RECV_I: (5, 5, 5, 0),
     Kind.W: (-75, -60, -60, -70),
 }
-WITH_FUSED = CHANGES | {Kind.B: (-100, -85, -85, -100)}
-
-
-def test_a_cap_in_bytes_waits_for_bytes_and_holds_for_the_whole_program():
-    source = auto("420B")
-    shape = Shape(2, 2, 6)
-    assert source.needs_bytes and source.placement(2, 2).name == "v"
-    first = source.plan(shape, "start")
-    assert [a.microbatch for a in first.schedule.orders[0]] == sorted(a.microbatch for a in first.schedule.orders[0])
-    source.measured(None, CHANGES)
-    assert not source.needs_bytes
-    plan = source.plan(shape, "bytes counted", first)
-    program = lower(plan.schedule)
-    validate_program(program)
-    assert max(max(held_after(actions, WITH_FUSED)) for actions in program.actions) <= 420
-    assert plan.timeline.makespan < first.timeline.makespan
 
 
 def test_bytes_that_no_schedule_keeps_are_refused_with_the_least():
