@@ -159,13 +159,24 @@ def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", ("core_attn",), statistic=True)
         return
     scores = n * model.sequence * model.heads / tp
-    yield Saved("softmax's output", scores * _SUM, "I", ("core_attn",))
-    if e != _SUM:
-        yield Saved("softmax's output, rounded", scores * e, "I", ("core_attn",))
-    # A layer's own, unless the batch brings one.
-    yield Saved("causal mask", model.sequence**2 / execution.cp, "I", ("core_attn",))
+    if _has_softmax_kernel(model, execution):
+        yield Saved("softmax's output", scores * e, "I", ("core_attn",))
+    else:
+        yield Saved("softmax's output", scores * _SUM, "I", ("core_attn",))
+        if e != _SUM:
+            yield Saved("softmax's output, rounded", scores * e, "I", ("core_attn",))
+        # A layer's own, unless the batch brings one.
+        yield Saved("causal mask", model.sequence**2 / execution.cp, "I", ("core_attn",))
     if model.dropout:
         yield Saved("attention's dropout", scores * (1 + e), "I", ("core_attn",))
+
+
+def _has_softmax_kernel(model: Model, execution: Execution) -> bool:
+    """Return whether the softmax of unfused attention is one kernel, by the limits of Megatron and Transformer Engine."""
+    longest = 4096 if execution.implementation == "local" else 16384
+    rows = execution.micro_batch * model.heads // execution.tp
+    fits = 16 < model.sequence <= longest and model.sequence % 8 == 0 and rows % 4 == 0
+    return execution.fused_softmax and execution.precision != "fp32" and fits
 
 
 def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
@@ -364,7 +375,8 @@ def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     if execution.recompute == "full":
-        return [tensor for number, tensor in enumerate(tensors) if number == 0 or tensor.name == _AHEAD]
+        inputs = (tensor for number, tensor in enumerate(tensors) if number == 0 or tensor.name == _AHEAD)
+        return [*inputs] if execution.keeps_input else []
     kept = [tensor for tensor in tensors if not execution.recomputes(*tensor.recompute)]
     if not execution.layers_have_weights:  # flash attention's backward reads its output too
         kept = [tensor for tensor in kept if tensor.needed == "I" or tensor.name == _ATTENDED]
@@ -397,11 +409,15 @@ def stage_bytes(model: Model, execution: Execution, layers: Sequence[int]) -> di
     ``layers`` has the pieces of every stage: layers and, in a GPT, all multi-token prediction as one. In a hybrid model,
     multi-token prediction is on the last stage. Vision towers and adapters are not counted.
     """
-    pieces = [layer_bytes(model, execution, kind) for kind in model.kinds]
+    pieces = [
+        layer_bytes(model, execution.at(place), kind)
+        for kind, place in zip(model.kinds, places_of(layers, model.layers), strict=True)
+    ]
     kinds_ahead = model.all_kinds[model.layers :]
     ahead = Kept()
     if kinds_ahead:
-        ahead = (layer_bytes(model, execution, kinds_ahead[0]) + embedding_bytes(model, execution)) * len(kinds_ahead)
+        layer = layer_bytes(model, execution.of_prediction, kinds_ahead[0])
+        ahead = (layer + embedding_bytes(model, execution)) * len(kinds_ahead)
     pieces = [*pieces, ahead][: model.pieces]
     ends = accumulate(layers)
     stages = [sum(pieces[end - count : end], Kept()) for end, count in zip(ends, layers, strict=True)]
@@ -412,6 +428,11 @@ def stage_bytes(model: Model, execution: Execution, layers: Sequence[int]) -> di
         Kind.I: tuple(kept.after_input - kept.saved for kept in stages),
         Kind.W: tuple(-kept.after_input for kept in stages),
     }
+
+
+def places_of(pieces: Sequence[int], layers: int) -> list[int]:
+    """Return the place of each of the model's ``layers`` in its stage. ``pieces`` are the numbers of pieces of the stages."""
+    return [place for count in pieces for place in range(count)][:layers]
 
 
 def message_bytes(model: Model, execution: Execution) -> float:

@@ -8,7 +8,7 @@ Layers of the same kind have the same costs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import ceil, inf
@@ -376,6 +376,7 @@ class Model(Limited):
 
 
 Recompute = Literal["none", "selective", "full"]
+RecomputeMethod = Literal["uniform", "block"]
 Recomputable = Literal["core_attn", "layernorm", "mlp", "activation", "mla_up_proj", "moe", "moe_act", "shared_experts"]
 """Modules that ``recompute: selective`` can name."""
 BY_ACTION: tuple[Recomputable, ...] = ("core_attn", "layernorm", "activation")
@@ -408,7 +409,14 @@ class Execution(Limited):
     """``core_attn`` is attention between its projections, ``mlp`` the FFN of dense layers, ``activation`` the FFN's with the
     masks of dropout (not a module of Megatron), ``mla_up_proj`` latent attention from the latents to the core, ``moe`` router
     and experts, and ``moe_act`` the activation of the experts."""
+    recompute_method: RecomputeMethod = "uniform"
+    """What ``full`` recomputes in each stage: ``uniform`` all layers, ``block`` the first ``recompute_num_layers``."""
+    recompute_num_layers: Count = 1  # also, for ``uniform``, the layers of a unit, which keeps its input alone
+    keeps_input: bool = True  # whether a layer that is recomputed keeps its input
     attention: Literal["flash", "unfused"] = "flash"  # unfused keeps the scores, as Megatron's local attention does
+    fused_softmax: bool = (
+        False  # whether a kernel computes the softmax of unfused attention, and keeps its output alone
+    )
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     fp8: Fp8 = "none"  # recipe of the linear layers inside layers; attention and head use 16 bits
     fused: bool = True  # Megatron's default: biases, activations and dropout run in fused kernels
@@ -482,6 +490,20 @@ class Execution(Limited):
         """Return whether selective recompute includes one of these modules."""
         return self.recompute == "selective" and not set(modules).isdisjoint(self.recompute_modules)
 
+    def at(self, place: int) -> Self:
+        """Return the settings of a stage's layer number ``place``, counted from 0, by Megatron's rule of recomputation."""
+        if self.recompute != "full" or self.recompute_num_layers == 1 and self.recompute_method == "uniform":
+            return self
+        if self.recompute_method == "uniform":
+            return replace(self, keeps_input=place % self.recompute_num_layers == 0)
+        return self if place < self.recompute_num_layers else replace(self, recompute="none")
+
+    @property
+    def of_prediction(self) -> Self:
+        """The settings of multi-token prediction, which ``block`` does not recompute."""
+        is_block = self.recompute == "full" and self.recompute_method == "block"
+        return replace(self, recompute="none") if is_block else self
+
     def check(self, model: Model) -> None:
         """Raise a ConfigError if Megatron cannot cut the model in this way, or has no layers for these settings."""
         shares = [
@@ -517,6 +539,19 @@ class Execution(Limited):
         refuse_if(projected, "needs-option", "recompute_modules", latent)
         dense = f"is {self.ep}, but the model has no experts; give 1"
         refuse_if(self.ep > 1 and not model.experts, "needs-option", "ep", dense)
+
+
+def attention_of(
+    on_gpu: bool, backend: str, implementation: str, precision: str, fuses_softmax: bool
+) -> tuple[Literal["flash", "unfused"], bool]:
+    """Return whether attention keeps the scores, and whether a kernel computes their softmax: fields of ``Execution``.
+
+    ``backend`` is the value of ``--attention-backend``. No kernel of flash attention computes in fp32.
+    """
+    is_unfused = not on_gpu or backend in ("unfused", "local") or implementation == "local" or precision == "fp32"
+    if not is_unfused:
+        return "flash", False
+    return "unfused", on_gpu and (fuses_softmax or implementation != "local")
 
 
 def fullest_load(ep: int, capacity: float | None, pads: bool, load: float = 1.0) -> float:

@@ -152,7 +152,7 @@ def test_programs_are_told_of_the_schedules_that_they_run(nemo):
 
 
 def test_stages_of_a_hybrid_model_are_cut_in_its_pattern(nemo):
-    further = ("activation_checkpointing=true", "num_layers_in_first_pipeline_stage=null")
+    further = ("num_layers_in_first_pipeline_stage=null",)
     name = "policy.model_name=nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
     found = read("nemo", nemo, name, *(f"policy.megatron_cfg.{each}" for each in further))
     advice = advise(found.run, names=("1f1b",))

@@ -27,9 +27,7 @@ EXPERIMENTS = {
 }
 
 # The whole program takes minutes. Its parts without ranks are tested below in the full lane.
-rehearsed = nightly(
-    "tests/end_to_end trains and counts; schedule/test_waits.py and runtime/test_streams.py play hosts"
-)
+rehearsed = nightly("tests/end_to_end trains and counts; schedule/test_waits.py and runtime/test_streams.py play hosts")
 
 
 def prove(folder: Path, *more: str) -> subprocess.CompletedProcess:

@@ -9,6 +9,7 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.tools.config.arguments import flags_of_attributes, frozen_flags
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.memory import held
@@ -147,3 +148,15 @@ def test_megatrons_own_estimate_is_the_same(sharded, experts):
     norm = model.hidden * (6 + 12 / dp if sharded else 18)
     first = price(run, Placement.linear(pp), (4, 4)).static[0]
     assert first == pytest.approx(estimate(args) - norm / pp, rel=1e-9)
+
+
+def test_settings_of_other_programs_have_the_same_meaning():
+    """Megatron-Bridge and NeMo-RL write types as PyTorch does, and say when gradients are summed in fp32."""
+    settings = {"exp_avg_dtype": "torch.bfloat16", "exp_avg_sq_dtype": "bfloat16", "grad_reduce_in_fp32": False}
+    settings |= {
+        "use_precision_aware_optimizer": True,
+        "use_distributed_optimizer": True,
+        "main_params_dtype": "float32",
+    }
+    of = parameter_bytes("bf16", dict(flags_of_attributes(settings, frozen_flags())))
+    assert (of.gradient, of.optimizer, of.shards_optimizer) == (2, 6, True)

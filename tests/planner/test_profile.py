@@ -17,6 +17,7 @@ from lanes import rest_nightly
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError, CostsError
+from megatron_pipemem.model.activations import stage_bytes
 from megatron_pipemem.model.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.part_costs import PartCosts, even_layers, read_costs
@@ -230,6 +231,18 @@ def test_fake_bytes_are_what_the_ledger_of_real_stages_counts(lane, name, how):
         assert {kind: foretold.get(Kind(kind), 0) for kind in counted} | {"REDUCE_GRAD": 0} == counted | {
             "REDUCE_GRAD": 0
         }
+
+
+@pytest.mark.parametrize(
+    ("method", "count"), [("uniform", 1), ("uniform", 2), ("uniform", 3), ("block", 1), ("block", 3), ("block", 9)]
+)
+def test_bytes_of_recomputed_stages_are_what_the_ledger_counts(lane, method, count):
+    """Megatron recomputes the first layers of a stage, or all in units that keep one input each."""
+    how = replace(SMALL_EXECUTIONS["fp32"], recompute="full", recompute_method=method, recompute_num_layers=count)
+    model = replace(SMALL_GPT, layers=12, dropout=0.0)
+    counted = lane(ledger_of, model, how, 1, 4)
+    predicted = {kind: changes[1] for kind, changes in stage_bytes(model, how, (4, 4, 4)).items()}
+    assert {kind: counted[str(kind)] for kind in predicted} == predicted
 
 
 def test_measured_profile_has_the_same_bytes_and_real_seconds(lane):

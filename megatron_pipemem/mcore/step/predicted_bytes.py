@@ -20,7 +20,7 @@ from megatron_pipemem.mcore.model.whole_model import look_into, of_stages
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.model.activations import stage_bytes
 from megatron_pipemem.model.arguments import model_of
-from megatron_pipemem.model.model import BY_ACTION, Execution, Model, Recomputable, fullest_load
+from megatron_pipemem.model.model import BY_ACTION, Execution, Model, Recomputable, attention_of, fullest_load
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.options import AUTO, GATHERED, SHARDED
 
@@ -111,6 +111,10 @@ def described(step: Step, request: Request, shards: bool) -> tuple[Model, Execut
     if weight_inputs == AUTO:
         weight_inputs = SHARDED if shards else GATHERED
     on_gpu = device_of(step.chunks).type == "cuda"
+    precision, implementation = _PRECISIONS.get(config.params_dtype, "fp32"), config.transformer_impl
+    attention, fused_softmax = attention_of(
+        on_gpu, config.attention_backend.name, implementation, precision, config.masked_softmax_fusion
+    )
     execution = Execution(
         micro_batch=step.full_microbatch.sequences,
         tp=1 if groups.tp is None else groups.tp.size(),
@@ -120,10 +124,13 @@ def described(step: Step, request: Request, shards: bool) -> tuple[Model, Execut
         etp=config.expert_tensor_parallel_size,
         recompute="none" if recompute == AUTO else cast(Any, recompute),
         recompute_modules=modules,
-        attention="flash" if on_gpu else "unfused",
-        precision=cast(Any, _PRECISIONS.get(config.params_dtype, "fp32")),
+        recompute_method=config.recompute_method or "uniform",
+        recompute_num_layers=config.recompute_num_layers or 1,
+        attention=attention,
+        fused_softmax=fused_softmax,
+        precision=cast(Any, precision),
         fp8=cast(Any, config.fp8_recipe if config.fp8 else "none"),
-        implementation="local" if config.transformer_impl == "local" else "transformer_engine",
+        implementation="local" if implementation == "local" else "transformer_engine",
         fused_rotations=on_gpu and config.apply_rope_fusion,
         rotary_percent=getattr(_model_in(step), "rotary_percent", 1.0),
         expert_load=fullest_load(

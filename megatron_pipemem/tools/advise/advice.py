@@ -16,13 +16,19 @@ from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import all_flags
-from megatron_pipemem.tools.launch.feasibility import refusal
-from megatron_pipemem.tools.planner.balance import balance, laid_out
+from megatron_pipemem.tools.launch.feasibility import check_sizes, refusal
+from megatron_pipemem.tools.planner.balance import balance, laid_out, without_layout
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import STOCKS, as_it_stands, priced_with
 from megatron_pipemem.tools.planner.replay import shortest
 from megatron_pipemem.tools.planner.slices import proposed_slices, with_slices
-from megatron_pipemem.tools.planner.space import hides_messages, in_pairs, may_pair, without_overlap
+from megatron_pipemem.tools.planner.space import (
+    hides_messages,
+    in_pairs,
+    may_pair,
+    why_not_in_chunks,
+    without_overlap,
+)
 from megatron_pipemem.tools.planner.ways import Way
 
 OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
@@ -33,6 +39,8 @@ SAME_MEMORY = 0.02
 """Fraction of a peak within which another peak counts as equal."""
 AS_FAST = 0.01
 """Fraction of a step within which another step counts as equally long."""
+ROOM = 0.05
+"""Fraction of a device's memory that a recommended schedule leaves free, unless the run itself leaves less."""
 
 
 def refusal_of(way: Way) -> PipememError | None:
@@ -47,9 +55,11 @@ def refusal_of(way: Way) -> PipememError | None:
     return refusal(run)
 
 
-Verdict = Literal["stay", "overlap", "layout", "stock", "pairs", "ours"]
-"""The answer: stay as you are, stay for the overlap of messages, change the layout alone, tune Megatron's own schedule, take
-the proposal in pairs, or take the first proposal."""
+Verdict = Literal["stay", "overlap", "layout", "stock", "recompute", "pairs", "ours"]
+"""The answer: stay as you are, stay for the overlap of messages, change the layout alone, tune Megatron's own schedule, leave
+out the recomputation alone, take the proposal in pairs, or take another proposal."""
+SMALLER = "less memory"
+"""The kind of a proposal that is as fast as a run near the limit of its memory, and smaller."""
 PAIRED = "pairs"
 """The kind of a proposal that runs forwards and backwards in pairs. It may need more memory than today, if devices have it."""
 
@@ -60,11 +70,13 @@ class Advice:
 
     today: Way  # the run as it is
     stock: Way | None  # the fastest of Megatron's own schedules with the best layout; None if none fits, or can be had
-    proposals: dict[str, Way]  # the best schedule of each kind, such as ``less memory``; at most four
+    needless: Way | None  # the run without recomputation, if that is faster and fits with room
+    proposals: dict[str, Way]  # the best schedule of each kind, such as ``less memory``; at most five
     # by code of a refusal, its message and the names of schedules that would be proposed without it
     refused: dict[str, tuple[str, list[str]]]
     excess: float  # bytes that the run needs by its prices in addition to the device's memory
     verdict: Verdict
+    best: Way | None  # the schedule of the answer; None if the run should stay as it is
     # why Megatron cannot cut the model as the run asks; ``today`` then has a layout with which the run starts
     fails: str | None = None
     unsliced: str | None = None  # why sequences cannot be cut into slices, if slices might help
@@ -90,48 +102,88 @@ def advise(
     same length, so that schedules may cut them. With ``pairs``, its forward step can return a schedule plan, so that passes may
     run in pairs. A run without a pipeline, or without a price for its present schedule, is refused.
     """
+    check_sizes(run)
     if run.parallelism.pp == 1:
         raise UnsupportedError(
             "no-pipeline",
             "the run has one pipeline rank, and no schedule changes its step; pipemem plan ranks other parallel sizes",
         )
-    run = laid_out(run)
-    fails = why_not_cut(run)
-    if fails is not None:
-        run = run_layout.with_cut(run, balance(run, pace=pace).best.layers)
+    run, fails = _that_starts(laid_out(run), pace)
     today = as_it_stands(run, pace)
     refused_today = refusal_of(today)
     if refused_today is not None and refused_today.code != "does-not-fit":
         raise refused_today
     memory = run.cluster.memory_bytes
     excess = max(0.0, today.peak - memory)
-    if excess:
-        run = replace(
-            run,
-            cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + (excess + today.peak * SAME_MEMORY) / GIB),
-        )
+    if excess:  # a device may have more than these prices say that the run needs
+        run = replace(run, cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + 2 * today.peak / GIB))
     refused: dict[str, tuple[str, list[str]]] = {}
     counts, unsliced = proposed_slices(run) if slices else ((), None)
+    bare = _without_recomputation(today, pace)
     ways = {
         kind: [way for base, name in rows for way in priced_with(base, name, pace)]
-        for kind, rows in _candidates(run, names, counts, pairs).items()
+        for kind, rows in _candidates(run, bare, names, counts, pairs).items()
     }
-    stock = _first([way for way in ways["stock"] if way.peak <= max(memory, today.peak)], _BY_SECONDS, refused)
+    limit = max(memory * (1 - ROOM), today.peak)
+    stock = _first([way for way in ways["stock"] if way.peak <= limit], _BY_SECONDS, refused)
+    needless = bare if bare is not None and bare.peak <= memory * (1 - ROOM) and refusal_of(bare) is None else None
     proposals = dict(_proposals(today, ways, memory, refused))
-    overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ways["whole"], pace)
-    verdict = _verdict(today, stock, proposals, overlap)
-    if fails is not None and verdict in ("stay", "overlap"):
+    best = _best(today, stock, needless, proposals, memory)
+    overlap = best is None and hides_messages(run) and _gains_without_overlap(run, ways["whole"], pace)
+    verdict: Verdict = "overlap" if overlap else "stay"
+    if best is not None and best in (stock, needless):
+        same = best.order == today.order and best.run.pairs == today.run.pairs
+        verdict = "recompute" if best is needless else "layout" if same else "stock"
+    elif best is not None:
+        verdict = "pairs" if best is proposals.get(PAIRED) else "ours"
+    elif fails is not None:
         verdict = "layout"
-    return Advice(today, stock, proposals, refused, excess, verdict, fails, unsliced)
+    return Advice(today, stock, needless, proposals, refused, excess, verdict, best, fails, unsliced)
+
+
+def tuned_stock(today: Way, pace: MeasuredSlowdown | None) -> Way | None:
+    """Return the fastest of Megatron's own schedules for a run, with its layout; ``None`` if none is faster and fits.
+
+    Flags of the run stay, also those that hide messages.
+    """
+    run = today.run
+    limit = max(run.cluster.memory_bytes * (1 - ROOM), today.peak)
+    ways = [way for name in STOCKS for way in priced_with(run, name, pace) if way.peak <= limit]
+    best = _first(ways, _BY_SECONDS, {})
+    return best if best is not None and best.gain(today) >= AS_FAST else None
+
+
+def _that_starts(run: Run, pace: MeasuredSlowdown | None) -> tuple[Run, str | None]:
+    """Return the run, changed so that Megatron starts it, and the reason why it does not start as it is, if so."""
+    fails = None
+    if (
+        run.schedule.name == STOCK
+        and (run.parallelism.chunks or 1) > 1
+        and (fails := why_not_in_chunks(run)) is not None
+    ):
+        run = without_layout(replace(run, parallelism=replace(run.parallelism, chunks=None)))
+    uncut = why_not_cut(run)
+    if uncut is not None:
+        run = run_layout.with_cut(run, balance(run, pace=pace).best.layers)
+    return run, fails or uncut
+
+
+def _without_recomputation(today: Way, pace: MeasuredSlowdown | None) -> Way | None:
+    """Return the run without recomputation; ``None`` if it has none, or is as fast with it."""
+    run = today.run
+    if run.schedule.recompute == "none":
+        return None
+    bare = as_it_stands(replace(run, schedule=replace(run.schedule, recompute="none")), pace)
+    return bare if bare.gain(today) >= AS_FAST else None
 
 
 def _candidates(
-    run: Run, names: Collection[str], slices: Collection[int], pairs: bool
+    run: Run, bare: Way | None, names: Collection[str], slices: Collection[int], pairs: bool
 ) -> dict[str, list[tuple[Run, str]]]:
     """Return what a run is compared with: by kind, runs with flags for a kind of schedule, each with a family.
 
-    ``names`` are the families that the run's program can take, ``slices`` the numbers of slices of a sequence. ``pairs`` is
-    whether its passes may run in pairs.
+    ``bare`` is the run without recomputation, if that may be faster. ``names`` are the families that the run's program can
+    take, ``slices`` the numbers of slices of a sequence. ``pairs`` is whether its passes may run in pairs.
     """
     paired = [in_pairs(run)] if pairs and may_pair(run) else []
     own = [run] if run.pairs else [run, *(replace(bare, flags=run.flags | bare.flags) for bare in paired)]
@@ -139,6 +191,7 @@ def _candidates(
     return {
         "stock": [(base, name) for base in own for name in STOCKS if name in names],
         "whole": [(without_overlap(run), name) for name in taken],
+        "bare": [(without_overlap(bare.run), name) for name in taken] if bare is not None else [],
         PAIRED: [(base, name) for base in paired for name in OF_PAIRS],
         "sliced": [(with_slices(run, count), name) for count in slices for name in taken],
     }
@@ -158,17 +211,25 @@ def why_not_cut(run: Run) -> str | None:
     )
 
 
-def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overlap: bool) -> Verdict:
-    gain = 0.0 if stock is None else stock.gain(today)
-    if stock is not None and gain >= AS_FAST:
-        ours = max((way.gain(today) for way in proposals.values()), default=0.0)
-        peak = max(today.peak, proposals.get(PAIRED, today).peak)
-        if not proposals or (stock.peak <= peak * (1 + SAME_MEMORY) and gain >= ours - AS_FAST):
-            same = stock.order == today.order and stock.run.pairs == today.run.pairs
-            return "layout" if same else "stock"
-    if PAIRED in proposals:
-        return "pairs"
-    return "ours" if proposals else "overlap" if overlap else "stay"
+def _best(
+    today: Way, stock: Way | None, needless: Way | None, proposals: Mapping[str, Way], memory: float
+) -> Way | None:
+    """Return the fastest schedule that fits with room, or of equally fast ones the one that changes least.
+
+    A run that needs more memory than devices have takes the fastest one that fits, and otherwise the fastest in its own
+    memory. A run near the limit of its memory that has no faster schedule takes one that is as fast in less memory.
+    ``None`` means that the run should stay as it is.
+    """
+    room = memory * (1 - ROOM)
+    rows = [way for way in (stock, needless, *proposals.values()) if way is not None]
+    if today.peak > memory and (fitting := [way for way in rows if way.peak <= room]):
+        return min(fitting, key=_BY_SECONDS)
+    limit = max(room, today.peak * (1 + SAME_MEMORY))
+    faster = [way for way in rows if way.peak <= limit and way.gain(today) >= AS_FAST]
+    if not faster:
+        return proposals.get(SMALLER)
+    best = max(way.gain(today) for way in faster)
+    return next(way for way in faster if way.gain(today) >= best - AS_FAST)
 
 
 def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:
@@ -191,17 +252,21 @@ def _proposals(
     ``ways`` are those of ``_candidates``, by kind. ``memory`` is the memory of a device in bytes. ``refused`` is extended by
     the refusals of better schedules (``_first``).
     """
-    whole, most = ways["whole"], today.peak * (1 + SAME_MEMORY)
+    whole, most, room = ways["whole"], today.peak * (1 + SAME_MEMORY), memory * (1 - ROOM)
     same, short = ([way for way in ways[kind] if way.peak <= most] for kind in ("whole", "sliced"))
-    together = [way for way in ways[PAIRED] if way.peak <= max(memory, most)]
+    together = [way for way in ways[PAIRED] if way.peak <= max(room, most)]
+    every = [*whole, *ways["bare"], *ways["sliced"]]
+    # Of a run that does not fit by its prices, devices may have more memory than they say, but hardly for all of it.
+    more = [*whole, *ways["sliced"]] if today.peak > memory else [way for way in every if way.peak <= room]
     fast = [
         way
         for way in whole
         if way.seconds <= today.seconds * (1 + AS_FAST) and way.peak < today.peak * (1 - SAME_MEMORY)
     ]
-    smaller = ("less memory", fast, _BY_PEAK)
+    # A run with room needs no more of it.
+    smaller = (SMALLER, fast if today.peak > room else [], _BY_PEAK)
     if today.peak > memory:
-        smaller = ("fits", [way for way in whole if way.peak <= memory], _BY_SECONDS)
+        smaller = ("fits", [way for way in every if way.peak <= room], _BY_SECONDS)
     chunked, cut = ("same memory, chunks", same, _BY_SECONDS), ("same memory, slices", short, _BY_SECONDS)
     fastest, proposed = today.seconds, []
     for kind, fitting, key in (
@@ -209,11 +274,13 @@ def _proposals(
         chunked,
         cut,
         (PAIRED, together, _BY_SECONDS),
+        ("more memory", more, _BY_SECONDS),
         smaller,
     ):
         # That slices or pairs are refused, a user who has not asked for them need not know.
-        way = _first(fitting, key, {} if kind in (cut[0], PAIRED) else refused)
-        if way is None or (way.order in proposed and way.slices == 1 and kind != PAIRED):
+        way = _first(fitting, key, {} if kind in (cut[0], PAIRED, "more memory") else refused)
+        recomputes = way is not None and way.run.schedule.recompute == today.run.schedule.recompute
+        if way is None or (way.order in proposed and way.slices == 1 and kind != PAIRED and recomputes):
             continue
         if kind == smaller[0] or way.seconds < fastest - AS_FAST * today.seconds:
             fastest = min(fastest, way.seconds)

@@ -357,6 +357,9 @@ def _schedule(args: Arguments, flags: Mapping[str, Any]) -> ScheduleChoice:
     recompute = args.recompute_granularity or ("selective" if args.recompute_activations else "none")
     modules = args.recompute_modules or ["core_attn"]
     settings: dict[str, Any] = {"recompute": recompute}
+    if recompute == "full":
+        settings["recompute_method"] = args.recompute_method or "uniform"
+        settings["recompute_num_layers"] = args.recompute_num_layers or 1
     if recompute == "selective":
         settings["recompute_modules"] = tuple([modules] if isinstance(modules, str) else modules)
     if flags.get(RECOMPUTE_FLAG) == "selective":

@@ -15,7 +15,7 @@ import typer
 from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.advise.advice import AS_FAST, PAIRED, Advice, Way, advise
+from megatron_pipemem.tools.advise.advice import AS_FAST, SAME_MEMORY, Advice, Way, advise
 from megatron_pipemem.tools.advise.consumers import BRIDGE, call, changes
 from megatron_pipemem.tools.advise.programs import PREFIX, is_settings, read_program, read_recipe, read_settings
 from megatron_pipemem.tools.advise.reading import Context, Reading
@@ -209,6 +209,8 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
         )
     if stock is not None and stock.gain(today) >= AS_FAST:
         lines.append(("tuned stock", _compared(stock, reading, advice)))
+    if advice.needless is not None:
+        lines.append(("no recompute", _compared(advice.needless, reading, advice)))
     lines += [(kind, _compared(way, reading, advice)) for kind, way in advice.proposals.items()]
     lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
     lines += [("no slices", advice.unsliced)] if advice.unsliced is not None else []
@@ -258,39 +260,47 @@ def _addition(reading: Reading, way: Way) -> str:
 
 def _answer(reading: Reading, advice: Advice) -> str:
     """Return text with the words that the user should add, or with the reason to stay as it is."""
-    today, stock = advice.today, advice.stock
-    if advice.verdict == "stay":
-        return "stay as you are: no schedule is 1 % faster in today's memory, or as fast in less memory"
+    today, best, where = advice.today, advice.best, reading.consumer.where
     if advice.verdict == "overlap":
         return "stay as you are: your overlap of messages within layers saves more time than another schedule would"
-    if advice.verdict in ("layout", "stock"):
-        better = stock if stock is not None and stock.gain(today) >= AS_FAST else today
-        what = "only change the layout" if advice.verdict == "layout" else "stay with Megatron's own schedule"
-        return f"{what}: add {_addition(reading, better)}"
-    kind = PAIRED if advice.verdict == "pairs" else next(iter(advice.proposals))
-    best, where = advice.proposals[kind], reading.consumer.where
-    ours, hint = max(way.gain(today) for way in advice.proposals.values()), ""
-    if kind == PAIRED:
-        hint = f"hide the travel of experts' tokens, {today.step.exchange_share:.0%} of the work: "
-    elif kind == "less memory":
-        hint = f"for {gibibytes(today.peak - best.peak)} GiB less, "
-    elif stock is not None and stock.gain(today) >= max(AS_FAST, ours - AS_FAST):
-        more = gibibytes(max(0.0, stock.peak - today.peak))
-        hint = f"with {stock.name} a step is {_difference(stock.gain(today))} in {more} GiB more; in today's memory "
-    if where is not None:
-        return f"{hint}{where}: {_addition(reading, best)}"
+    if best is None:
+        if advice.fails is not None:
+            return f"only do what makes it start: add {_addition(reading, today)}"
+        return "stay as you are: no schedule that fits with room is 1 % faster, and the run has room"
+    reason = _reason(best, advice)
+    if best.is_stock or where is not None:
+        what = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
+            advice.verdict, "stay with Megatron's own schedule" if best.is_stock else where
+        )
+        return f"{reason}{what}: {'add ' * best.is_stock}{_addition(reading, best)}"
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
-    return f"{hint}{start}add {_addition(reading, best)}"
+    return f"{reason}{start}add {_addition(reading, best)}"
+
+
+def _reason(best: Way, advice: Advice) -> str:
+    """Return why the answer is ``best``, as the beginning of a sentence; empty for the fastest row in today's memory."""
+    today, saved = advice.today, advice.today.peak - best.peak
+    if advice.verdict == "pairs":
+        return f"hide the travel of experts' tokens, {today.step.exchange_share:.0%} of the work: "
+    if best.gain(today) < AS_FAST:
+        return f"for {gibibytes(saved)} GiB less, "
+    if advice.excess and saved > 0 and best.peak <= today.peak - advice.excess:
+        return "the fastest that fits: "
+    if saved < -SAME_MEMORY * today.peak:
+        return f"the fastest that fits with room, in {gibibytes(-saved)} GiB more: "
+    return ""
 
 
 def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
-    ways = {"today": advice.today, "stock": advice.stock, **advice.proposals}
+    needless = {} if advice.needless is None else {"no recompute": advice.needless}
+    ways = {"today": advice.today, "stock": advice.stock, **needless, **advice.proposals}
     return {
         "run": settings_of(reading.run),
         "program": reading.program,
         "assumed": list(reading.assumed),
         "not_read": list(reading.not_read),
         "answer": advice.verdict,
+        "best": next((kind for kind, way in ways.items() if way is not None and way is advice.best), None),
         "fails": advice.fails,
         "unsliced": advice.unsliced,
         "one_queue": advice.one_queue,

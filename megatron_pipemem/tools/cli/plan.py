@@ -16,14 +16,14 @@ from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.flags import words
 from megatron_pipemem.model import layout
-from megatron_pipemem.model.cut_flags import GROUP_SIZE, VIRTUAL_STAGES
+from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
 from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import FLOPS, NOT_NEGATIVE, OFF, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.stream import LEAST_GAIN
-from megatron_pipemem.tools.advise.advice import refusal_of
+from megatron_pipemem.tools.advise.advice import refusal_of, tuned_stock
 from megatron_pipemem.tools.cli.common import Shown, print_answer, print_lines, showing
 from megatron_pipemem.tools.cli.launch import Set
 from megatron_pipemem.tools.cli.options import (
@@ -45,7 +45,14 @@ from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import as_it_stands
-from megatron_pipemem.tools.planner.space import KEYS, OF_REPLICAS, Limits, is_stocks, without_overlap
+from megatron_pipemem.tools.planner.space import (
+    KEYS,
+    OF_REPLICAS,
+    Limits,
+    check_stock_groups,
+    is_stocks,
+    without_overlap,
+)
 from megatron_pipemem.tools.planner.variants import PLAIN
 from megatron_pipemem.tools.planner.ways import Answer, Way, facts, gibibytes, run_files
 from megatron_pipemem.tools.report.terminal import FittingTable
@@ -88,8 +95,9 @@ def plan_command(
     unless ``--only`` lists other values: ``cp=1,2`` or ``slice_cut=tokens,flops``. If the run names no ``slices``, few
     microbatches of long sequences are also planned in 2, 4 or 8 slices; ``--only slices=1,16`` names others.
 
-    The first row is the run as it stands, if it names a parallelism that fills its cluster. ``gain on today`` is the part of
-    its step by which a plan's is shorter.
+    The first row is the run as it stands, if it names a parallelism that fills its cluster. If Megatron's own schedules are
+    faster with another layout or number of chunks, the next row is the fastest of them. ``gain on today`` is the part of the
+    first row's step by which a plan's is shorter. ``idle`` is the part of the schedule in which ranks idle, on average.
 
     If the run has ``--tp-comm-overlap``, Megatron's own schedules keep the flag, and ours are priced without it. With
     ``--overlap-moe-expert-parallel-comm``, schedules are priced with pairs (variant ``pairs``) and without. If the run has
@@ -114,6 +122,7 @@ def plan_command(
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace, refused_settings)
         today = _as_it_stands(run, pace)
+        stock = None if today is None else tuned_stock(today, pace)
         kept, other = _with_and_without(
             run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace, refused_settings)
         )
@@ -121,6 +130,7 @@ def plan_command(
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     result = {
         "today": today and facts(today),
+        "stock": stock and facts(stock),
         "plans": [facts(way) for way in answer.plans],
         "without_overlap": other and facts(other),
         "one_queue": one_queue,
@@ -130,7 +140,7 @@ def plan_command(
         "output": [*files],
     }
     notes = (one_queue, None if other is None else _worth_of_overlap(kept, other))
-    print_answer(result, _shown(answer, today, [note for note in notes if note is not None]), as_json)
+    print_answer(result, _shown(answer, today, stock, [note for note in notes if note is not None]), as_json)
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -153,9 +163,9 @@ def _whole(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
-def _shown(answer: Answer, today: Way | None, notes: Sequence[str]) -> Iterator[Shown]:
+def _shown(answer: Answer, today: Way | None, stock: Way | None, notes: Sequence[str]) -> Iterator[Shown]:
     if answer.plans:
-        yield _table(answer.plans, today)
+        yield _table(answer.plans, today, stock)
         yield from notes
     reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
     common = answer.rejected.most_common()
@@ -187,21 +197,23 @@ def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Way | None:
 
 _COLUMNS = (
     *("schedule", "tp", "pp", "dp", "cp", "mb", "recompute", "s/step", "gain on today", "MFU", "peak GiB", "of 1F1B"),
-    *("bubble", "gain", "binds"),
+    *("idle", "gain", "binds"),
 )
 
 
-def _table(plans: Sequence[Way], today: Way | None) -> FittingTable:
+def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> FittingTable:
     caption = (
         "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
-        "same cut; binds: the largest loss of time; W earlier: so that no rank holds more than 1F1B's fullest"
+        "same cut; idle: the mean of all ranks; binds: the largest loss of time; W earlier: so that no rank holds more "
+        "than 1F1B's fullest"
     )
     table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
     contexts = any(way.run.parallelism.cp > 1 for way in plans)
-    for way in plans if today is None else (today, *plans):
+    first = {name: way for name, way in (("today: ", today), ("tuned: ", stock)) if way is not None}
+    for heading, way in [*first.items(), *(("", way) for way in plans)]:
         cut, choice = way.run.parallelism, way.run.schedule
-        is_stock = is_stocks(way.run) or (way is today and choice.name == STOCK)
-        name = "today: " * (way is today) + "stock " * is_stock + way.schedule
+        is_stock = is_stocks(way.run) or (bool(heading) and choice.name == STOCK)
+        name = heading + "stock " * is_stock + way.schedule
         name += "" if cut.chunks is None else f" v={cut.chunks}"
         if (choice.slices or 1) > 1:
             name += f" n={choice.slices}" + " by FLOPs" * (choice.slice_cut == FLOPS)
@@ -215,7 +227,7 @@ def _table(plans: Sequence[Way], today: Way | None) -> FittingTable:
             f"{way.mfu:.1%}",
             gibibytes(way.peak),
             "-" if way.share_of_1f1b is None else f"{way.share_of_1f1b:.2f}",
-            f"{way.bubble_rate:.1%}",
+            f"{way.idle_rate:.1%}",
             "" if (gain := way.gain_without_barrier) is None else "none" if gain <= LEAST_GAIN else f"{gain:.3f}",
             way.binds,
         )
@@ -320,7 +332,7 @@ def layout_command(
     }, microbatches)  # fmt: skip
     parts = run.parallelism
     check_size(parts.pp, parts.microbatches, parts.chunks or 2, yes)
-    _check_stock_groups(run)
+    check_stock_groups(run)
     knows_memory = dp is not None or _is_run(of)
     with showing("weighing layouts"):
         comparison = balance(run, beside, None if knows_memory else 0.0)
@@ -383,25 +395,6 @@ def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], micro
     if microbatches is not None:
         run = replace(run, parallelism=parts.with_microbatches(microbatches))
     return run
-
-
-def _check_stock_groups(run: Run) -> None:
-    """Raise an UnsupportedError if stock Megatron's interleaved schedule cannot run this number of microbatches.
-
-    It runs microbatches in groups.
-    """
-    parts = run.parallelism
-    if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
-        return
-    group = run.flags.get(GROUP_SIZE) or parts.pp
-    rest = parts.microbatches % group
-    if not parts.pp <= group <= parts.microbatches or 0 < rest < parts.pp:
-        raise UnsupportedError(
-            "needs-microbatches",
-            f"stock Megatron's interleaved schedule does not take {parts.microbatches} microbatches on {parts.pp} pipeline "
-            f"ranks in groups of {group}; give a multiple of {parts.pp}, as in --microbatches "
-            f"{parts.pp * max(1, round(parts.microbatches / parts.pp))}, or --schedule interleaved, which takes any number",
-        )
 
 
 def _paste(run: Run, way: Way) -> str:

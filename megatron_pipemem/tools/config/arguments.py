@@ -35,8 +35,13 @@ _RENAMED = {
     "fp8": "fp8-format",
 }
 """Flag by field of Megatron's configuration, if the names differ."""
-_INVERTED = {"share_embeddings_and_output_weights": "untie-embeddings-and-output-weights"}
+_INVERTED = {
+    "share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
+    "grad_reduce_in_fp32": "grad-reduce-in-bf16",
+}
 """Fields that are true by default, and the flag that sets each to false."""
+_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
+"""Megatron's names of types in flags, by PyTorch's."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _LIMITS = {"int": WHOLE, "float": Limit()}
 """Limits by the names of Megatron's types of numbers."""
@@ -159,6 +164,8 @@ def flags_of_attributes(values: Mapping[str, Any], flag_table: FlagTable) -> Ite
     for field, value in values.items():
         if value is None:
             continue
+        if field.endswith("_dtype"):
+            value = _TYPES.get(str(value).removeprefix("torch."), value)
         if field in _INVERTED:
             yield _INVERTED[field], not value
         elif field in _RENAMED:

@@ -39,6 +39,8 @@ _OF_SCHEDULE = {field: flag.name.lstrip("-").replace("-", "_") for field, flag i
     "slices": "slices",
     "recompute": "recompute_granularity",
     "recompute_modules": "recompute_modules",
+    "recompute_method": "recompute_method",
+    "recompute_num_layers": "recompute_num_layers",
 }
 KEYS = {
     **{("parallelism", field.name): field.name for field in fields(Parallelism)},

@@ -31,7 +31,9 @@ from megatron_pipemem.model.model import (
     Model,
     Recomputable,
     Recompute,
+    RecomputeMethod,
     Trainable,
+    attention_of,
     fullest_load,
 )
 from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
@@ -131,6 +133,8 @@ class ScheduleChoice(ScheduleOptions, Limited):
     offload: Offload = field(default=OFF, metadata={"flag": SENT})
     microbatch_costs: str | None = field(default=None, metadata={"flag": WEIGHTS})
     recompute: Recompute = "none"
+    recompute_method: RecomputeMethod = "uniform"  # see Execution
+    recompute_num_layers: Count = 1
     # modules that ``selective`` recomputes (see Execution)
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     module: str | None = None  # Python file or module that registers the family
@@ -265,6 +269,10 @@ class Run:
     def execution(self) -> Execution:
         """The settings that decide the costs of a microbatch on one rank."""
         cut, choice = self.parallelism, self.schedule
+        backend, fuses_softmax = self.flags.get("attention-backend"), not self.flags.get("no-masked-softmax-fusion")
+        attention, fused_softmax = attention_of(
+            not self.on_cpu, str(backend), self.implementation, self.precision, fuses_softmax
+        )
         return Execution(
             micro_batch=cut.micro_batch,
             tp=cut.tp,
@@ -274,7 +282,10 @@ class Run:
             etp=cut.etp,
             recompute=choice.recompute,
             recompute_modules=choice.recompute_modules,
-            attention="unfused" if self.on_cpu else "flash",
+            recompute_method=choice.recompute_method,
+            recompute_num_layers=choice.recompute_num_layers,
+            attention=attention,
+            fused_softmax=fused_softmax,
             precision=self.precision,
             fp8=cast(Fp8, self.flags.get("fp8-recipe", "delayed") if self.flags.get("fp8-format") else "none"),
             implementation=self.implementation,

@@ -219,7 +219,11 @@ def _recompute_flags(choice: ScheduleChoice) -> Flags:
     if choice.recompute == "none":
         return {}
     if choice.recompute == "full":
-        return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+        return {
+            "recompute-granularity": "full",
+            "recompute-method": choice.recompute_method,
+            "recompute-num-layers": choice.recompute_num_layers,
+        }
     if choice.recomputes_by_action:
         return {RECOMPUTE_FLAG: "selective"}
     alone = (

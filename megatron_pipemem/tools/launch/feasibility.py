@@ -23,6 +23,7 @@ from megatron_pipemem.tools.planner.balance import laid_out
 from megatron_pipemem.tools.planner.memory import held, request_of, schedule_of
 from megatron_pipemem.tools.planner.planning import check_asynchronous
 from megatron_pipemem.tools.planner.slices import run_slices
+from megatron_pipemem.tools.planner.space import check_stock_groups
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 """Patterns of the files in ``/dev`` that exist if there are GPUs, for the drivers of NVIDIA, AMD and WSL."""
@@ -103,14 +104,16 @@ def _affordable(run: Run) -> None:
         check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, size, is_fitted(run.schedule.name))
 
 
-def _divides(run: Run) -> None:
+def check_sizes(run: Run) -> None:
+    """Raise a ConfigError if the run's batch, experts or model cannot be shared among its ranks."""
     cut = run.parallelism
     batch = cut.micro_batch * cut.dp
     if cut.global_batch % batch:
+        less = "is less than" if cut.global_batch < batch else "is not a multiple of"
         raise ConfigError(
             "does-not-divide",
-            f"global_batch {cut.global_batch} is not a multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}; "
-            "change one of the three",
+            f"global batch {cut.global_batch} {less} micro batch x dp = {cut.micro_batch} x {cut.dp}, so ranks get no equal "
+            f"number of microbatches; take a multiple of {batch}, or fewer ranks",
         )
     if (reason := cut.why_not_experts()) is not None:
         raise ConfigError("does-not-divide", reason)
@@ -149,6 +152,7 @@ def _schedules(run: Run) -> None:
     if choice.name != STOCK:
         _check_ours(run, schedule)
     elif schedule is not None:
+        check_stock_groups(run)
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
     if schedule is not None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
@@ -220,4 +224,4 @@ def _if_even(run: Run, request: Request, rank: int) -> str:
     return f" if its experts get {load:g} times an even share of tokens, and {needed:.1f} GiB with an even share,"
 
 
-_CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules)
+_CHECKS = (check_sizes, _fits_on_cluster, _has_command, _schedules)

@@ -119,6 +119,8 @@ def _changed(section: object) -> dict[str, Any]:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if value is None or value is default or value == default:
             continue
+        if type(value).__name__ == "dtype":
+            value = str(value)
         if not isinstance(value, bool | int | float | str | list | tuple):
             value = getattr(value, "__name__", None)
         if value is not None:

@@ -466,7 +466,11 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
     dtype = _DTYPES[execution.precision]
     recompute: dict[str, object] = {}
     if execution.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": execution.recompute_method,
+            "recompute_num_layers": execution.recompute_num_layers,
+        }
     elif execution.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(execution.recompute_modules)}
     kind_of_config = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig

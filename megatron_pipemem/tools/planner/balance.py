@@ -335,7 +335,7 @@ def at_start(run: Run) -> Balance:
     """
     nodes, devices = run.cluster.nodes, run.cluster.devices_per_node
     cluster = replace(load(PRICED_FOR, Cluster), nodes=nodes, devices_per_node=devices)
-    return balance(replace(_uncut(run), cluster=cluster))
+    return balance(replace(without_layout(run), cluster=cluster))
 
 
 def laid_out(run: Run) -> Run:
@@ -345,10 +345,11 @@ def laid_out(run: Run) -> Run:
     """
     if run.flags.get(LAYOUT) != AUTO:
         return run
-    uncut = _uncut(run)
+    uncut = without_layout(run)
     return uncut if run.parallelism.pp == 1 else run_layout.with_cut(uncut, at_start(run).best.layers)
 
 
-def _uncut(run: Run) -> Run:
+def without_layout(run: Run) -> Run:
+    """Return the run without the flags that cut its model into stages."""
     replaced = (*REPLACED_BY_LAYOUT, LAYOUT)
     return replace(run, flags={k: v for k, v in run.flags.items() if k not in replaced})

@@ -21,7 +21,7 @@ from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.replay import Order, Replay, Timing, measured
 from megatron_pipemem.tools.planner.replay import priced as extended
 from megatron_pipemem.tools.planner.slices import step_of
-from megatron_pipemem.tools.planner.space import Limits, orders
+from megatron_pipemem.tools.planner.space import Limits, orders, why_not_in_chunks
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, built
 from megatron_pipemem.tools.planner.ways import Way
 
@@ -68,7 +68,7 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[
     for placement, candidates in orders(base, Limits({"schedule": [name]}), Counter()).items():
         for order in candidates:
             chunked = (order.chunks or 1) > 1
-            if is_stock and chunked and run.parallelism.microbatches % run.parallelism.pp:
+            if is_stock and chunked and why_not_in_chunks(run) is not None:
                 continue
             # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
             if is_stock and chunked and run.model.least_first:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
 
-from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.gates import Wish, gates
 from megatron_pipemem.model.activations import layer_bytes
+from megatron_pipemem.model.cut_flags import GROUP_SIZE
 from megatron_pipemem.model.layout import needed_layers
 from megatron_pipemem.model.model import Execution, Recompute
 from megatron_pipemem.refusals import flag_values
@@ -247,16 +248,46 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
 def _stock_orders(run: Run) -> tuple[str, ...]:
     """Return the families whose orders Megatron's own schedules have, if they can run.
 
-    With several chunks, Megatron needs a number of microbatches that ``pp`` divides. To overlap expert-parallel
-    messages it needs experts on several ranks that are not recomputed, and in a pipeline several chunks.
+    To overlap expert-parallel messages, Megatron needs experts on several ranks that are not recomputed, and in a
+    pipeline several chunks.
     """
     cut = run.parallelism
     if run.pairs and not _exchanges(run.execution):
         return ()
     if cut.pp == 1:
         return ("1f1b",)
-    interleaved = ("interleaved",) * (cut.microbatches % cut.pp == 0)
+    interleaved = ("interleaved",) * (why_not_in_chunks(run) is None)
     return interleaved if run.pairs else ("1f1b", *interleaved)
+
+
+def why_not_in_chunks(run: Run) -> str | None:
+    """Return the reason why Megatron's own schedule cannot run the microbatches in several chunks; ``None`` if it can."""
+    pp, count = run.parallelism.pp, run.parallelism.microbatches
+    group = int(run.flags.get(GROUP_SIZE) or pp)
+    if not pp <= group <= count:
+        return (
+            f"Megatron's interleaved schedule needs from {pp} microbatches, one for each pipeline rank, to the {count} of "
+            f"this run in a group, and a group has {group}"
+        )
+    if 0 < count % group < pp:
+        return (
+            f"{count} microbatches in groups of {group} leave {count % group}, and Megatron's interleaved schedule needs "
+            f"none or at least {pp}, one for each pipeline rank"
+        )
+    return None
+
+
+def check_stock_groups(run: Run) -> None:
+    """Raise an UnsupportedError if Megatron's own schedule cannot run a run's microbatches in its several chunks."""
+    cut = run.parallelism
+    reason = why_not_in_chunks(run) if run.schedule.name == STOCK and (cut.chunks or 1) > 1 else None
+    if reason is not None:
+        raise UnsupportedError(
+            "needs-microbatches",
+            f"{reason}; take a multiple of {cut.pp} microbatches, such as "
+            f"{cut.pp * max(1, round(cut.microbatches / cut.pp))}, or schedule interleaved of this package, which takes any "
+            "number",
+        )
 
 
 def _runs_whole(family: Family) -> bool:

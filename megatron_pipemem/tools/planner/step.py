@@ -12,8 +12,8 @@ the optimizer:
   Megatron's order: tensor, context, data, pipeline.
 
 Bytes of a rank are parameters, gradients, the optimizer or its shard (``parameter_bytes``), the activations that the
-schedule keeps, and buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and one
-layer's activations if whole layers are recomputed. The optimizer's step copies tensors when no activations are held. If
+schedule keeps, and buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and the
+activations of the layers that are recomputed together. The optimizer's step copies tensors when no activations are held. If
 the devices hold several replicas of the model, all of that exists once per replica, but a microbatch runs through only
 one of them. The gradients of the replicas are summed, two ranks at a time, before the reduction, and no computing is
 left to hide either. If a step may be rolled back, its previous state takes memory on the device or the host.
@@ -29,7 +29,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.model.activations import Kept, layer_bytes, message_bytes
+from megatron_pipemem.model.activations import Kept, layer_bytes, message_bytes, places_of
 from megatron_pipemem.model.counts import model_flops
 from megatron_pipemem.model.layout import needed_layers
 from megatron_pipemem.model.model import Execution, Model
@@ -135,19 +135,25 @@ class _Cut:
         """Number of ranks that hold the same parameters, except experts."""
         return self.dp * self.execution.cp
 
-    def parts(self) -> list[Price]:
-        """Return the predictions for each layer of the model and, in a GPT, for multi-token prediction as one layer."""
+    def parts(self, places: Sequence[int] | None = None) -> list[Price]:
+        """Return the predictions for each layer of the model and, in a GPT, for multi-token prediction as one layer.
+
+        ``places`` are the places of the layers in their stages. Without them, layers count as if they stood after all that
+        ``--recompute-method block`` recomputes, which is a lower bound.
+        """
+        model = self.model
         layers = [
-            prices.layer(self.model, self.execution, self.cluster, kind, self.pace.layer) for kind in self.model.kinds
+            prices.layer(model, self.execution.at(place), self.cluster, kind, self.pace.layer)
+            for kind, place in zip(model.kinds, places or [model.layers] * model.layers, strict=True)
         ]
-        return [*layers, self.ahead()][: self.model.pieces]
+        return [*layers, self.ahead()][: model.pieces]
 
     def ahead(self) -> Price:
         """Return the prediction for all layers of multi-token prediction together.
 
         Their copy of the embedding is included, unless all devices share the embedding.
         """
-        return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
+        return prices.ahead(self.model, self.execution.of_prediction, self.cluster, self.pace, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
         """Return the predictions for embedding and head, which are empty if all devices share them.
@@ -313,7 +319,8 @@ def pieces_of(run: Run) -> list[Passes]:
 def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
     from megatron_pipemem.model.partition import Loads
 
-    parts = cut.parts()
+    # Another layer of a stage costs as much as the last one of an equal share.
+    parts = cut.parts([-(-cut.model.pieces // placement.model_stages) - 1] * cut.model.layers)
     first, last = cut.ends()
     # Multi-token prediction stays if all devices share the head, or if the placement is not round robin.
     stays = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
@@ -336,7 +343,7 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
 
 @lru_cache(maxsize=1024)
 def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedStep:
-    parts = cut.parts()
+    parts = cut.parts(places_of(layers, cut.model.layers))
     ends = list(accumulate(layers))
     stages = [parts[end - count : end] for end, count in zip(ends, layers, strict=True)]
     first, last = cut.ends()
@@ -403,10 +410,15 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
     if execution.recompute == "full":
         plain = replace(execution, recompute="none")
         whole = max(layer_bytes(model, plain, kind).saved for kind in dict.fromkeys(model.all_kinds))
+    unit = execution.recompute_num_layers if execution.recompute_method == "uniform" else 1
+
+    def recomputed(owned: Sequence[int]) -> float:
+        return whole * max(min(unit, layers[stage % placement.model_stages]) for stage in owned)
+
     per_stage = 2 * _MESSAGES_IN_FLIGHT * message_bytes(model, execution) * (placement.num_devices > 1)
     return tuple(
         per_stage * len(owned)
-        + whole * any(layers[stage % placement.model_stages] for stage in owned)
+        + recomputed(owned)
         + prices.logit_bytes(model, execution)
         * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
         for owned in placement.stages

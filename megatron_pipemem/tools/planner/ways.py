@@ -242,6 +242,7 @@ def facts(way: Way) -> dict[str, Any]:
         "seconds": way.seconds,
         "mfu": way.mfu,
         "bubble_rate": way.bubble_rate,
+        "idle_rate": way.idle_rate,
         "gain_without_barrier": way.gain_without_barrier,
         "peak_bytes": list(way.peaks),
         "share_of_1f1b": way.share_of_1f1b,
@@ -267,7 +268,7 @@ def gibibytes(nbytes: float) -> str:
 
 def _heading(way: Way) -> str:
     return (
-        f"# Planned: {way.seconds:.4g} s a step, {way.mfu:.1%} MFU, bubble {way.bubble_rate:.1%}, at most "
+        f"# Planned: {way.seconds:.4g} s a step, {way.mfu:.1%} MFU, ranks idle {way.idle_rate:.1%}, at most "
         f"{gibibytes(way.peak)} GiB a rank; largest loss: {way.binds}.\n"
     )
 
