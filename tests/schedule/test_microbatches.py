@@ -186,6 +186,7 @@ def test_a_microbatch_that_no_order_helps_is_named() -> None:
     with refused("over-cap", 1, 300, 250, kind=ScheduleError) as raised:
         validate(schedule, HEAVY, 250)
     assert (raised.value.device, raised.value.action) == (0, "2F1")
+    assert str(schedule.orders[0][raised.value.position]) == "2F1"
 
 
 def test_messages_of_long_microbatches_count_with_their_bytes() -> None:

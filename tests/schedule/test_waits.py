@@ -263,6 +263,14 @@ def test_any_schedule_gets_through_single_queues(schedule: Schedule, costs: Cost
     proved(schedule.forward_only(), costs)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-h2", "zbv", "v-half"])
+def test_messages_that_take_no_time_cost_none_in_one_queue(name: str) -> None:
+    """A device waits for the next one, rather than computes, where that delays the step less."""
+    schedule = build_schedule(name, num_devices=8, num_microbatches=16)
+    queued = run_single_queues(lower(schedule, single_queue=True))
+    assert queued.makespan == pytest.approx(simulate(schedule).makespan)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_a_copy_takes_its_time_before_what_comes_after_it(name: str) -> None:
     costs = replace(UNEQUAL, channel=Channel(ratio=0.5))
