@@ -20,15 +20,67 @@ WORDS = json.loads(Path(__file__).with_name("words_of_runs.json").read_text())
 """The flags of every shipped run, as they were when its file had other keys."""
 
 
-def words(run: Run) -> str:
-    flags: list[str] = []
+def tiny(*overrides: str) -> Run:
+    return load(ROOT / "runs" / "tiny-cpu.yaml", Run, overrides)
+
+
+def flags(run: Run) -> list[str]:
+    """Every flag of a run with its values, in the order of the alphabet. A flag that comes twice is an error."""
+    lines: list[str] = []
     for word in script_flags(run):
-        flags.append(word) if word.startswith("--") else flags.append(f"{flags.pop()} {word}")
-    return " ".join(sorted(flags))
+        lines.append(word if word.startswith("--") else f"{lines.pop()} {word}")
+    assert len({line.split()[0] for line in lines}) == len(lines)
+    return sorted(lines)
+
+
+def words(run: Run) -> str:
+    return " ".join(flags(run))
 
 
 def test_every_shipped_run_has_its_words():
     assert {path.stem: words(load(path, Run)) for path in (ROOT / "runs").glob("*.yaml")} == WORDS
+
+
+ADDED = """
+dp=3 tp=2 pp=2 micro_batch=2 sequence_parallel=true | --tensor-model-parallel-size 2, --pipeline-model-parallel-size 2, \
+--micro-batch-size 2, --sequence-parallel
+global_batch=24 ep=2 etp=1 cp=2 | --global-batch-size 24, --expert-model-parallel-size 2, --expert-tensor-parallel-size 1, \
+--context-parallel-size 2
+schedule=interleaved chunks=2 pipemem_costs=profile pipemem_random=layerwise pipemem_microbatch_costs=FLOPs | \
+--pipemem-schedule interleaved, --pipemem-option=chunks=2, --pipemem-costs profile, --pipemem-random layerwise, \
+--pipemem-microbatch-costs FLOPs
+schedule=seq1f1b slices=4 pipemem_memory_cap=0.9 pipemem_vocab_parallel=2 | --pipemem-schedule seq1f1b, \
+--pipemem-option=slices=4, --pipemem-memory-cap 0.9, --pipemem-vocab-parallel 2
+schedule=stock chunks=2 | --pipemem-schedule stock, --num-virtual-stages-per-pipeline-rank 2
+pipemem_offload=off pipemem_vocab_parallel='off' |
+pipemem_offload=false pipemem_vocab_parallel=false |
+cluster.switches=[[0,1],[2,3]] |
+cluster.switches=[[0,1],[2,3]] pipemem_offload=half | --pipemem-offload half, \
+--pipemem-offload-option=switches=[[0,1],[2,3]]
+recompute_granularity=none recompute_modules=[core_attn,layernorm] |
+recompute_granularity=selective recompute_modules=[core_attn,layernorm] | --recompute-granularity selective, \
+--recompute-modules core_attn layernorm
+recompute_granularity=full | --recompute-granularity full, --recompute-method uniform, --recompute-num-layers 1
+recompute_granularity=full recompute_method=block recompute_num_layers=2 | --recompute-granularity full, \
+--recompute-method block, --recompute-num-layers 2
+pipemem_overlap_steps=true | --pipemem-overlap-steps, --log-interval 10, --rerun-mode disabled
+pipemem_overlap_steps=true log_interval=5 | --pipemem-overlap-steps, --log-interval 5, --rerun-mode disabled
+save_interval=5 load=pretrained output=here | --save here/checkpoints, --save-interval 5, --load here/checkpoints, \
+--pretrained-checkpoint pretrained, --exit-signal-handler, --exit-signal SIGUSR1, --pipemem-report here/report.json
+load=pretrained data_cache_path=c | --load pretrained, --data-cache-path c
+data_path='.3_a' | --data-path .3_a
+bf16=true | --bf16
+lr=0.5 eval_iters=3 log_throughput=true seed=null split=[1,2] | --lr 0.5, --eval-iters 3, --log-throughput, --split 1 2
+trace=true | --pipemem-trace out/runs/tiny-cpu/timelines
+"""
+"""Changes of the tiny run, and the flags that they add to its command or change there."""
+
+
+@pytest.mark.parametrize("row", ADDED.split("\n")[1:-1])
+def test_keys_become_flags(row):
+    changes, expected = row.split("|")
+    changed = set(flags(tiny(*changes.split()))) - set(flags(tiny()))
+    assert changed == {flag.strip() for flag in expected.split(", ") if flag.strip()}
 
 
 @pytest.mark.parametrize("grid", ["tiny-cpu", "pipeoffload-figure-11", "controllable-memory-table-3"])
@@ -66,9 +118,6 @@ def test_an_argument_says_what_its_short_key_says():
     ],
 )
 def test_other_ways_to_say_the_same(changes, same):
-    def tiny(*overrides: str) -> Run:
-        return load(ROOT / "runs" / "tiny-cpu.yaml", Run, overrides)
-
     assert words(tiny(*changes)) == words(tiny(*same)) and tiny(*changes).model == tiny(*same).model
 
 

@@ -13,7 +13,6 @@ from refusals import refused
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.launch.grid.points import load_points
 from megatron_pipemem.tools.launch.grid.store import Result, collect, read_result
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
@@ -92,25 +91,3 @@ def test_a_run_that_left_no_whole_report_failed(tmp_path, report, says):
     assert result.status == "failed" and says in result.reason and "report.json" in result.reason
     (tmp_path / "report.json").write_text(json.dumps({"losses": [3.0, None], "ranks": [RANK]}))
     assert collect(0, {}, run, tmp_path / "log.txt", 0).losses == (3.0, None)
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"run": "nowhere"}, ("no-file", "nowhere")),
-        (
-            {"product": {"schedule": ["stock", "1f1b", "stock"]}},
-            ("given-twice", "schedule", 0, 2),
-        ),
-        ({"points": [{"pp": 4}, {"pp": 4}]}, ("given-twice",)),
-        ({"product": {f"a{index}": list(range(100)) for index in range(4)}}, ("too-large", 100)),
-    ],
-)
-def test_grids_that_make_no_sense(tmp_path, keys, says):
-    grid = tmp_path / "mine" / "grid.yaml"
-    grid.parent.mkdir()
-    grid.write_text(json.dumps({"run": str(TINY), **keys}))
-    with refused(*says, kind=ConfigError) as raised:
-        load_points(grid)
-    if "run" in keys:  # it says where it looked
-        assert str(tmp_path / "runs") in str(raised.value) and str(tmp_path / "mine" / "runs") in str(raised.value)

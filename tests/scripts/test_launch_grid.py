@@ -206,6 +206,9 @@ def test_a_wrong_key_is_the_grids_mistake(write_grid, keys, place):
         ({"product": {"schedule": []}}, ("bad-type", "product.schedule")),
         ({"points": ["v-half"]}, ("bad-type", "v-half")),
         ({"run": "nowhere"}, ("no-file", "nowhere")),
+        ({"product": {"schedule": ["stock", "1f1b", "stock"]}}, ("given-twice", "schedule", 0, 2)),
+        ({"points": [{"pp": 4}, {"pipeline_model_parallel_size": 4}]}, ("given-twice", 0, 1)),
+        ({"product": {f"a{index}": list(range(100)) for index in range(4)}}, ("too-large", 100)),
         ({"pints": []}, ("unknown-key", "points")),
     ],
 )
