@@ -222,10 +222,14 @@ def test_layers_at_the_ends_may_differ() -> None:
 
 
 def test_neighbours_on_one_device_hand_over() -> None:
-    sent, handed = (costs_of().memory_changes(each) for each in (Placement.linear(4), Placement.v_shape(2)))
+    middle = {"memory": {"RECV_F": 4, "SEND_F": -4, "RECV_I": 2, "SEND_I": -1}}
+    costs = part_costs({"parts": {**PARTS, "middle": middle}})
+    sent, handed = (costs.memory_changes(placement) for placement in (Placement.linear(4), Placement.v_shape(2)))
     assert sent[Kind.RECV_F] == (0, 4, 4, 4) and handed[Kind.RECV_F] == (0, 4, 0, 4)
     assert sent[Kind.SEND_F] == (-4, -4, -4, 0) and handed[Kind.SEND_F] == (-4, 0, -4, 0)
     assert handed[Kind.F] == sent[Kind.F]
+    assert handed[Kind.RECV_I] == (0, 0, 2, 0) and handed[Kind.SEND_I] == (0, -1, 0, 0)
+    assert [after - before for before, after in zip(sent[Kind.I], handed[Kind.I], strict=True)] == [0, 0, 1, 0]
 
 
 def test_other_memory_replaces_that_of_the_parts() -> None:
@@ -234,6 +238,13 @@ def test_other_memory_replaces_that_of_the_parts() -> None:
     assert counted.seconds(Placement.linear(2)) == costs_of().seconds(Placement.linear(2))
     assert replace(costs_of(), memory=None).memory_changes(V) == Costs().memory_changes(V)
     assert costs_of().with_scaled_memory(2).memory_changes(V)[Kind.F][0] == 2 * costs_of().memory_changes(V)[Kind.F][0]
+
+
+def test_tokens_of_experts_travel_in_layers_alone() -> None:
+    costs = costs_of().with_exchanges(0.5)
+    apart = costs.exchange_seconds(Placement.linear(3))
+    assert costs.have_exchanges and not costs_of().have_exchanges
+    assert (apart[Kind.F], apart[Kind.I]) == ((0.5, 5, 5), (1, 10, 10)), "not in the embedding and the head"
 
 
 def test_a_channel_of_a_ratio_has_parts_too() -> None:
