@@ -23,7 +23,6 @@ _NEEDED = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attent
 ATTRIBUTES = {
     **SIZES,
     **_NEEDED,
-    "experts": "num_experts",
     "vocabulary": "vocab_size",
     "activation": "swiglu",
     "norm": "normalization",

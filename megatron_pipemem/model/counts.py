@@ -22,7 +22,8 @@ from functools import lru_cache
 from typing import Literal
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.model.model import Execution, Model, Sizes, Sublayer
+from megatron_pipemem.model.arguments import model_of
+from megatron_pipemem.model.model import Execution, Model, Sublayer
 from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.options import EarlyWeights, early_weights
 
@@ -340,29 +341,20 @@ def head_parameters(model: Model, execution: Execution) -> int:
     return model.hidden * (execution.vocabulary_rows(model) + (2 if model.norm == "layernorm" else 1))
 
 
-def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
-    """Return the weight (FLOPs per token / 6) of one block, by its ``symbol`` in a hybrid pattern.
+def layer_weights(args: object, symbols: str, sequence: int) -> list[float]:
+    """Return the weight (FLOPs per token / 6) of each block of a hybrid pattern, by Megatron's arguments or configuration.
 
-    ``of`` returns the sizes of the model, and ``sequence`` is the number of tokens of a sequence. Invalid sizes give 0.
+    ``sequence`` is the number of tokens of a sequence. Sizes that Megatron refuses give 0.
     """
-    hidden, heads, gated = (
-        int(of("hidden_size") or 0),
-        int(of("num_attention_heads") or 1),
-        bool(of("gated_linear_unit")),
-    )
+    facts = {
+        "hybrid_layer_pattern": symbols,
+        "seq_length": max(1, sequence),
+        "vocab_size": 1,
+        "multi_latent_attention": not {*symbols}.isdisjoint(_LATENT),
+        "experimental_attention_variant": "dsa" if Sublayer.SPARSE_ATTENTION in symbols else None,
+    }
     try:
-        model = Model.of_sizes(
-            of,
-            layers=1,
-            pattern=symbol,
-            vocabulary=1,
-            sequence=max(1, sequence),
-            hidden=hidden,
-            heads=heads,
-            head_channels=max(1, hidden // heads),
-            ffn=hidden * 8 // 3 // 64 * 64 if gated else None,
-            activation="swiglu" if gated else "gelu",
-        )
+        model = model_of(args, **facts)
     except ConfigError:
-        return 0.0
-    return layer_flops(model, Execution(), symbol).total / (6 * model.sequence)
+        return [0.0] * len(symbols)
+    return [layer_flops(model, Execution(), symbol).total / (6 * model.sequence) for symbol in symbols]

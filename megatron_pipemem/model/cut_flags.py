@@ -7,13 +7,14 @@ here. Names of flags have no leading dashes here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_pipemem.choose.model_cut import Cut, check_cut, is_folded, known_chunks, placements_of
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model import layout
-from megatron_pipemem.model.counts import layer_weight
-from megatron_pipemem.model.model import Sizes, Sublayer
+from megatron_pipemem.model.counts import layer_weights
+from megatron_pipemem.model.model import SIZES, Sublayer
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
@@ -107,50 +108,30 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     if name is None or layout.is_cut(pattern) or first_or_last:
         return None
     sizes, sequence = sizes_of(flags), _whole(flags.get("seq-length")) or 0
-    layers = layout.pattern_layers(pattern)
-    seconds = [layer_weight(symbol, sizes, sequence) for symbol in layers]
+    seconds = layer_weights(sizes, layout.pattern_layers(pattern), sequence)
     if not any(seconds):
         return None  # and Megatron refuses the pattern
     rows = _whole(flags.get("padded-vocab-size")) or _whole(flags.get("vocab-size")) or 0
-    head = sizes("hidden_size") * rows if with_head else 0.0
+    head = sizes.hidden_size * rows if with_head else 0.0
     # Two replicas have their stages on the devices in opposite orders, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
     needed = layout.needed_layers(pattern, flags)
     return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
 
 
-_RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num-experts"}
-"""Flags by attribute of Megatron's configuration, if they have another name."""
 _DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
-"""Megatron's values of attributes without a flag, if ``Model`` has other ones."""
+"""Megatron's values of arguments without a flag, if ``Model`` has other ones."""
 
 
-def sizes_of(flags: Mapping[str, object]) -> Sizes:
-    """Return a function that maps an attribute of Megatron's configuration to its value by a script's flags.
-
-    ``flags`` has names without leading dashes. An attribute without a flag has Megatron's default. A
-    flag without a value gives 1, and a value that is not a number gives 0.
-    """
-
-    def of(attribute: str) -> float:
-        value = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
-        if value in (None, False):
-            return _DEFAULTS.get(attribute, 0)
-        if value is True:
-            return 1
-        try:
-            return float(str(value))
-        except ValueError:  # Megatron refuses it
-            return 0
-
-    return of
+def sizes_of(flags: Flags) -> SimpleNamespace:
+    """Return the arguments of Megatron from which the sizes of layers follow. A value that is no number is left out."""
+    sizes = {name: _whole(flags.get(name.replace("_", "-"))) for name in SIZES.values()}
+    present = {name: size for name, size in sizes.items() if size is not None}
+    return SimpleNamespace(**_DEFAULTS | present, swiglu=is_given(flags, "swiglu"))
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
-    """Raise an UnsupportedError if a cut pattern leaves a rank without experts, and Megatron would therefore hang.
-
-    Megatron hangs when it logs the losses of the experts of all ranks.
-    """
+    """Raise an UnsupportedError if a cut pattern leaves a rank without experts, because Megatron's log would hang."""
     if not any(layout.needed_layers(pattern, flags)):
         return
     segments = layout.segments(pattern)
@@ -184,11 +165,7 @@ def checked_placements(
     layers: int | None,
     file: Schedule | None = None,
 ) -> tuple[Placement, ...]:
-    """Return the placements that a family, ``auto`` or the schedule of a file may have on a model with these flags.
-
-    Raise an UnsupportedError if the schedule cannot run a model that is cut like this, or if a flag excludes the
-    placement.
-    """
+    """Return the placements that a family, ``auto`` or the schedule of a file may have on a model with these flags."""
     cut = cut_of(flags, num_devices, layers)
     if file is None:
         placements = placements_of(schedule, options, num_devices, cut)
@@ -203,10 +180,7 @@ def checked_placements(
 
 
 def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
-    """Raise an UnsupportedError if Megatron cannot share out the layers evenly over the stages and no flag cuts them.
-
-    ``layers`` is the number of layers of the model, and ``chunks`` the number of stages per pipeline rank.
-    """
+    """Raise an UnsupportedError if Megatron cannot share out the layers evenly over the stages and no flag cuts them."""
     if (reason := why_not_even(flags, layers, num_devices, chunks)) is not None:
         raise UnsupportedError(
             "does-not-divide",
@@ -216,11 +190,7 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
 
 
 def why_not_even(flags: Flags, layers: int, num_devices: int, chunks: int) -> str | None:
-    """Return the reason why Megatron cannot share out the layers evenly over the stages.
-
-    It is ``None`` if Megatron can, or if a flag cuts the model. ``layers`` is the number of layers of the model, and
-    ``chunks`` the number of stages per pipeline rank. Raise an UnsupportedError for fewer layers than stages.
-    """
+    """Return the reason why Megatron cannot share out the layers evenly over the stages, if no flag cuts the model."""
     _check_enough(flags, layers, num_devices, chunks)
     stages = num_devices * chunks
     if _is_cut(flags) or (layers + accounted(flags)) % stages == 0:
@@ -259,8 +229,7 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
 
     A layout is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or
     wave. There the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last
-    stage likewise. The other stages share the rest evenly. ``layers`` is the number of layers of the model. Raise an
-    UnsupportedError if there are too few layers for that.
+    stage likewise. The other stages share the rest evenly.
     """
     chunks = known_chunks(placement)
     stages = num_devices * chunks
@@ -299,10 +268,7 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
-    """Raise an UnsupportedError if a given flag does not work on one of these placements.
-
-    ``_REFUSED`` lists these flags, the placements on which they fail, and the reasons.
-    """
+    """Raise an UnsupportedError if a given flag does not work on one of these placements (``_REFUSED``)."""
     for names, refused, sentence in _REFUSED:
         name = next((name for name in names if is_given(flags, name)), None)
         placement = next((candidate for candidate in placements if refused(candidate)), None)

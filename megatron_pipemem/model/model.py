@@ -7,12 +7,11 @@ Layers of the same kind have the same costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import ceil, inf
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.display import shortened
@@ -64,16 +63,14 @@ SIZES = {
     "kv_heads": "num_query_groups",
     "head_channels": "kv_channels",
     "ffn": "ffn_hidden_size",
-    "experts": "num_moe_experts",
+    "experts": "num_experts",
     **EXPERTS,
     **MAMBA,
     **LATENT,
     **DELTA,
     **INDEX,
 }
-"""Attributes of Megatron's configuration by the fields of ``Model`` for the sizes of layers."""
-Sizes = Callable[[str], Any]
-"""A function from an attribute of Megatron's configuration to its value; 0 or ``None`` if it is not set."""
+"""Megatron's arguments by the fields of ``Model`` for the sizes of layers."""
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 
@@ -222,14 +219,6 @@ class Model(Limited):
         deep = f"adds to the model's first {self.least_first} layers, and the model has {self.layers}; give a smaller number"
         refuse_if(self.least_first > self.layers, "bad-number", "tower.deepstack", deep)
         self._check_patterns()
-
-    @classmethod
-    def of_sizes(cls, of: Sizes, **others: Any) -> Self:
-        """Return the model with the sizes in Megatron's configuration that ``of`` returns.
-
-        ``others`` are further fields, and the values of sizes that are not set. Raise a ConfigError for invalid sizes.
-        """
-        return cls(**others | {field: int(size) for field, attribute in SIZES.items() if (size := of(attribute))})
 
     def _check_patterns(self) -> None:
         allowed = " ".join(block for block in Sublayer if not block.islower())

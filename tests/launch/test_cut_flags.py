@@ -10,7 +10,7 @@ from refusals import refused
 from megatron_pipemem.choose.model_cut import known_chunks, placements_of
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model import layout
-from megatron_pipemem.model.counts import layer_weight
+from megatron_pipemem.model.counts import layer_weights
 from megatron_pipemem.model.cut_flags import (
     LAYERS_PER_STAGE,
     VIRTUAL_STAGES,
@@ -78,35 +78,36 @@ def test_a_pattern_without_cuts_is_cut_by_what_its_layers_compute(schedule):
     name, written = flag.removeprefix("--").split("=")
     assert layout.pattern_layers(written) == pattern and written.endswith("/M*/M*")
     assert placements_of(schedule, {}, P, cut_of({name: written}, P, None))[0] == placement
-    of, segments = sizes_of(flags), written.split("/")[0].split("|")
-    each = {symbol: layer_weight(symbol, of, 128) for symbol in "M*-E"}
-    loads = [sum(each[symbol] for symbol in segment) for segment in segments]
-    loads[-1] += of("hidden_size") * 1000
+    sizes, segments = sizes_of(flags), written.split("/")[0].split("|")
+    weights = dict(zip("M*-E", layer_weights(sizes, "M*-E", 128), strict=True))
+    loads = [sum(weights[symbol] for symbol in segment) for segment in segments]
+    loads[-1] += sizes.hidden_size * 1000
     devices = placement.devices[: len(loads)]
     per_device = [sum(load for load, own in zip(loads, devices, strict=True) if own == device) for device in range(P)]
-    assert max(per_device) <= sum(per_device) / P + max(each.values())
+    assert max(per_device) <= sum(per_device) / P + max(weights.values())
     # Equal numbers of layers would not do.
     assert len({len(segment) for segment in segments}) > 1
 
 
 def test_layers_weigh_what_their_matrices_have_and_attention_and_scans_compute():
-    def of(**flags):
-        return sizes_of({"hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 96} | flags)
+    def weights(symbols, sequence=10, **flags):
+        sizes = sizes_of({"hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 96} | flags)
+        return layer_weights(sizes, symbols, sequence)
 
-    weights = {symbol: layer_weight(symbol, of(), 10) for symbol in "*-M"}
-    assert weights["*"] == 4 * 64 * 64 + 2 * 10 * 64
-    assert weights["-"] == 2 * 64 * 96
+    attention, ffn, mamba = weights("*-M")
+    assert attention == 4 * 64 * 64 + 2 * 10 * 64
+    assert ffn == 2 * 64 * 96
     # 2 heads of 64 channels, 8 groups of 128 states each.
-    assert weights["M"] == 64 * (2 * 128 + 2 * 8 * 128 + 2) + 128 * 64 + 3.5 * 128 * 128
-    grouped = of(**{"num-query-groups": "2", "kv-channels": "8"})
-    assert layer_weight("*", grouped, 1) == 64 * (32 + 16 + 16) + 32 * 64 + 2 * 32
-    experts = of(**{"num-experts": 8, "moe-ffn-hidden-size": 32, "swiglu": True, "moe-router-topk": 3})
-    assert layer_weight("E", experts, 10) == 64 * 8 + 3 * 3 * 64 * 32
-    shared = sizes_of({"hidden-size": 64, "num-experts": 8, "moe-shared-expert-intermediate-size": 48})
-    assert layer_weight("E", shared, 10) == 64 * 8 + 2 * 64 * (2 * 256 + 48)
-    latent = of(**{"q-lora-rank": 16, "kv-lora-rank": 8, "qk-head-dim": 4, "qk-pos-emb-head-dim": 2, "v-head-dim": 3})
+    assert mamba == 64 * (2 * 128 + 2 * 8 * 128 + 2) + 128 * 64 + 3.5 * 128 * 128
+    grouped = {"num-query-groups": "2", "kv-channels": "8"}
+    assert weights("*", 1, **grouped) == [64 * (32 + 16 + 16) + 32 * 64 + 2 * 32]
+    experts = {"num-experts": 8, "moe-ffn-hidden-size": 32, "swiglu": True, "moe-router-topk": 3}
+    assert weights("E", **experts) == [64 * 8 + 3 * 3 * 64 * 32]
+    shared = {"num-experts": 8, "moe-shared-expert-intermediate-size": 48, "ffn-hidden-size": None}
+    assert weights("E", **shared) == [64 * 8 + 2 * 64 * (2 * 256 + 48)]
+    latent = {"q-lora-rank": 16, "kv-lora-rank": 8, "qk-head-dim": 4, "qk-pos-emb-head-dim": 2, "v-head-dim": 3}
     projections = 64 * 16 + 16 * 4 * 6 + 64 * (8 + 2) + 8 * 4 * (4 + 3) + 4 * 3 * 64
-    assert layer_weight("+", latent, 10) == projections + 10 * 4 * (6 + 3)
+    assert weights("+", **latent) == [projections + 10 * 4 * (6 + 3)]
 
 
 def test_the_head_takes_layers_away_from_its_device_unless_the_vocabulary_is_cut():

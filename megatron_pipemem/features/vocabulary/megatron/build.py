@@ -11,7 +11,7 @@ that is. So DDP, optimizers and checkpoints find them with all other parameters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +35,8 @@ from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.model import layout
-from megatron_pipemem.model.counts import layer_weight
-from megatron_pipemem.model.model import Sizes, Sublayer
+from megatron_pipemem.model.counts import layer_weights
+from megatron_pipemem.model.model import Sublayer
 from megatron_pipemem.part_costs import head_seconds, without_ends
 from megatron_pipemem.refusals import of_config
 from megatron_pipemem.request import Request
@@ -58,7 +58,7 @@ def layers_in(model: Any) -> float:
     pattern = getattr(model, "hybrid_layer_pattern", None)
     if pattern is None:
         return len(model.decoder.layers)
-    return sum(_weights(model, model.decoder.layer_type_list)) / _mean_weight(model)
+    return sum(_weights(model, "".join(model.decoder.layer_type_list))) / _mean_weight(model)
 
 
 def head_in_layers(model: Any) -> float:
@@ -66,7 +66,7 @@ def head_in_layers(model: Any) -> float:
 
     In a mixture of experts, a layer has the experts that one token visits. In a hybrid model, the mean layer counts.
     """
-    return _sizes(model)("hidden_size") * model.vocab_size / _mean_weight(model)
+    return model.config.hidden_size * model.vocab_size / _mean_weight(model)
 
 
 def _mean_weight(model: Any) -> float:
@@ -74,29 +74,21 @@ def _mean_weight(model: Any) -> float:
     if pattern is not None:
         weights = _weights(model, layout.pattern_layers(pattern))
         return sum(weights) / len(weights)
-    of = _sizes(model)
-    attention = Sublayer.LATENT_ATTENTION if of("multi_latent_attention") else Sublayer.ATTENTION
-    return sum(_weights(model, (attention, Sublayer.EXPERTS if of("num_moe_experts") else Sublayer.FFN)))
+    is_latent, experts = (getattr(model.config, name, None) for name in ("multi_latent_attention", "num_moe_experts"))
+    attention = Sublayer.LATENT_ATTENTION if is_latent else Sublayer.ATTENTION
+    return sum(_weights(model, attention + (Sublayer.EXPERTS if experts else Sublayer.FFN)))
 
 
-def _weights(model: Any, symbols: Iterable[str]) -> list[float]:
-    return [layer_weight(symbol, _sizes(model), model.max_sequence_length) for symbol in symbols]
-
-
-def _sizes(model: Any) -> Sizes:
-    return lambda attribute: getattr(model.config, attribute, None) or 0
+def _weights(model: Any, symbols: str) -> list[float]:
+    return layer_weights(model.config, symbols, model.max_sequence_length)
 
 
 def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules: Mapping[int, Schedule]) -> int:
     """Return the number of barriers of the best way to compute the LM head. 0 means the whole head on its stage.
 
-    ``model`` is a chunk whose vocabulary is not yet cut. ``layout`` has the number of layers of every stage
-    (``layers_in``). ``schedules`` maps each allowed number of barriers to the run's schedule. 0 is always there.
-
-    ``costs`` are those of all parts of the model, or of the layers alone. If they have prices of vocabulary passes, the
-    head's time is the sum of those of S and T over all devices. Otherwise it is the price of the head's part, or if the
-    parts have no prices, it follows from the head's FLOPs. If the costs are single numbers, every layer takes the same
-    time.
+    ``layout`` has the layers of every stage (``layers_in``), and ``schedules`` maps each allowed number to a schedule.
+    The head's time is that of S and T over all devices, if the costs have prices of passes; else the price of the
+    head's part; else it follows from the head's FLOPs.
     """
     placement, slices = schedules[0].placement, schedules[0].slices
     head = head_seconds(costs)
@@ -135,11 +127,7 @@ class SavedShards(VocabularyShards):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the shards under stock Megatron's keys: a checkpoint does not depend on the cut of the vocabulary.
-
-        The arguments are Megatron's. ``metadata["dp_cp_group"]`` is the process group whose ranks have copies of the
-        shards.
-        """
+        """Return the shards under stock Megatron's keys: a checkpoint does not depend on the cut of the vocabulary."""
         root = prefix.removesuffix(f"{NAME}.")
         assert metadata is not None, "Megatron says which ranks hold the same"
         replica = (0, 0, get_pg_rank(metadata["dp_cp_group"]))
@@ -260,8 +248,7 @@ def cut_model(
 ) -> None:
     """Cut the vocabulary of a rank's chunks if the request says so, or with ``auto`` if the simulated step gets faster.
 
-    Every rank calls this when it has built its chunks. With one pipeline rank, nothing happens. Otherwise ``programs``
-    gets the number of barriers, which is 0 if the vocabulary stays whole.
+    Every rank calls this when it has built its chunks. ``programs`` gets the number of barriers.
     """
     if placement.num_devices == 1:
         return
@@ -283,9 +270,7 @@ def cut_vocabulary(
 ) -> None:
     """Replace the whole embedding and LM head by this rank's shards, with the same values.
 
-    Every rank calls this after it has built its chunks, and before DDP wraps them. With one pipeline rank, nothing is
-    cut. ``barriers`` and ``piece_tokens`` are those of ``HeadOptions``. Raise an UnsupportedError if the head or the
-    embedding cannot be cut.
+    Every rank calls this after it has built its chunks, and before DDP wraps them.
     """
     if placement.num_devices == 1:
         return
@@ -357,11 +342,7 @@ def cut_vocabulary(
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> SavedShards:
-    """Return the shards of embedding and LM head on this rank. The chunks may be wrapped, for example by DDP.
-
-    Raises:
-        UnsupportedError: the model has no shards, because it was not built by the functions that ``enable()`` replaces.
-    """
+    """Return the shards of embedding and LM head on this rank, of chunks that may be wrapped."""
     model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
     shards = getattr(model, NAME, None)
     if shards is None:
@@ -386,10 +367,8 @@ def _end(models: list[Any], placement: Placement, device: int, stage: int) -> An
 
 
 def _own_ends(model: Any, first: Any, last: Any) -> _OwnEnds:
-    """Return the matrices of this rank, or why one cannot be cut.
-
-    ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the first and last stage, or ``None``
-    if another rank has them.
+    """Return the matrices of this rank, or why one cannot be cut. ``first`` and ``last`` are its models of these
+    stages.
     """
     try:
         _check_ends(model, first, last)
@@ -471,9 +450,7 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
 
 
 def _uncuttable(reason: str) -> UnsupportedError:
-    """Return the error for a model whose vocabulary cannot be cut. Its remedy is always to turn vocabulary parallelism
-    off.
-    """
+    """Return the error for a model whose vocabulary cannot be cut: the remedy is always to turn the cut off."""
     return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-parallel off")
 
 
@@ -485,9 +462,8 @@ def _deal(
     group: dist.ProcessGroup,
     owners: range,
 ) -> None:
-    """Broadcast a matrix to all ranks, at most 64 MiB at a time, and copy each rank's own rows to its ``shard``.
-
-    The ranks ``owners`` of the group have the matrix in equal parts. ``weight`` is such a part, or ``None`` elsewhere.
+    """Broadcast a matrix, which ``owners`` have in equal parts, 64 MiB at a time, and copy each rank's rows to
+    ``shard``.
     """
     rows = partition.rows(group.rank())
     part = partition.vocab_size // len(owners)
