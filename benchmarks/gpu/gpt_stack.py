@@ -213,7 +213,8 @@ class _Mover:
             self._engine.wait(self._leaving.popleft())
 
     def send_away(self, i: int, input: torch.Tensor) -> None:
-        self._engine.offload(i, keep=[input])
+        self._engine.stay(i, [input])
+        self._engine.offload(i)
         self._leaving.append(i)
 
     def call_back(self, j: int) -> None:

@@ -474,11 +474,7 @@ def _gathered_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
-    """Return the bytes of each tensor that W gathers over tensor-parallel ranks, for these linear layers.
-
-    They are the bytes of a microbatch's whole tensors, as the gather returns them. Without sequence parallelism, the list
-    is empty.
-    """
+    """Return the bytes of each whole tensor that W gathers over tensor-parallel ranks, for these linear layers."""
     if not execution.sequence_parallel:
         return []
     layers = list(layers)

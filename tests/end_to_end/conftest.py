@@ -144,7 +144,7 @@ class Trainer:
             counted_peaks=[rank["counted_peak_bytes"] for rank in report["ranks"]],
             **{name: report[name] for name in ("losses", "grad_norms", "plans", "ranks")},
             **{name: report.get(name) for name in ("last_step", "bytes_of_1f1b")},
-            **{name: [each[name] for each in seen] for name in of_every_rank},
+            **{name: [rank[name] for rank in seen] for name in of_every_rank},
             scalars=seen[-1]["scalars"],
             gradients=_whole_gradients(noted) if gradients else None,
         )
@@ -171,7 +171,7 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
     """Lines of asyncio's docstrings. Their lengths divide by 4, so that two context-parallel ranks need no padding."""
-    lines = [line for each in vars(asyncio).values() for line in (getdoc(each) or "").split("\n")]
+    lines = [line for value in vars(asyncio).values() for line in (getdoc(value) or "").split("\n")]
     return [line[: len(line) // 4 * 4] for line in lines if len(line) > 5]
 
 
@@ -192,7 +192,7 @@ def packed(tmp_path_factory, documents) -> tuple[str, ...]:
     fast.save_pretrained(folder)
     samples = [documents[first : first + 1 + first % 4] for first in range(100)]
     data = folder / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"messages": [_turn(each) for each in sample]}) for sample in samples))
+    data.write_text("\n".join(json.dumps({"messages": [_turn(text) for text in sample]}) for sample in samples))
     return (
         *("--sft", "--data-path", str(data), "--no-create-attention-mask-in-dataloader"),
         *("--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder)),

@@ -51,7 +51,7 @@ def _register(counted: list[str]) -> None:
     def build(num_devices: int, num_microbatches: int) -> Schedule:
         plain = build_schedule("v-half", num_devices=num_devices, num_microbatches=num_microbatches)
         orders = (
-            [each for a in order for each in ([a, a._replace(kind=kind)] if a.kind.value == "F" else [a])]
+            [b for a in order for b in ([a, a._replace(kind=kind)] if a.kind.value == "F" else [a])]
             for order in plain.orders
         )
         return replace(plain, name="counted-v-half", orders=tuple(map(tuple, orders)))
@@ -61,7 +61,7 @@ def _register(counted: list[str]) -> None:
             return [self]
 
         def extend(self, executor: Executor) -> Handlers:
-            return {kind: lambda each: counted.append(str(each.action))}
+            return {kind: lambda instruction: counted.append(str(instruction.action))}
 
     register_schedule(Family("counted-v-half", build, "v-half, and a count after every forward"))
     register_feature(

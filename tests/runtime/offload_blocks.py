@@ -59,7 +59,8 @@ def offloaded_gradients(model, engine, batches: list[torch.Tensor], look: Callab
         with engine.capture(key):
             losses[key] = model(x).float().square().sum()
         look()
-        engine.offload(key, keep=[x])
+        engine.stay(key, [x])
+        engine.offload(key)
         if key:
             engine.wait(key - 1)
             look()

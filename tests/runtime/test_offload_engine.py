@@ -247,7 +247,8 @@ def test_what_stays(engine):
         with own.capture(0):
             tensors = (weight, weight.t(), buffer[3:], small, kept, moved, conjugate, sparse, buffer[:0])
             saved = [Saved(t) for t in tensors]
-        own.offload(0, keep=[kept])
+        own.stay(0, [kept])
+        own.offload(0)
         own.wait(0)
         seen = own.statistics()
         assert seen.bytes_out == moved.nbytes == seen.held_elsewhere_bytes

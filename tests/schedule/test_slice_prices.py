@@ -89,8 +89,8 @@ def test_cuts_that_are_refused(arguments: tuple, message: str) -> None:
 
 
 @examples(100)
-@given(tokens=TOKENS, a=SHARE, b=SHARE, kept=SHARE)
-def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, b: float, kept: float) -> None:
+@given(tokens=TOKENS, a=SHARE, kept=SHARE)
+def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, kept: float) -> None:
     whole = Costs(
         4,
         (3, 5),
@@ -101,7 +101,7 @@ def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, b: float,
         vocabulary=VocabularyCosts(score=(2, 4)),
     )
     n = len(tokens)
-    cut = slice_costs(whole, LINEAR, tokens, {Kind.F: a, Kind.I: b}, kept)
+    cut = slice_costs(whole, LINEAR, tokens, a, kept)
     once, parts = whole.seconds(LINEAR), cut.seconds(LINEAR, n)
     for stage in range(2):
         own = slice(stage * n, (stage + 1) * n)
@@ -184,7 +184,6 @@ def test_inputs_attention_has_twice_the_products() -> None:
         ((LINEAR, (1, 0)), ("bad-number", "[1, 0]")),
         ((LINEAR, ()), ("bad-number", "[]")),
         ((LINEAR, (1, 1), -0.5), ("bad-number", "-0.5", 0, 1)),
-        ((LINEAR, (1, 1), {Kind.I: 2}), ("bad-number", 2)),
         ((LINEAR, (1, 1), 0, 1.5), ("bad-number", "1.5")),
         (
             (Placement.from_devices((0, 1, 1, 0), 2), (1, 1)),

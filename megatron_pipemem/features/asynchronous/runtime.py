@@ -120,10 +120,7 @@ class WeightVersions:
         return {version: buffers for version, buffers in self._held.items() if version != self.newest}
 
     def restore(self, older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]) -> None:
-        """Replace all versions but the newest by copies of ``older``, the result of an earlier ``older()``.
-
-        The copies have the version numbers of ``older``.
-        """
+        """Replace all versions but the newest by copies of ``older``, the result of an earlier ``older()``."""
         self.keep_only_newest()
         for version, saved in older.items():
             self._copy_to(version, saved)
@@ -150,14 +147,10 @@ class WeightVersions:
 class WeightSwitch:
     """The step feature that shows each action its version of the weights, and updates the weights after some.
 
-    Args:
-        versions: the version of every forward and backward.
-        updates: the actions after which the weights are updated, each with the versions that later actions still
-            need.
-        update: makes the next version. Its argument has the versions that later actions still need. If the training
-            loop steps the optimizer after the training step, the new version has the old values until then.
-        catch_up: takes a postponed optimizer step. It is called when an action needs a version that does not exist
-            yet.
+    ``versions`` has the version of every forward and backward, and ``updates`` the actions after which ``update`` makes
+    the next version, with the versions that later actions still need. If the training loop steps the optimizer after
+    the training step, the new version has the old values until then. ``catch_up`` takes a postponed optimizer step,
+    when an action needs a version that does not exist yet.
     """
 
     weights: WeightVersions

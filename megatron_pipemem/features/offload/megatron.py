@@ -42,12 +42,9 @@ class _Node(NamedTuple):
 class Offloading(Extension):
     """The extension that offloads activations. It holds the host memory budget, the copy engine and the link speeds.
 
-    ``host_memory`` is the number of bytes that all ranks of a node share. ``None`` means a fixed part of the memory
-    that is available on the node.
-
-    ``budget``, ``engine``, ``switches`` and ``links`` exchange values between ranks when they are called for the first
-    time. So every rank of the model makes these first calls together, after ``device`` is set. ``groups`` returns the
-    process groups that reach these ranks, or ``None`` for all ranks of the job.
+    ``host_memory`` is the number of bytes that all ranks of a node share, or ``None`` for a fixed part of the memory
+    that is available on the node. ``budget``, ``engine``, ``switches`` and ``links`` exchange values between ranks when
+    they are called for the first time, so every rank of the model (``groups``) makes these first calls together.
     """
 
     def __init__(
@@ -68,8 +65,6 @@ class Offloading(Extension):
 
     def budget(self) -> int:
         """Return the bytes of host memory that each rank may use for activations, the same number on every rank.
-
-        A node's memory is divided equally among its ranks. The result is the smallest share of all nodes.
 
         Raises:
             UnsupportedError: a node has less memory available than ``host_memory``.
@@ -94,11 +89,7 @@ class Offloading(Extension):
         return self._engine
 
     def switches(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of pipeline ranks that share one channel to the host, for example ``((0, 1), (2, 3))``.
-
-        The option ``switches`` gives these groups as ranks of a node. The result has pipeline ranks, and is empty
-        without the option.
-        """
+        """Return the groups of pipeline ranks that share a channel to the host, by the option; ``((0, 1), (2, 3))``."""
         if self._switches is None:
             self._switches = ()
             if self._options.switches:
@@ -108,10 +99,8 @@ class Offloading(Extension):
         return self._switches
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
-        """Return the speed of the link to the host of each pipeline rank, from 0 to ``num_devices`` - 1.
-
-        The first call measures the links. Data-parallel and tensor-parallel ranks with the same pipeline rank measure
-        different speeds. The slowest one counts.
+        """Return the speed of the link to the host of each pipeline rank; the slowest of its data- and tensor-parallel
+        ranks.
         """
         if self._links is None:
             self.budget()
@@ -140,10 +129,8 @@ class Offloading(Extension):
             step.offload_statistics = engine.statistics_for_later
 
     def _reserve(self, engine: OffloadEngine, step: Step) -> None:
-        """Allocate, before a step, the host memory that the plan will need on this device.
-
-        Page-locking takes seconds and may wait for the device. Nothing is done for the same plan as in the previous
-        call, or for a plan whose costs have no bytes.
+        """Allocate the host memory of a new plan before its step: page-locking takes seconds and may wait for the
+        device.
         """
         plan = step.own_plan or step.plan
         if plan is None or plan is self._reserved_for or plan.costs.memory is None:
@@ -208,10 +195,8 @@ def _shared_channels(
     """Return the groups of pipeline ranks that share a channel, for example ``((0, 1),)``.
 
     Two pipeline ranks are in one group if any two ranks of the model with these pipeline ranks share a switch. Groups
-    with a common member are merged, because all pipelines of the model run one plan.
-
-    ``ranks`` has ``(host name, pipeline rank)`` of every rank of the model. ``switches`` has groups of ranks of a node,
-    counted from 0 on every node.
+    with a common member are merged, because all pipelines of the model run one plan. ``ranks`` has host names and
+    pipeline ranks; ``switches`` counts the ranks of a node from 0 on every node.
     """
     seen: Counter[str] = Counter()
     behind: dict[tuple[str, int], set[int]] = {}
@@ -233,11 +218,7 @@ def _slowest(links: Sequence[HostLink]) -> HostLink:
 
 
 def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
-    """Return the bytes of host memory for each rank: the smallest equal share that a rank has of its node's memory.
-
-    ``per_node`` is the number of bytes that the ranks of a node share, or ``None`` for a fixed part of the available
-    memory. Raise an UnsupportedError if a node has less than ``per_node``.
-    """
+    """Return the smallest share that a rank has of its node's memory, which is ``per_node`` or a part of the available."""
     ranks = Counter(node.name for node in nodes)
     available = {name: min(node.available for node in nodes if node.name == name) for name in ranks}
     for name, nbytes in available.items():

@@ -199,12 +199,9 @@ _EXACT = 1 + 1e-9
 def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
     """Return a plan with fewer round trips, so that its copies do not make the step longer than the timetable allows.
 
-    Round trips are removed until that holds. ``plan`` itself does not change.
-
-    The allowed time is the end of ``timetable``, or that of the schedule without copies if it is later. ``timetable``
-    has the latest start and end of each compute action. The first late action is late because its device waits for a
-    copy, so the copies that are late first are removed first. With a cap, removing stops before a peak exceeds it, and
-    the result is the plan with the shortest step so far.
+    The allowed time is the end of ``timetable``, or that of the schedule without copies if it is later. The first late
+    action is late because its device waits for a copy, so the copies that are late first are removed first. With a cap,
+    removing stops before a peak exceeds it, and the result is the plan with the shortest step so far.
     """
     latest = max((float(ends[-1]) for ends in timetable.ends if len(ends)), default=0.0)
     allowed = max(latest, plan.base_timeline.makespan) * _EXACT

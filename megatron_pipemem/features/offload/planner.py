@@ -87,11 +87,7 @@ def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
 
 
 def _late(timeline: Timeline, dependencies: Dependencies, movable: Container[int]) -> PassTimes:
-    """Return the timetable of the simulated run with each action of ``movable`` moved as late as possible.
-
-    ``movable`` has indices of ``dependencies.actions``. An action must end before the next action of its device starts, and
-    before another device needs its result.
-    """
+    """Return the timetable of the simulated run with each ``movable`` node as late as its device and its results allow."""
     spans = timeline.spans
     graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(dependencies)
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
@@ -114,11 +110,7 @@ def _late(timeline: Timeline, dependencies: Dependencies, movable: Container[int
 def with_round_trips(
     order: Order, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
 ) -> Order:
-    """Return the order of a device with its round trips, whose copies start and end according to a timetable.
-
-    ``trips`` has the round trips of all devices. ``lives`` has two positions in ``order`` by ``(stage, microbatch)``:
-    of the forward, and of the first action that needs its activations.
-    """
+    """Return the order of a device with its round trips of ``trips``, whose copies start and end as the timetable says."""
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
@@ -166,10 +158,7 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
 
 
 def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
-    """Return the activations of a device that would leave and return without any action running in between.
-
-    Their round trip frees no memory for an action. ``trips`` has the round trips of all devices.
-    """
+    """Return the activations of a device whose round trip frees no memory, because no action runs in between."""
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
@@ -256,10 +245,9 @@ class Planner:
         self._groups = [*shared, *((device,) for device in sorted(alone))]
 
     def run(self, stages: frozenset[int]) -> list[Proposal]:
-        """Return one or more plans in which activations of ``stages`` leave. The caller simulates them and takes the
-        best.
+        """Return plans in which activations of ``stages`` leave, of which the caller simulates each and takes the best.
 
-        There are several only if there is no cap and devices share a channel. Otherwise the peaks are known without
+        There are several only without a cap and with a shared channel. Otherwise the peaks are known without
         simulation.
         """
         recomputed_stages = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
@@ -311,10 +299,7 @@ class Planner:
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
     def _best(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
-        """Return the best plan of a part: the fewest round trips that keep the caps, or without caps the lowest peak.
-
-        If no plan keeps the caps, return the plan with the least memory above them.
-        """
+        """Return the best plan of a part: the fewest round trips that keep the caps, or without caps the lowest peak."""
         items = self._items(part, stages, 1.0)
         if self._caps is None:
             best = self._lowest(part, stages)
@@ -336,10 +321,8 @@ class Planner:
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
     def _lowest(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
-        """Return the plan of a part with the lowest peak, if there are no caps.
-
-        It first tries to move all activations, then fewer and fewer, the longest-lived first. It stops when moving
-        fewer cannot give a lower peak.
+        """Return the plan of a part with the lowest peak, without caps: all activations move, then fewer, while that
+        may help.
         """
         ranked: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
         for factor in _TRANSFER_FACTORS:
@@ -352,19 +335,14 @@ class Planner:
         return min(ranked)[-1]
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
-        """Return a rank (``_rank``, less is better) that no plan with these activations or some of them can beat.
-
-        It is the rank of a plan in which every activation has a channel of its own.
-        """
+        """Return a rank that no plan with these activations or some of them can beat: each has a channel of its own."""
         trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
         return self._rank([self._group(part, trips, ())])
 
     def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
-        """Return the best plan of a part with caps: find how many of the longest-lived activations must leave.
-
-        It moves more and more activations until the caps hold, and then bisects their number. ``best`` is the best plan
-        of earlier searches, and the result if no plan here is better.
+        """Return the best plan of a part with caps, of which ``best`` is one: how many activations must leave is
+        bisected.
         """
 
         def rank(group: _TripGroup) -> tuple[float, ...]:
@@ -411,9 +389,7 @@ class Planner:
         )
 
     def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
-        """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory. ``others``
-        stay.
-        """
+        """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory."""
         if self._budgets is None:
             return self._plan_within(part, chosen, others, None)
         budgets = [budget / self._unit for budget in self._budgets]
@@ -454,9 +430,7 @@ class Planner:
         return replace(group, kept={**group.kept, **reasons})
 
     def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
-        """Return these round trips with their peak memory and the memory above the caps. ``others`` stay because they
-        need not leave.
-        """
+        """Return these round trips with their peak memory, and the memory above the caps. ``others`` need not leave."""
         peaks = {device: self._peak(self._order(device, part, trips), self._changes) for device in part.devices}
         over = 0.0
         for device in part.devices:
@@ -474,10 +448,9 @@ class Planner:
 
 
 def _counts(items: Sequence[Item]) -> list[int]:
-    """Return the numbers of activations to try, for a list with the longest-lived first.
+    """Return the numbers of activations to try, the smallest first, for a list with the longest-lived first.
 
-    One number is how many the channel can carry between the first forward and the last backward. The others are 1/4,
-    1/2, 3/4 and all of the list. The smallest number is first.
+    One number is how many the channel can carry between the first forward and the last backward.
     """
     shares = {-(-len(items) * share // _NUM_SHARES) for share in range(1, _NUM_SHARES + 1)}
     span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)

@@ -66,10 +66,7 @@ def plan_round_trips(
 
     The channel is simulated. Whenever it is free, it starts a copy back if that copy could not start later. If there is
     none, it starts a copy out: of the items with which all can still return in time, the one that is used last. If
-    there is no such item, it waits.
-
-    With ``duplex``, copies in the two directions can run at once. ``host_budget`` has the host memory of each device,
-    in the unit of ``Item.size``.
+    there is no such item, it waits. ``host_budget`` has the memory of each device's host, in the unit of ``Item.size``.
     """
     return _TransferPlan(items, duplex, host_budget).run()
 
@@ -149,10 +146,7 @@ class _TransferPlan:
             due[at] = start
 
     def _with_another(self, item: Item) -> tuple[float, float]:
-        """Return two latest start times that would hold if ``item`` left too.
-
-        The first is that of the next copy back, the second that of the item's own copy back.
-        """
+        """Return the latest start times, if ``item`` left too, of the next copy back and of the item's own."""
         at = bisect_left(self._away, (item.used,))
         start = own = min(self._due[at], item.used) - item.back
         while at:
@@ -164,10 +158,10 @@ class _TransferPlan:
         return start, own
 
     def _leaving(self, now: float) -> Item | None:
-        """Return the item to copy out now: of those that let all items return in time, the one with the latest use.
+        """Return the item to copy out now, which takes its host memory: of those that let all return in time, the last
+        used.
 
-        ``None`` if there is no such item. The item is removed from those on the device, and takes its host memory.
-        Items that can no longer leave are removed too.
+        Items that can no longer leave are removed.
         """
         stay: list[tuple[float, int, Item]] = []
         chosen = None
@@ -206,11 +200,7 @@ class _TransferPlan:
         return needed <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
-        """Return the next time at which something changes, or ``now`` if nothing more can leave.
-
-        A change is the end of a forward or copy, the latest start of a copy back, or the release of host memory. If
-        nothing more can leave, the items on the device are removed, so that ``run`` ends.
-        """
+        """Return the next time at which something changes. If nothing more can leave, drop the items that stay, to end."""
         times = [due, *self._free.values()]
         if self._coming:
             times.append(self._coming[-1].made)

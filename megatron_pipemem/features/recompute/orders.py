@@ -54,10 +54,8 @@ def recompute_plans[T](
 ) -> Iterator[T]:
     """Yield plans of the order ``base`` with the recompute of a mode: ``none``, ``selective``, ``full`` or ``auto``.
 
-    ``auto`` may yield several plans, each with more recompute than the one before. All other modes yield one.
-    ``plan`` turns a schedule into a plan. With ``auto``, the first plan has no recompute. ``over`` returns the devices
-    of a schedule that need more memory than they may. On each of these devices, the next plan recomputes more, if more
-    recompute saves memory there.
+    ``auto`` may yield several plans: the first has no recompute, and each next one more on the devices that, by
+    ``over``, need more memory than they may. All other modes yield one.
     """
     kinds = dict.fromkeys(range(base.num_stages), KIND_OF_MODE[mode]) if mode in KIND_OF_MODE else {}
     steps = [recompute_steps(base, costs, device) if mode == AUTO else [] for device in range(base.num_devices)]
@@ -73,11 +71,9 @@ def recompute_plans[T](
 
 
 def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple[int, Kind]]:
-    """Return the ``(stage, kind)`` by which recompute grows on a device, in the order in which to add them.
+    """Return the ``(stage, kind)`` by which recompute grows on a device: one more stage, or R in place of RS.
 
-    Each entry adds one more stage, or changes a stage from RS (part of the forward) to R (all of it). The entry with
-    the fewest seconds per byte saved comes first. The bytes are those of all microbatches in flight. Entries that save
-    no memory are left out.
+    The entry with the fewest seconds per byte saved comes first. The bytes are those of all microbatches in flight.
     """
     placement = schedule.placement
     seconds, plain = costs.seconds(placement), costs.memory_changes(placement)[Kind.F]

@@ -19,9 +19,8 @@ Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
 def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
     """Create a process group for each set of devices with replicas of a stage, and return this rank's, by devices.
 
-    Every rank of ``group``, the pipeline, must call this at the same time. The result is empty if the devices hold the
-    model once. Each group sums a number on the torch device ``device`` once, because the first
-    communication of a group would wait for all of its devices (see ``transport.connect``).
+    Every rank of the pipeline ``group`` must call this at the same time. Each new group sums a number once, because its
+    first communication would wait for all of its devices (see ``transport.connect``).
     """
     if placement.replicas == 1:
         return {}
@@ -96,10 +95,7 @@ class ReplicaReducer:
 
 
 def _start_sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start summing the tensors over the group in place, and return the operations to wait for, one per dtype.
-
-    No backend can sum tensors of several dtypes in one operation.
-    """
+    """Start summing the tensors over the group in place, in one operation per dtype, as backends need it."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -184,10 +184,7 @@ class SlicedModel:
 
 
 def _check_attention(attention: Attention) -> None:
-    """Raise an UnsupportedError if a layer's attention cannot run slice by slice.
-
-    It must be able to use the keys and values of earlier slices, and be causal.
-    """
+    """Raise an UnsupportedError if a layer's attention is not causal, or takes no keys and values of earlier slices."""
     core = attention.core_attention
     if type(core) not in (DotProductAttention, TEDotProductAttention):
         raise UnsupportedError(
@@ -215,11 +212,6 @@ def _check_gradient_hooks(chunk: torch.nn.Module) -> None:
                 f"{name} has a hook on its gradient, which would get the gradient of a slice and not of a microbatch; remove "
                 "the hook, or take a schedule without sequence slices",
             )
-
-
-def boundaries(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ``(first token, end)`` of each slice, given the slices' tokens: ``[2, 3]`` gives ``[(0, 2), (2, 5)]``."""
-    return list(pairwise(accumulate(tokens, initial=0)))
 
 
 @dataclass(eq=False)
@@ -299,10 +291,7 @@ class SlicedStage(ChunkStage):
         return running, num_tokens
 
     def _begin_backward(self, sequence: _OpenSequence, loss: torch.Tensor, joined: torch.Tensor) -> None:
-        """Compute the gradient of the loss with respect to the output of each slice, for their later backwards.
-
-        Raise an UnsupportedError if the loss does not depend on them.
-        """
+        """Compute the gradient of the loss with respect to the output of each slice, for their later backwards."""
         (gradient,) = torch.autograd.grad(loss, joined, allow_unused=True)
         if gradient is None:
             raise UnsupportedError(
@@ -364,12 +353,7 @@ class SequenceSlices(Extension):
         self._bounds: list[tuple[int, int]] = []
 
     def prepare(self, step: Step) -> None:
-        """Choose the tokens of each slice of this step, and set the shapes of the slices' messages.
-
-        Raises:
-            UnsupportedError: the model or its configuration cannot run in slices, or the sequences cannot be cut into
-                so many slices.
-        """
+        """Choose the tokens of each slice of this step, and set the shapes of the slices' messages."""
         if step.program.schedule.slices == 1:
             return
 
@@ -384,7 +368,7 @@ class SequenceSlices(Extension):
         ranks = step.groups.tp.size() if config.sequence_parallel else 1
         share = attention_share(model_of(config, seq_length=s, mtp_num_layers=0))
         tokens = slice_tokens(s, step.program.schedule.slices, self._request.slice_cut, share, multiple=ranks)
-        self._bounds = boundaries(tokens)
+        self._bounds = list(pairwise(accumulate(tokens, initial=0)))  # [2, 3] -> [(0, 2), (2, 5)]
         shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]
         if len(set(shapes)) == 1:
             step.message = replace(step.message, shape=shapes[0])
@@ -412,13 +396,10 @@ class SequenceSlices(Extension):
                 step.stages[stage] = runner.recast(SlicedStage, sliced=sliced, bounds=self._bounds, hold=hold)
         return ()
 
-    def around(self, step: Step) -> AbstractContextManager:
-        return self._hooked(step) if step.program.schedule.slices > 1 else nullcontext()
-
     @contextmanager
-    def _hooked(self, step: Step) -> Iterator[None]:
+    def around(self, step: Step) -> Iterator[None]:
         with ExitStack() as stack:
-            for chunk in step.chunks:
+            for chunk in step.chunks if step.program.schedule.slices > 1 else ():
                 stack.enter_context(self._models[chunk].hooked())
             yield
 

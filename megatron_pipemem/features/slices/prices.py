@@ -7,7 +7,7 @@ Each slice attends to all tokens before it. So among equal slices, a later one t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -17,7 +17,6 @@ from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import number
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 
@@ -68,16 +67,15 @@ def slice_costs(
     costs: Costs,
     placement: Placement,
     tokens: Sequence[int],
-    attention: float | Mapping[Kind, float] = 0.0,
+    attention: float = 0.0,
     keys_and_values: float = 0.0,
 ) -> Costs:
     """Return the costs of each stage and slice, computed from those of whole microbatches.
 
     ``costs`` are those of whole microbatches, one number or one per stage. ``tokens`` has the number of tokens of each
-    slice. ``attention`` is the share of causal attention in the seconds of F, I, R and RS, by kind. R and RS have the
-    share of F by default. If ``attention`` is one number ``a``, it is the share in F. The share in I is then ``2a /
-    (1+a)``, because the backward of attention has twice as many matrix products. ``keys_and_values`` is the share of
-    keys and values in the memory of F.
+    slice. ``attention`` is the share ``a`` of causal attention in the seconds of F, R and RS. The share in I is then
+    ``2a / (1+a)``, because the backward of attention has twice as many matrix products. ``keys_and_values`` is the
+    share of keys and values in the memory of F.
 
     Seconds: let a slice begin at ``x0`` and end at ``x1``, as fractions of the sequence. It takes ``(1-a)(x1-x0) +
     a(x1^2-x0^2)`` of a microbatch's seconds. W, copies to the host and vocabulary passes are in proportion to tokens. A
@@ -88,7 +86,10 @@ def slice_costs(
     exist from I of the last slice to I of the first. Neither recompute nor offload changes the keys, values or their
     gradients.
     """
-    slices, shares = len(tokens), _shares(attention, keys_and_values)
+    slices = len(tokens)
+    for name, share in (("attention", attention), ("keys and values", keys_and_values)):
+        if not 0 <= share <= 1:
+            raise UnsupportedError("bad-number", f"the share of {name} is {share:g}; give a number from 0 to 1")
     if not tokens or min(tokens) < 1:
         raise UnsupportedError(
             "bad-number", f"slices of {shortened(list(tokens))} tokens; give every slice at least one"
@@ -107,7 +108,7 @@ def slice_costs(
     by_tokens = [end - start for start, end in pairwise(edges)]
 
     def priced(kind: Kind) -> tuple[float, ...]:
-        share = shares.get(kind, shares[Kind.F])
+        share = 2 * attention / (1 + attention) if kind is Kind.I else attention
         squares = [end**2 - start**2 for start, end in pairwise(edges)]
         return _spread(seconds[kind], [(1 - share) * x + share * y for x, y in zip(by_tokens, squares, strict=True)])
 
@@ -131,21 +132,6 @@ def slice_costs(
         channel=_channel(costs, placement, by_tokens, keys_and_values),
         vocabulary=_vocabulary(costs.vocabulary, placement.num_devices, by_tokens),
     )
-
-
-def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> dict[Kind, float]:
-    """Return the share of attention in the seconds of each kind; see ``slice_costs``."""
-    if isinstance(attention, Mapping):
-        shares = {Kind(kind): number(f"attention.{kind}", share) for kind, share in attention.items()}
-        shares = {Kind.F: 0.0, Kind.I: 0.0, **shares}
-    else:
-        share = number("attention", attention)
-        shares = {Kind.F: share, Kind.I: 2 * share / (1 + share) if share >= 0 else share}
-    named = {f"attention in {kind}": share for kind, share in shares.items()} | {"keys and values": keys_and_values}
-    for name, share in named.items():
-        if not 0 <= share <= 1:
-            raise UnsupportedError("bad-number", f"the share of {name} is {share:g}; give a number from 0 to 1")
-    return shares
 
 
 def _spread(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:

@@ -26,9 +26,8 @@ class KeyValueCache:
     def append(self, part: torch.Tensor, begin: int) -> torch.Tensor:
         """Store a slice's keys (or values), and return those of this and earlier slices, ``[begin + tokens, ...]``.
 
-        ``part`` is ``[tokens, ...]``, the tokens of this slice, and ``begin`` is the number of tokens of all earlier
-        slices. A recomputed slice stores the same values again. In the backward, the slice's gradient includes those
-        from later slices.
+        A recomputed slice stores the same values again. In the backward, the slice's gradient includes those of later
+        slices.
         """
         grown: torch.Tensor = _Append.apply(part, self, begin)
         return grown
@@ -47,8 +46,7 @@ class KeyValueCache:
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> torch.Tensor:
         """Return the gradient of one slice's keys (or values), summed over this and all later slices.
 
-        ``gradient`` is that of the result of ``append``, and ``begin`` the argument of that call. The part for earlier
-        slices is kept until they run backward. So the slices call this from the last to the first.
+        The part for earlier slices is kept until they run backward, so the slices call this from the last to the first.
         """
         own, end = gradient[begin:], gradient.size(0)
         if self._gradient is None:  # the last slice, whose keys only it has read

@@ -120,10 +120,7 @@ class UnequalMicrobatches(Extension):
         return Compiled(program, plan)
 
     def prepare(self, step: Step) -> None:
-        """Replace the data iterators by iterators that return the batches in the order of the schedule.
-
-        Batches that have been read to weigh them come from memory.
-        """
+        """Replace the data iterators by iterators that return the batches in the order of the schedule."""
         m, placement = step.shape.num_microbatches, step.pipeline.placement
         order = step.context.order or range(m)
         dealt = []
@@ -156,10 +153,8 @@ class UnequalMicrobatches(Extension):
         return self._dealers[-1][1]
 
     def _own(self, step: Step) -> list[float] | None:
-        """Return the weights of this step's microbatches as one list (``_packed``), in the order of reading.
-
-        The result is ``None`` if this rank reads no data for the first or last stage of the model. Raise an
-        UnsupportedError if the batches of this rank cannot be reordered.
+        """Return the weights of this step's microbatches in the order of reading (``_packed``), if this rank reads
+        data.
         """
         placement, m = step.pipeline.placement, step.shape.num_microbatches
         for iterator in step.iterators:
@@ -184,13 +179,11 @@ class UnequalMicrobatches(Extension):
     def _planned(
         self, base: Schedule, costs: Costs, weights: MicrobatchWeights, has_peers: bool
     ) -> StepPlan | Exception:
-        """Return the plan of a step for these weights, or the error that prevents planning.
+        """Return the plan of a step for these weights, or the error that prevents planning; with a cap, raise ours.
 
-        Raise the error if it is a PipememError and the run has a memory cap.
-
-        ``base`` is the schedule for equal microbatches. ``has_peers`` says that other pipelines sum their gradients
-        with this one. Their plans may differ, but the stages of a device must end in the same order in all pipelines.
-        If they would not, the result has ``base``, in the planned order of microbatches or in that of arrival.
+        ``has_peers`` says that other pipelines sum their gradients with this one. Their plans may differ, but the
+        stages of a device must end in the same order in all. If they would not, the result has ``base``, in the planned
+        order of microbatches or in that of arrival.
         """
         cap = self._programs.request.memory_cap
         try:
@@ -235,10 +228,8 @@ def _ends_of_stages(schedule: Schedule) -> list[list[int]]:
 
 
 def _packed(weights: MicrobatchWeights) -> list[float]:
-    """Return all weights as one list of fixed length.
-
-    It has a row of times, a row of memories, and a row for each kind of action, with one entry per microbatch. A row
-    without weights has -1 everywhere.
+    """Return all weights as one list of fixed length: rows of times, of memories, and of each kind, or -1 without
+    weights.
     """
     absent = (_NONE,) * len(weights)
     rows = (weights.time, weights.memory or absent, *(weights.kinds.get(kind, absent) for kind in _KINDS))
@@ -264,10 +255,7 @@ def _are_alike(weights: MicrobatchWeights) -> bool:
 
 
 def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
-    """Return the weights with all times, those of single kinds too, divided by the median of ``time``.
-
-    Measured costs are those of the median microbatch. If the median is 0, nothing changes.
-    """
+    """Return the weights with all times divided by their median, because measured costs are the median microbatch's."""
     middle = median(weights.time)
     if middle == 0:
         return weights
@@ -291,11 +279,7 @@ class Weigher(Protocol):
 
 
 def weigher_of(value: MicrobatchCosts) -> Weigher:
-    """Return the function that weighs microbatches by tokens, by FLOPs, by a file or by a user's function.
-
-    ``value`` is that of ``--pipemem-microbatch-costs``. Raise an UnsupportedError or a CostsError if there is no such
-    file or function.
-    """
+    """Return the function that weighs microbatches by tokens, by FLOPs, by a file or by a user's function."""
     if callable(value):
         return partial(_by_function, f"the function of microbatch_costs, {getattr(value, '__name__', value)},", value)
     source = read_microbatch_costs(value)
@@ -319,8 +303,7 @@ class _Contents:
 
         The batch has ``tokens`` or ``input_ids``, ``[b, s]`` or ``[s]``. A padding mask ``attention_mask`` of the same
         shape gives the length of each sequence, which is then one document. Otherwise the ends of its documents follow
-        from ``cu_seqlens``, ``packed_seq_params``, or ``position_ids`` that start again. Raise an UnsupportedError if
-        there are no tokens under these names. ``number`` is the microbatch's number.
+        from ``cu_seqlens``, ``packed_seq_params``, or ``position_ids`` that start again.
         """
         fields = batch if isinstance(batch, Mapping) else {}
         tokens = next((fields[name] for name in ("tokens", "input_ids") if fields.get(name) is not None), None)
@@ -340,11 +323,7 @@ class _Contents:
 
 
 def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tensor:
-    """Return the length of each document of a batch, in tokens. Some lengths may be 0.
-
-    ``fields`` are the entries of the batch, and ``tokens`` is its ``[b, s]`` or ``[s]``. Without fields that say where
-    documents end, each sequence is one document.
-    """
+    """Return the length of each document of a batch, in tokens. Some may be 0. By default a sequence is one document."""
     packed = fields.get("packed_seq_params")
     bounds = (
         *(fields.get(name) for name in ("cu_seqlens_padded", "cu_seqlens")),
@@ -369,20 +348,13 @@ def _by_tokens(batches: Sequence[object], full: FullMicrobatch, config: object, 
 
 
 def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchWeights:
-    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result.
-
-    ``tokens`` has the number of tokens of each microbatch.
-    """
+    """Return weights in proportion to the tokens of each microbatch, for memory and time. ``more`` replaces fields."""
     weights = tuple(count / (full.sequences * full.length) for count in tokens)
     return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
 
 
 def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
-    """Return weights by FLOPs: linear layers in proportion to tokens, attention to squared document lengths.
-
-    The weights of W leave attention out. Memory is in proportion to tokens. Raise an UnsupportedError for a hybrid
-    model, and for batches without tokens.
-    """
+    """Return weights by FLOPs: linear layers in proportion to tokens, attention (not in W) to squared document lengths."""
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
     if getattr(config, "is_hybrid_model", False):
         raise UnsupportedError(
@@ -414,12 +386,10 @@ def _by_function(
     config: object,
     iteration: int,
 ) -> MicrobatchWeights:
-    """Call a user's function with each batch, and return its results as weights. Messages use ``name`` for the
-    function.
+    """Call a user's function (``name`` in messages) with each batch, and return its results as weights.
 
-    A result is a time, or a pair of a time and a memory, which is 1 by default. ``full`` and ``config`` are not used:
-    all functions that weigh batches have the same parameters. Raise an UnsupportedError if the user's function fails,
-    and a CostsError if its results are not weights.
+    A result is a time, or a pair of a time and a memory, which is 1 by default. All functions that weigh batches have
+    the same parameters.
     """
     pairs = []
     for number, batch in enumerate(batches):
@@ -445,11 +415,7 @@ def _plain(weight: Any) -> Any:
 
 
 def _function(name: FunctionName) -> Callable[[object], object]:
-    """Import the function that the user has named.
-
-    Raises:
-        UnsupportedError: the module has no such function.
-    """
+    """Import the function that the user has named."""
     flag = f"--pipemem-microbatch-costs {':'.join(name)}"
     function = getattr(import_target(flag, name.module), name.name, None)
     if not callable(function):

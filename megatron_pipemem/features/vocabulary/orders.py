@@ -348,11 +348,7 @@ def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
 def families_with_passes(
     num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
 ) -> list[Schedule]:
-    """Return the ``synchronous_schedules`` of this size, each with vocabulary passes and ``barriers`` barriers.
-
-    Schedules for which ``costs`` cannot give prices are left out. ``max_chunks`` is the argument of
-    ``synchronous_schedules``.
-    """
+    """Return the ``synchronous_schedules`` of this size with vocabulary passes, where ``costs`` can give prices."""
     schedules = []
     for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
         with suppress(CostsError):

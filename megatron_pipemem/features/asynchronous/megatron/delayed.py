@@ -34,9 +34,8 @@ class DelayedOptimizer(OverlappedOptimizer):
 
     With double-buffered weights, the batch after the next one is the first that needs the updated weights. Until then
     the gradients are kept in memory of their own, because the next batch accumulates into Megatron's buffers.
-    ``resolve`` then takes Megatron's own step with the kept gradients, and with the norm and the learning rate of their
-    batch. So no step has to be undone. ``weights`` holds the versions of the model's weights. Each step makes a new
-    version.
+    ``resolve`` then takes Megatron's own step with them, and with the norm and the settings of their batch. So no step
+    has to be undone.
     """
 
     delays = True
@@ -69,9 +68,8 @@ class DelayedOptimizer(OverlappedOptimizer):
         return self._ahead_of(norm, True)
 
     def resolve(self) -> None:
-        """Take the postponed optimizer step, if there is one. It makes the next version of the weights.
-
-        The step waits for its gradient norm.
+        """Take the postponed optimizer step, if there is one, when its norm has arrived: the next version of the
+        weights.
         """
         waiting, self._waiting = self._waiting, None
         if waiting is None:
@@ -153,10 +151,8 @@ def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[No
 
 @contextmanager
 def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
-    """Set the optimizer's parameter groups to earlier settings while the block runs.
-
-    ``groups`` has each parameter group with these settings, for example the learning rate. Other changes that the block
-    makes to a group are kept.
+    """Set parameter groups to earlier settings while the block runs. Other changes that the block makes to them are
+    kept.
     """
     now = [
         (group, {name: group[name] for name, value in earlier.items() if group[name] != value})

@@ -62,10 +62,10 @@ class SavedVersions:
 
 
 def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iteration, *args, **kwargs):
-    """Save a checkpoint by ``original`` (``save_checkpoint``). Write older versions of the weights to its folder.
+    """Save a checkpoint by ``original`` (``save_checkpoint``), and write the older versions of the weights to its
+    folder.
 
-    ``saved_now`` returns these versions, or ``None`` if no step has run. Non-persistent checkpoints get no file. If the
-    file cannot be written, a warning is logged and the checkpoint stays valid.
+    Non-persistent checkpoints get no file. If it cannot be written, a warning is logged and the checkpoint stays valid.
     """
     result = original(iteration, *args, **kwargs)
     saved = saved_now()
@@ -78,11 +78,10 @@ def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iter
 
 
 def load(loaded: Callable[[SavedVersions | None], None], original: Callable, *args, load_arg="load", **kwargs):
-    """Load a checkpoint by ``original`` (``load_checkpoint``). Pass the older versions in its folder to ``loaded``.
+    """Load a checkpoint by ``original`` (``load_checkpoint``), and pass the older versions in its folder to ``loaded``.
 
-    ``loaded`` gets ``None`` on all ranks if there is no checkpoint, or if the file of any rank is missing. ``load_arg``
-    is the name of the flag with the folder. If it is not ``load`` (but ``pretrained_checkpoint``), ``loaded`` is not
-    called.
+    It gets ``None`` on all ranks if there is no checkpoint, or if the file of any rank is missing. It is not called for
+    a checkpoint of another flag (``load_arg``), such as ``pretrained_checkpoint``.
     """
     result = original(*args, load_arg=load_arg, **kwargs)
     if load_arg == "load":
@@ -144,8 +143,7 @@ class _Stream:
     def drop(self, waits: bool) -> None:
         """Drop all microbatches in flight and all weight versions but the newest, which gets number 0.
 
-        ``waits`` says whether the optimizer step of the last batch has been postponed. The newest version then gets
-        number -1, because this step will make version 0.
+        If the last batch's optimizer step ``waits``, it gets number -1, because this step will make version 0.
         """
         self.weights.keep_only_newest()
         self.weights.renumber(-self.weights.newest - waits)
@@ -206,11 +204,7 @@ class StageOptimizer:
         self._caught.zero_grad()
 
     def require(self) -> None:
-        """Check that an optimizer has been built since ``enable()``.
-
-        Raises:
-            UnsupportedError: no optimizer has been built.
-        """
+        """Raise an UnsupportedError if no optimizer has been built since ``enable()``."""
         if self._caught is None:
             raise UnsupportedError(
                 "enabled-too-late",
@@ -257,12 +251,7 @@ class AsynchronousTraining(Extension):
         return replaced
 
     def choose(self, step: Step) -> Compiled:
-        """Return the program of the step. It continues with the microbatches that the previous step left in flight.
-
-        Raises:
-            UnsupportedError: the embedding is tied to the head, the batch size has changed, or the number of steps is
-                wrong.
-        """
+        """Return the program of the step. It continues with the microbatches that the previous step left in flight."""
         chunks, shape, device = step.chunks, step.shape, step.pipeline.device
         check_untied(self._programs.request, chunks)
         if not self._loop_updates:
@@ -313,9 +302,7 @@ class AsynchronousTraining(Extension):
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
-        """Give the executor the microbatches in flight, and keep those in flight after the step. If the step fails,
-        drop all.
-        """
+        """Give the executor the microbatches in flight, and keep those after the step. If the step fails, drop all."""
         stream, call = self._current
         window = call.plan.window
         # Only this call keeps the forwards in flight: they go when their backwards have run.
@@ -346,10 +333,7 @@ class AsynchronousTraining(Extension):
         return self._delayed is not None and self._delayed.has_postponed_step
 
     def _weight_bytes(self) -> WeightBytes:
-        """Return the bytes of one weight version on this rank, and of all version buffers, free ones included.
-
-        With them come two numbers of versions: the most that the schedule needs, and the most that the rank has held.
-        """
+        """Return the bytes of one weight version, and of all buffers of versions, with the planned and the held number."""
         stream, call = self._current
         weights, device = stream.weights, call.device
         planned = call.plan.window.versions_held[device]
@@ -372,10 +356,7 @@ class AsynchronousTraining(Extension):
         return stream
 
     def _take_up(self, stream: _Stream) -> None:
-        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit on every rank.
-
-        If not, log a warning. The first microbatches then use the newest weights.
-        """
+        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit on every rank."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -398,21 +379,14 @@ class AsynchronousTraining(Extension):
         return SavedVersions(self._identity, stream.batch, stream.before, stream.weights.older())
 
     def _loaded(self, saved: SavedVersions | None) -> None:
-        """Drop all microbatches in flight, because the model now has the weights of a checkpoint.
-
-        The next step restores ``saved``, the checkpoint's older weight versions.
-        """
+        """Drop all microbatches in flight. The next step restores ``saved``, the checkpoint's older weight versions."""
         if self._stream is not None:
             self._stream.drop(self._has_postponed_step)
             self._stream = None
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
-        """Return the number of training steps after this one, or ``None`` if it is unknown.
-
-        Raises:
-            UnsupportedError: there are more steps than ``train_steps``, or the loop runs a step again.
-        """
+        """Return the number of training steps after this one, or ``None`` if it is unknown."""
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(

@@ -97,10 +97,7 @@ class Traffic:
         after: Sequence[Ticket],
         moving: Sequence[SavedStorage],
     ) -> Ticket | None:
-        """Start a transfer that runs after those in ``after``. Return its ticket, or ``None`` if ``copies`` is empty.
-
-        ``moving`` has the storages that the copies move, which belong to the forward ``key``.
-        """
+        """Start a transfer of the storages ``moving`` after those of ``after``; no ticket if there is nothing to copy."""
         if not copies:
             return None
         ticket = self._channel.start(direction, copies, after)
@@ -192,11 +189,7 @@ class OffloadEngine:
 
     @classmethod
     def on(cls, device: torch.device, host_memory: int, *, bandwidth: float | None = None, **options) -> OffloadEngine:
-        """Return an engine for a CUDA or CPU device that uses at most ``host_memory`` bytes of host memory.
-
-        On a CPU device, threads copy within host memory, in each direction at most ``bandwidth`` bytes per second.
-        ``bandwidth`` does not limit a GPU. Raise an OffloadError for any other type of device.
-        """
+        """Return an engine for a CUDA device, or for a CPU, where threads copy at most ``bandwidth`` bytes per second."""
         if device.type not in ("cuda", "cpu"):
             raise OffloadError(
                 "offload-device",
@@ -209,11 +202,10 @@ class OffloadEngine:
     def step(
         self, permanent: Iterable[torch.Tensor] = (), on_device: Callable[[torch.Tensor], object] | None = None
     ) -> Iterator[OffloadEngine]:
-        """Enclose one training step. Statistics start at 0, and at the end all captured tensors are dropped, also after
-        an error.
+        """Enclose one training step. At its end all captured tensors are dropped, also after an error.
 
-        ``permanent`` adds tensors that are not activations in this step. ``on_device`` is called with each tensor that
-        begins to occupy device memory: those that autograd saves, and the destinations of reloads.
+        ``permanent`` adds tensors that are not activations. ``on_device`` is called with each tensor that begins to
+        occupy device memory: those that autograd saves, and the destinations of reloads.
         """
         self._begin_step(permanent)
         self._on_device = on_device
@@ -256,25 +248,23 @@ class OffloadEngine:
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
         """Leave these tensors out of later offloads of ``key``, because other code still uses them.
 
-        Raise an OffloadError if this step has not captured ``key``.
+        Tensors that the engine has not captured are ignored. Raise an OffloadError if this step has not captured ``key``.
         """
-        if key not in self._captures:
-            raise _unknown(key)
-        self._captures[key].staying.update(self._saved(tensors))
+        storages = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
+        self._capture_of(key).staying.update(saved for saved in storages if saved is not None)
 
-    def offload(self, key: Hashable, keep: Iterable[torch.Tensor] = ()) -> None:
-        """Start copying the tensors of ``key`` to the host, except those in ``keep`` and those given to ``stay``.
+    def offload(self, key: Hashable) -> None:
+        """Start copying the tensors of ``key`` to the host, except those given to ``stay``.
 
         Storages that another forward on the device needs stay too. Raise an OffloadError if ``key`` was not captured or
         is offloaded already, or if the host pool has no room. Then nothing has changed.
         """
-        captured = self._known(key, away=False)
-        staying = {*captured.staying, *self._saved(keep)}
+        captured = self._capture_of(key, away=False)
         leaving = [
             storage
             for storage in list(captured.storages.values())
             if storage.place is Place.DEVICE
-            and storage not in staying
+            and storage not in captured.staying
             and not storage.is_emptied
             and not captured.has_other_holders(storage)
         ]
@@ -288,7 +278,7 @@ class OffloadEngine:
                 self.pool.give(block, block.after)
             raise
         captured.away = True
-        captured.unclaim(staying)
+        captured.unclaim(captured.staying)
         copies = []
         for storage, block in zip(leaving, blocks, strict=True):
             source = storage.bytes()
@@ -312,7 +302,7 @@ class OffloadEngine:
         A tensor whose offload has not been waited for is still on the device, and is not copied. Host memory can be
         lent again at once. Its next user waits for the copy. Raise an OffloadError if ``key`` is not offloaded.
         """
-        captured = self._known(key, away=True)
+        captured = self._capture_of(key, away=True)
         captured.away = False
         captured.claim()
         self._collect_ended()
@@ -345,14 +335,11 @@ class OffloadEngine:
         After an offload, the engine no longer holds the device memory of the tensors. After a reload, that work can use
         the tensors. Raise an OffloadError if ``key`` was not captured, or if a copy has failed.
         """
-        if key not in self._captures:
-            raise _unknown(key)
-        moving = {id(storage.transfer) for storage in list(self._captures[key].storages.values())}
-        # Some of its storages may move in a transfer of another key.
-        for transfer in [
-            transfer for transfer in self._traffic.transfers if transfer.key == key or id(transfer) in moving
-        ]:
-            self._complete(transfer)
+        moving = {id(storage.transfer) for storage in list(self._capture_of(key).storages.values())}
+        for transfer in list(self._traffic.transfers):
+            # Some of its storages may move in a transfer of another key.
+            if transfer.key == key or id(transfer) in moving:
+                self._complete(transfer)
 
     @property
     def device_bytes(self) -> int:
@@ -374,9 +361,7 @@ class OffloadEngine:
         return self.statistics_for_later()()
 
     def statistics_for_later(self) -> Callable[[], OffloadStatistics]:
-        """Return a function that returns the statistics up to now. The function blocks as ``statistics`` does, this
-        method does not.
-        """
+        """Return a function that returns the statistics up to now, and blocks as ``statistics`` does."""
         stalls = self._traffic.stalls_for_later()
         counted = partial(
             OffloadStatistics,
@@ -418,16 +403,12 @@ class OffloadEngine:
         saved.holders.add(hold)
         return saved.view(tensor, hold)
 
-    def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
-        """Return the captured storages that these tensors are views of. Other tensors are ignored."""
-        storages = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
-        return [saved for saved in storages if saved is not None]
-
-    def _known(self, key: Hashable, away: bool) -> Capture:
+    def _capture_of(self, key: Hashable, away: bool | None = None) -> Capture:
+        """Return the capture of ``key``. Raise an OffloadError if there is none, or if it is not where ``away`` says."""
         captured = self._captures.get(key)
         if captured is None:
-            raise _unknown(key)
-        if captured.away != away:
+            raise OffloadError("offload-order", f"this step has captured no activations of {key}")
+        if away is not None and captured.away != away:
             raise OffloadError(
                 "offload-order",
                 f"activations of {key} cannot be "
@@ -498,10 +479,6 @@ class OffloadEngine:
         self._collect_ended()
 
 
-def _unknown(key: Hashable) -> OffloadError:
-    return OffloadError("offload-order", f"this step has captured no activations of {key}")
-
-
 class OffloadActions:
     """The step feature that captures the activations of offloaded stages, and executes OFFLOAD and RELOAD."""
 
@@ -516,9 +493,8 @@ class OffloadActions:
         def captured(instruction: Instruction) -> None:
             run = others[instruction.action.kind]
             # A forward that runs again saves only its input; the R makes the tensors that move.
-            if not instruction.is_offloaded or (
-                instruction.recompute_kind is Kind.R and instruction.action.kind is Kind.F
-            ):
+            runs_again = instruction.recompute_kind is Kind.R and instruction.action.kind is Kind.F
+            if runs_again or not instruction.is_offloaded:
                 run(instruction)
                 return
             with engine.capture(instruction.key):

@@ -75,16 +75,12 @@ class HostPool:
         return sum(segment.numel() for segment in self._segments)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate segments until the pool has ``nbytes``, or its budget if that is less. Each segment is a power of
-        two bytes.
-        """
+        """Allocate segments of powers of two until the pool has ``nbytes``, or its budget if that is less."""
         while (missing := min(nbytes, self.budget) - self.reserved_bytes) >= ALIGNMENT:
             self._add_segment(1 << (missing.bit_length() - 1))
 
     def take(self, nbytes: int, purpose: str) -> HostBlock:
-        """Return a block of ``nbytes``. If the budget leaves no room for it, raise an OffloadError that names the
-        ``purpose``.
-        """
+        """Return a block of ``nbytes``, or raise an OffloadError that names the ``purpose``."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [piece for piece in self._free if piece.size >= size]
         # Among equal pieces, prefer one that no copy uses, so that no transfer has to wait.
@@ -168,11 +164,7 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
 
 
 def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    """Return the bytes that a control group's processes can still take; ``None`` if it has no limit or no such files.
-
-    The other arguments are names of files of the group, and of the value of cached bytes that the kernel frees on
-    demand.
-    """
+    """Return the bytes that a control group's processes can still take; ``None`` if it has no limit or no such files."""
     try:
         maximum = (group / limit).read_text(encoding="utf-8").strip()
         used = int((group / usage).read_text(encoding="utf-8"))
@@ -258,11 +250,7 @@ def transfer_seconds(
     repeats: int,
     queue_work: Callable[[], object] = lambda: None,
 ) -> float:
-    """Start all copies at the same time, and return the seconds until the last one has ended.
-
-    The result is the median of ``repeats`` measurements, after one that is not counted. ``copies`` has at most one copy
-    for each direction. ``queue_work`` is called after the copies are started, to queue other work on the device.
-    """
+    """Start all copies at the same time, queue other work, and return the median seconds until the last one has ended."""
     took = []
     for _ in range(1 + repeats):
         synchronize(channel)

@@ -220,9 +220,7 @@ class OverlappedOptimizer:
         return self._caught
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
-        """Create the process groups for the gradient norm (``Norms``). Every rank of the job must call this at the same
-        time.
-        """
+        """Create the process groups for the gradient norm (``Norms``), on every rank of the job at the same time."""
         self._norms = Norms(self._caught, pipeline, on_host)
 
     @torch.no_grad()
@@ -272,11 +270,7 @@ class OverlappedOptimizer:
         return self._norms.total(own)
 
     def validate(self) -> bool:
-        """Wait for the norm of the pending step, and return whether the step needed no clipping. If so, the step is
-        final.
-
-        The result is the same on every rank.
-        """
+        """Wait for the norm of the pending step; if it needed no clipping, as all ranks see alike, the step is final."""
         assert self._pending is not None
         if not self._is_clean(self._pending):
             return False
@@ -301,10 +295,7 @@ class OverlappedOptimizer:
             self.redo()
 
     def zero_chunk(self, original: Callable, chunk: torch.nn.Module) -> None:
-        """Replace DDP's ``zero_grad_buffer``: postpone zeroing the gradients of ``chunk`` while a step is pending.
-
-        Gradients of a chunk that is not of this optimizer are zeroed at once.
-        """
+        """Replace DDP's ``zero_grad_buffer``: zero the gradients of this optimizer's chunk when no step is pending."""
         self._zero(partial(_zero_buffer, original, chunk)) if chunk in self._chunks else original(chunk)
 
     def release(self, orderly: bool) -> None:

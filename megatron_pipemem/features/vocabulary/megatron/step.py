@@ -40,8 +40,7 @@ def keep_depths(
 ) -> torch.Tensor:
     """Replace Megatron's ``process_mtp_loss``: if the head is cut, postpone the losses of multi-token prediction.
 
-    The head then gets the outputs of all prediction depths, and ``weigh`` computes their losses later. In evaluation,
-    it gets those for the next token only. If the head is not cut, run ``original``.
+    The head then gets the outputs of all prediction depths, and ``weigh`` computes their losses later.
     """
     if not isinstance(output_layer, DepartingHead):
         return original(hidden_states=hidden_states, output_layer=output_layer, **others)
@@ -52,12 +51,10 @@ def keep_depths(
 
 
 def weigh(process_mtp_loss: Callable, others: dict, losses: torch.Tensor, hits: torch.Tensor) -> torch.Tensor:
-    """Return the losses of the next token, ``[s, b]``. Their backward adds the gradients of the losses of all other
-    depths.
+    """Return the losses of the next token, ``[s, b]``; their backward adds the gradients of all other depths.
 
     ``losses`` are the token losses of all depths, ``[(1 + depths) * s, b]``. ``hits`` has, in the same shape, whether
-    each label is the token with the highest logit. ``others`` are the remaining arguments of the model's call of
-    ``process_mtp_loss``.
+    each label is the token with the highest logit. ``others`` are the remaining arguments of ``process_mtp_loss``.
     """
     # "Hidden states" of two numbers, which are their own logits: token 0 is the likeliest where the label is, and is every
     # label, so that Megatron counts as it does.
@@ -92,14 +89,10 @@ def share_batch(
 ) -> Batch:
     """Send the tokens of the first stage's model calls and the labels of the last stage's to all pipeline ranks.
 
-    Return them as a batch. Every rank of ``group``, the pipeline, calls this. Raise an UnsupportedError if the calls do
-    not contain tokens and labels of the expected shapes.
-
-    ``shapes`` has ``(b, s)`` of every microbatch, or is ``None`` if the ranks have not agreed on the shapes. ``first``
-    and ``last`` are the model calls of these stages, and ``None`` on ranks without the stage. ``sources`` has the
-    pipeline ranks of both stages, the first stage's first. With ``may_want_logits``, multi-token prediction is off, and
-    if the calls have no labels, the batch asks for logits. ``depths`` is how many tokens after the next one the model
-    predicts.
+    Every rank of the pipeline ``group`` calls this. ``shapes`` has ``(b, s)`` of every microbatch, or is ``None`` if
+    the ranks have not agreed on them. ``first`` and ``last`` are the calls of these stages on the pipeline ranks
+    ``sources``. With ``may_want_logits``, multi-token prediction is off, and if the calls have no labels, the batch
+    asks for logits.
     """
     if shapes is None:
         raise UnsupportedError(
@@ -119,10 +112,8 @@ def share_batch(
     sizes = [b * s for b, s in shapes]
 
     def share(name: str, values: Sequence[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
-        """Send one tensor per microbatch, ``[b, s]``, from pipeline rank ``source`` to all ranks of the pipeline.
-
-        Every rank returns them as int64. ``values`` is ``None`` on all ranks but ``source``. Raise an UnsupportedError
-        for a wrong shape.
+        """Send one tensor per microbatch, ``[b, s]``, from pipeline rank ``source`` to all ranks of the pipeline, as
+        int64.
         """
         if values is None:
             shared = torch.empty(sum(sizes), dtype=torch.int64, device=torch.cuda.current_device())

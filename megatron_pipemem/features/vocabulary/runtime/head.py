@@ -41,15 +41,10 @@ class HeadOptions:
     compiled: bool = True  # compile the functions over logits on CUDA (see ``kernels.Compiler``)
 
     def __post_init__(self) -> None:
-        for holds, problem in (
-            (self.barriers in (1, 2), f"barriers={self.barriers}: give 1 or 2"),
-            (
-                self.piece_tokens is None or self.piece_tokens >= 1,
-                f"piece_tokens={self.piece_tokens}: give at least 1, or None",
-            ),
-        ):
-            if not holds:
-                raise VocabularyError("bad-number", problem)
+        if self.barriers not in (1, 2):
+            raise VocabularyError("bad-number", f"barriers={self.barriers}: give 1 or 2")
+        if self.piece_tokens is not None and self.piece_tokens < 1:
+            raise VocabularyError("bad-number", f"piece_tokens={self.piece_tokens}: give at least 1, or None")
 
     def pieces(self, tokens: int) -> Iterator[slice]:
         """Split the tokens of a microbatch into pieces of ``piece_tokens``, and return the slice of each."""
@@ -114,10 +109,8 @@ class HeadMicrobatch:
             torch.mm(softmax, self.shard.weight, out=self.average[piece])
 
     def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """Return the result of a function of ``kernels`` on the logits of a piece, compiled if the options say so.
-
-        ``raw`` has the logits of the piece, and may be changed by the function. ``per_token`` are more of its
-        arguments, with one number per token of the piece.
+        """Return the result of a function of ``kernels``, which may change ``raw``, on a piece; compiled if options say
+        so.
         """
         options = self.options
         tensors = raw, self.local[piece], self.owned[piece], *per_token
@@ -209,11 +202,9 @@ _TIE = 1e-5
 def finish_input_gradient(
     total: torch.Tensor, dtype: torch.dtype, loss_gradient: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the gradient of the training loss with respect to the head's input, ``[..., h]`` in ``dtype``.
+    """Return the gradient with respect to the head's input, ``[..., h]``, from the sum ``total`` over all ranks.
 
-    ``total`` is the sum of the gradients of all ranks. With one barrier, it lacks the factor ``loss_gradient``, the
-    gradient with respect to the token losses (``Normalised.without_ignored``). With two barriers, ``loss_gradient`` is
-    ``None``.
+    With one barrier, ``total`` lacks the factor ``loss_gradient``, that of the token losses (``without_ignored``).
     """
     return (total if loss_gradient is None else total * loss_gradient.unsqueeze(-1)).to(dtype)
 
@@ -287,10 +278,7 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``loss_gradient`` with zeros for ignored labels, fp32, ``[tokens]``.
-
-        Raise a VocabularyError if it does not have one number per token.
-        """
+        """Return ``loss_gradient`` with zeros for ignored labels, fp32, ``[tokens]``."""
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -301,9 +289,7 @@ class Normalised:
         return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
 
     def _spend_logits(self) -> None:
-        """Note that the gradient of the logits is computed. It overwrites the logits, so a second call raises a
-        VocabularyError.
-        """
+        """Note that the gradient of the logits overwrites them. A second call raises a VocabularyError."""
         if not self._gradients_left:
             raise _taken_already()
         self._gradients_left = False
@@ -314,9 +300,8 @@ class Normalised:
         return self._batch.logits
 
     def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the logits of one piece, ``[tokens, rows]``. The logits are overwritten by it.
-
-        ``g`` is the gradient with respect to the token losses, fp32, ``[tokens]`` of the whole microbatch.
+        """Return the gradient of the logits of one piece, ``[tokens, rows]``, which overwrites them. ``g`` is
+        ``_flat``.
         """
         batch, raw = self._batch, self._logits[piece]
         if batch.is_empty:
@@ -327,10 +312,7 @@ class Normalised:
         return raw
 
     def _add_weight_gradient(self) -> None:
-        """Add ``logit gradient^T @ x`` to the gradient of the parameter, unless it is frozen.
-
-        ``_logit_gradient`` has replaced the logits of all pieces by their gradient.
-        """
+        """Add ``logit gradient^T @ x`` to the gradient of the parameter, unless it is frozen."""
         x = self._batch.x
         if not self._trains:
             return
@@ -364,11 +346,9 @@ class OneBarrier(Normalised):
 
     @torch.no_grad()
     def input_gradient(self) -> torch.Tensor:
-        """Return the gradient with respect to the head's input from this rank's rows, ``[..., h]``. Sum it over the
-        ranks.
+        """Return the input gradient from this rank's rows, ``[..., h]``, to sum over ranks, up to a factor per token.
 
-        It lacks a factor, the gradient with respect to the token losses. ``finish_input_gradient`` multiplies by it. A
-        second call raises a VocabularyError.
+        ``finish_input_gradient`` multiplies by it. A second call raises a VocabularyError.
         """
         batch, options = self._batch, self.options
         average, batch.average = batch.average, None
@@ -387,10 +367,9 @@ class OneBarrier(Normalised):
 
     @torch.no_grad()
     def add_weight_gradient(self, loss_gradient: torch.Tensor) -> None:
-        """Run T: compute the weight gradient, and add it to that of the parameter.
+        """Run T: add the weight gradient to that of the parameter. A second call raises a VocabularyError.
 
-        ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included. A second
-        call raises a VocabularyError.
+        ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
@@ -408,10 +387,10 @@ class TwoBarriers(Normalised):
 
     @torch.no_grad()
     def gradients(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Run T: return the input gradient from this rank's rows, ``[..., h]``, and add the weight gradient.
+        """Run T: return the input gradient from this rank's rows, ``[..., h]``, to sum over ranks; add the weight
+        gradient.
 
-        Sum the input gradient over the ranks. ``loss_gradient`` is the gradient of the training loss with respect to
-        ``losses``, loss scale included. A second call raises a VocabularyError.
+        ``loss_gradient`` is as in ``OneBarrier.add_weight_gradient``. A second call raises a VocabularyError.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()

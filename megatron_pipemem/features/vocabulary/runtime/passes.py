@@ -79,18 +79,10 @@ class HeadStage(Protocol):
     """The operations on the model's last stage that the passes of the LM head need."""
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the head's input, ``[(1 + depths) * s, b, h]``, one prediction depth after the other.
-
-        ``output`` is the last stage's output. Under sequence parallelism, it is this rank's part, and the parts of the
-        tensor-parallel ranks are gathered.
-        """
+        """Return the head's input of all tensor-parallel ranks, ``[(1 + depths) * s, b, h]``, depth after depth."""
 
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the last stage's output, summed over the tensor-parallel ranks.
-
-        ``gradient`` is the gradient of the head's input from the shards of this tensor-parallel rank, and may be
-        changed. Under sequence parallelism, the result is this rank's part.
-        """
+        """Return this rank's part of the head's input gradient, which may change, summed over tensor-parallel ranks."""
 
     def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
         """Store the embeddings, ``[b, s + 1, h]``, with which multi-token prediction will run in the coming forward."""
@@ -99,13 +91,11 @@ class HeadStage(Protocol):
         """Return the gradient of the embeddings given to ``look_ahead``. Call it after the stage's backward."""
 
     def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
-        """Run the loss function of a microbatch, and return the gradient of the loss with respect to its token losses.
-
-        The result is ``None`` if the step does not train.
+        """Run the loss function of a microbatch, and return the gradient of its token losses; ``None`` without
+        training.
 
         ``scored`` has the token losses of the microbatch, ``[(1 + depths) * s, b]`` in fp32, or those of all its slices
-        in order. With slices, ``microbatch`` is the number of the last slice, and the gradients of the slices are
-        concatenated.
+        in order, whose gradients are concatenated. ``microbatch`` is then the number of the last slice.
         """
 
     def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
@@ -377,10 +367,7 @@ class VocabularyPasses:
                 self._factors[unit] = own
 
     def _joined(self, microbatch: int) -> range:
-        """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored.
-
-        Without slices, this is ``microbatch`` alone.
-        """
+        """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored."""
         return range(microbatch - self.slices + 1, microbatch + 1)
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:

@@ -93,10 +93,7 @@ class WeightShard:
             self.parameter.view_as(self.parameter).backward(gradient)
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's row within this shard, and a mask of the tokens that this shard has.
-
-        The row is 0 if another shard has the token.
-        """
+        """Return each token's row within this shard, or 0 if another has the token, and a mask of this shard's tokens."""
         rows = self.rows
         owned = (tokens >= rows.start) & (tokens < rows.stop)
         return torch.where(owned, tokens - rows.start, 0), owned
@@ -137,10 +134,9 @@ class VocabularyEmbedding(torch.nn.Module):
     def add_weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> None:
         """Add the weight gradient of one microbatch for this rank's rows to the parameter's gradient.
 
-        ``output_gradient`` is the gradient of the whole embedding's output, ``[..., h]``, the same on every rank. It is
-        summed in the dtype of the parameter's gradient. On a GPU, the sums for a token that occurs several times have
-        no fixed order unless ``torch.use_deterministic_algorithms`` is on. Raise a VocabularyError if its shape does
-        not fit ``tokens``.
+        ``output_gradient``, ``[..., h]``, is the same on every rank, and summed in the dtype of the parameter's
+        gradient. On a GPU, the sums for a token that occurs several times have no fixed order unless
+        ``torch.use_deterministic_algorithms`` is on.
         """
         if output_gradient.shape[:-1] != tokens.shape:
             raise VocabularyError(
