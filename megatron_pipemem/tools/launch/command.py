@@ -227,11 +227,10 @@ def _recompute_flags(choice: ScheduleChoice) -> Flags:
     if choice.recomputes_by_action:
         return {RECOMPUTE_FLAG: "selective"}
     alone = (
-        "has activation, which Megatron cannot recompute alone; name activation together with the others of "
-        f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave activation out to launch"
+        "has activation, which Megatron cannot recompute alone; write pipemem_recompute: selective, under any schedule but "
+        f"{STOCK}, which recomputes {', '.join(BY_ACTION)}, or leave activation out to launch"
     )
-    activation = "activation" in choice.recompute_modules
-    refuse_if(activation, "unsupported-setting", "schedule.recompute_modules", alone)
+    refuse_if("activation" in choice.recompute_modules, "unsupported-setting", "recompute_modules", alone)
     return {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
 
 
