@@ -224,10 +224,7 @@ class Knowledge:
         return [max(received[at::slices]) for at in range(slices)]
 
     def _channel(self, placement: Placement) -> Channel:
-        """Return the channel between the devices and their hosts, from the first of these that is known.
-
-        They are the channel of the costs, the given ratio, the measured bandwidth, and the assumed ratio.
-        """
+        """Return the channel of the costs, else of the given ratio, the measured bandwidth, or the assumed ratio."""
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:
@@ -310,9 +307,6 @@ def pass_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict
 
 
 def action_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-    """Return the changes of held bytes by all actions of a schedule without messages, for ``Costs.memory``.
-
-    ``memory`` is that of ``pass_memory``.
-    """
+    """Return the changes of held bytes by all actions of a schedule without messages, for ``Costs.memory``."""
     further = RECOMPUTE | MEMORY | VOCABULARY
     return pass_memory(memory, slices) | {kind: tuple(changes) for kind, changes in memory.items() if kind in further}

@@ -120,7 +120,7 @@ class Block:
 
     @classmethod
     def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
-        """Make a block from the slots of F and I. Each W gets the first slot after its I that is free in every repeat."""
+        """Make a block from the slots of F and I. Each W gets the first slot after its I that is free in every block."""
         starts = dict(starts)
         taken = {(placement.devices[stage], slot % interval) for (_, stage), slot in starts.items()}
         inputs = sorted((slot, stage) for (kind, stage), slot in starts.items() if kind is Kind.I)

@@ -74,7 +74,7 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
 
 
 def _group(p: int, n: int) -> int:
-    """Return the number of slices in the smallest group of whole microbatches (``n`` each) with ``p`` slices or more."""
+    """Return the number of slices in the smallest group of whole microbatches (``n`` each) with at least ``p``."""
     return -(-p // n) * n
 
 

@@ -342,7 +342,7 @@ class _Step:
         return sum(chain.count * sum(max(0, *chain.memory[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return a lower bound of a step's seconds, from the work of a device and its cap in the unit of ``Chain.memory``."""
+        """Return a lower bound of a step's seconds, from a device's work and its cap, in the unit of ``Chain.memory``."""
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]

@@ -98,10 +98,7 @@ class Clock:
         tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: SearchStep) -> float:
-        """Return the seconds per pass of a part, as measured last.
-
-        Without a measurement, the assumed seconds are scaled by the measured speed of ``FIRST``.
-        """
+        """Return the seconds per pass of a part: measured last, or assumed and scaled by the speed of ``FIRST``."""
         usual = SearchStep.FIRST.value
         slowness = max(1.0, self._paces.get(SearchStep.FIRST, usual) / usual)
         return self._paces.get(step, step.value * slowness)
@@ -358,10 +355,7 @@ class Exploration:
         self.leaves_idle = sampler.leaves_idle
 
     def polish(self, clock: Clock, effort: float) -> None:
-        """Justify the best orders many times, each time with other passes frozen in their place in the order.
-
-        This helps if devices idle in the steady state. ``effort`` multiplies the number of trials.
-        """
+        """Justify the best orders many times, with other passes frozen, which helps if the steady state idles."""
         rng = Random(self.seed)
         problem = self._problem
         classes, units = len(problem.device), problem.units
@@ -434,7 +428,7 @@ class Exploration:
         return candidate
 
     def proves(self, bound: float, most_states: int) -> bool:
-        """Return whether no schedule of this placement is faster than ``bound`` seconds, by its bound or by ``solve``."""
+        """Return whether no schedule of this placement is faster than ``bound`` seconds, by its bound or ``solve``."""
         if bound <= self.bound * EXACT:
             return True
         if self.num_passes > PASSES_TO_SOLVE or not self._can_be_solved:

@@ -268,10 +268,7 @@ def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -
 
 
 def _tilings(lengths: np.ndarray) -> np.ndarray:
-    """Return the start of every piece (``[order, piece]``) if the pieces follow one another, in every possible order.
-
-    The first piece is first in all orders.
-    """
+    """Return the start of every piece (``[order, piece]``) if pieces follow one another, in every order with the same first."""
     orders = _orders(len(lengths))
     ends = np.cumsum(lengths[orders], axis=1)
     starts = np.empty_like(ends)

@@ -313,10 +313,7 @@ def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits
 
 
 def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) -> bool:
-    """Return whether all memory changes are whole numbers in the unit of the costs.
-
-    ``make_problem`` then does not scale or round them.
-    """
+    """Return whether all memory changes are whole numbers in the unit of the costs, which need no scale or rounding."""
     changes = costs.memory_changes(placement, slices=slices)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 

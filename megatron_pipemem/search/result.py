@@ -113,10 +113,7 @@ def default_folder() -> Path:
 
 
 class ResultCache:
-    """A cache of search results, with one JSON file per search in ``folder``, by default ``default_folder()``.
-
-    An error of a file is logged, and the search runs again.
-    """
+    """A cache of search results, with one JSON file per search in ``folder``, by default ``default_folder()``."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

@@ -184,10 +184,7 @@ def _explorations(
 
 
 def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exploration]:
-    """Find starting orders (one simple order, and those of families), and return the explorations that have any.
-
-    Families are left out if the time limit is 0 seconds.
-    """
+    """Find starting orders (one simple order, and those of families), and return the explorations that have any."""
     # The smallest problems first.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
