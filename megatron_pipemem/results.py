@@ -29,9 +29,7 @@ def announcement(timeline: Timeline) -> str:
 
 
 def typical[T](steps: Sequence[T]) -> Sequence[T]:
-    """Return all steps but the first, which opens channels and fills the allocator's cache. A single step is
-    kept.
-    """
+    """Return all steps but the first, which opens channels and fills the allocator's cache, if there are several."""
     return steps[1:] or steps
 
 

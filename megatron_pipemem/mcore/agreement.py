@@ -36,9 +36,9 @@ def groups_of_model(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup)
 def done_by_all[T](do: Callable[[], T], groups: Groups | None = None) -> T:
     """Run ``do`` on every rank, and return this rank's result when all ranks have succeeded.
 
-    Every rank of the groups calls this at the same time; by default, every rank of the job. Without it, a rank that
-    fails alone would leave the others waiting in the next collective. So if ``do`` fails on a rank, that rank raises
-    its own error, and all others an UnsupportedError. It has the code of a PipememError, else ``other-rank-failed``.
+    Every rank of the groups calls this at the same time; by default, every rank of the job. If ``do`` fails on a rank,
+    that rank raises its own error, and all others an UnsupportedError, with the code of a PipememError or
+    ``other-rank-failed``.
     """
     done: Any = None
     failure: Exception | None = None

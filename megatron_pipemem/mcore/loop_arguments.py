@@ -67,10 +67,7 @@ def iteration_and_seed() -> tuple[int, int]:
 
 
 def saves_after(iteration: int) -> bool:
-    """Return whether Megatron writes a further checkpoint after its loop has ended with this iteration.
-
-    It does so if ``--save-interval`` is given and does not divide ``iteration``.
-    """
+    """Return whether Megatron writes a checkpoint after its loop: ``--save-interval`` does not divide ``iteration``."""
     arguments = _arguments()
     save, interval = (getattr(arguments, name, None) for name in ("save", "save_interval"))
     if not save or not interval or getattr(arguments, "skip_train", False):

@@ -255,20 +255,14 @@ class Programs:
             self._answers.clear()
 
     def stages_change(self, memory: MemoryDeltas | None) -> None:
-        """Set the predicted change of bytes by F, I and W of every stage, for which later schedules are chosen.
-
-        With ``None`` the bytes are unknown.
-        """
+        """Set the predicted change of bytes by F, I and W of every stage; ``None`` if it is unknown."""
         if memory != self.knowledge.predicted:
             self.knowledge = replace(self.knowledge, predicted=memory)
             if not self.request.searches:  # searches do not read it
                 self._answers.clear()
 
     def vocabulary_is(self, barriers: int, num_devices: int) -> None:
-        """Set the number of vocabulary barriers for which later schedules are planned, and price the cut head.
-
-        With 0 barriers the vocabulary is not cut. ``num_devices`` is the number of pipeline ranks that share the head.
-        """
+        """Set the number of vocabulary barriers (0: no cut) of later schedules, and price the cut head."""
         self.request = self.request.decided(barriers)
         head = head_seconds(self.costs)
         if barriers and head is not None and self.costs.vocabulary is None:

@@ -147,7 +147,6 @@ def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1
     """Return a sentence about the F, I or W whose seconds differ most from the plan; ``None`` if none differs enough.
 
     Enough is over 20 % of the planned time, and over 2 % of the busiest device's measured seconds per microbatch.
-    ``slices`` is their number per microbatch.
     """
     old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
     noise = _NOISE * max(

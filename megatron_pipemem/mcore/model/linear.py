@@ -74,7 +74,7 @@ def _split(
     """Return the layer's output by ``_SplitLinear``; ``None`` if Megatron's function has to compute it.
 
     It has to if the input or the weight needs no gradient, if the weight is computed from other tensors, or for
-    arguments that ``_SplitLinear`` does not know. The arguments after ``queue`` are those of Megatron's function.
+    arguments that ``_SplitLinear`` does not know.
     """
     unknown = [name for name, value in newer.items() if value is not None and (name, value) != ("gtp_remat_size", 1)]
     if unknown:

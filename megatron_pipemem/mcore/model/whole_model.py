@@ -104,11 +104,7 @@ def look_into(chunk: torch.nn.Module) -> _Chunk | None:
 
 
 def _check_replica(stages: Sequence[_Chunk]) -> None:
-    """Raise an UnsupportedError if the stages of one replica do not make up the model.
-
-    They must hold each layer once and in order. Only the first stage must have the embedding, and only the last the
-    head.
-    """
+    """Raise an UnsupportedError if the stages of one replica do not make up the model."""
     layers = [number for chunk in stages for number in chunk.layers]
     layers_of_stages = "; ".join(f"stage {stage}: {_written(chunk.layers)}" for stage, chunk in enumerate(stages))
     remedy = (

@@ -166,10 +166,7 @@ def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
 
 
 class StockObserver(Feature):
-    """Measures the steps of Megatron's own schedules without changing their results.
-
-    ``costs`` are the costs that price the plan, and ``priced_by`` is their source.
-    """
+    """Measures the steps of Megatron's own schedules without changing their results."""
 
     def __init__(self, record: RunRecord, costs: Costs, priced_by: str):
         self._record = record

@@ -228,10 +228,7 @@ class RunRecord:
                 logger.info("%s", line)
 
     def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> list[str]:
-        """Draw the last step of rank 0's pipeline, as planned and as it ran, and return the names of the files.
-
-        ``timelines`` has a function that makes the timeline, by the name of its files without suffix.
-        """
+        """Draw the last step of rank 0's pipeline, as planned and as it ran, and return the names of the files."""
         drawn = []
         for name, timeline in timelines.items():
             for suffix in _TIMELINES:

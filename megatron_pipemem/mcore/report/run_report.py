@@ -164,8 +164,7 @@ def makespans(shared: Sequence[Shared]) -> list[float]:
 def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
     """Return the report's entry of the plan ``plans[number]``: its schedule, costs and makespans.
 
-    ``shared`` is ``None`` if a rank of the pipeline could not measure. Makespans are medians of seconds over the plan's
-    steps, without its first step if there are several.
+    Makespans are medians of seconds over the plan's steps, without its first step if there are several.
     """
     first, plan = plans[number]
     schedule = plan.schedule

@@ -119,7 +119,7 @@ class LaunchOrders:
         """Return whether a step of this kind runs by the order for one hardware queue.
 
         If a run needs both orders, the first ``FIRST_STEPS`` steps of a kind do, and all steps whose messages may
-        differ. All ranks of the pipeline get the same answer. ``queues`` is the result of ``queues()``.
+        differ. All ranks of the pipeline get the same answer.
         """
         if len(queues) == 1:
             return queues[0]
@@ -144,10 +144,7 @@ class WeightBytes(NamedTuple):
 
 
 def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
-    """Return the bytes of the parameters of this rank's chunks, which have one version.
-
-    ``stages`` are the stages of the chunks, in the same order.
-    """
+    """Return the bytes of the parameters of this rank's chunks, which have one version. ``stages`` are their stages."""
     numbered = zip(stages, chunks, strict=True)
     of_stages = {stage: sum(parameter.nbytes for parameter in chunk.parameters()) for stage, chunk in numbered}
     return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)
