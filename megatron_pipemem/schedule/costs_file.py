@@ -29,6 +29,12 @@ def costs_arguments(data: object) -> dict[str, Any]:
     ``vocabulary``, ``microbatch`` and ``channel`` are arguments of ``VocabularyCosts``, ``MicrobatchWeights`` and
     ``Channel``. Those classes check the values. Raise a CostsError for unknown, missing or conflicting keys.
     """
+    if isinstance(data, dict) and "parts" in data:
+        raise CostsError(
+            "wrong-file",
+            "the costs are those of layers, embedding and head (key parts), and not of stages; read the file with "
+            "megatron_pipemem.part_costs.read_costs",
+        )
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f"; leave {shortened(sorted(set(data) - set(_KEYS))[0])} out" if isinstance(data, dict) else ""
         raise CostsError(

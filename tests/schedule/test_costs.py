@@ -120,6 +120,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ("{", ("not-json", 1, 2)),
         ("[1, 1, 1]", ("unknown-key", "backward_input")),
         ('{"foward": 1}', ("unknown-key", "backward_input")),
+        ('{"parts": {}}', ("wrong-file", "parts", "megatron_pipemem.part_costs.read_costs")),
         ("[" * 100_000, ("not-json",)),
         ('{"forward": NaN}', ("not-json",)),
         ('{"forward": 1' + "0" * 5000 + "}", ("not-json",)),
