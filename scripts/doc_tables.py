@@ -2,10 +2,9 @@
 
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
-They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, codes of
-errors, refused combinations, the price of one hardware queue, pairs, rooms of the package, replaced functions, and the
-quickstart's last run. Without
-``--quickstart`` the quickstart's table stays as it is.
+They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, sources of
+runs, codes of errors, refused combinations, the price of one hardware queue, pairs, rooms of the package, replaced
+functions, and the quickstart's last run. Without ``--quickstart`` the quickstart's table stays as it is.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import search_schedule
+from megatron_pipemem.tools.advise.programs import SOURCES
 from megatron_pipemem.tools.cli.schedules import RESEARCH
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, typed
@@ -57,6 +57,7 @@ DOCUMENTS = {
     "slices": "long-sequences.md",
     "codes": "troubleshooting.md",
     "flags": "start.md",
+    "sources": "start.md",
     "conflicts": "what-runs-where.md",
     "refusals": "what-runs-where.md",
     "queues": "what-runs-where.md",
@@ -341,6 +342,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "slices": table_of_slices,
     "codes": list_of_codes,
     "flags": list_of_flags,
+    "sources": lambda: _items((f"`{form}`", f"{meaning}.") for form, meaning in SOURCES.items()),
     "conflicts": list_of_conflicts,
     "refusals": list_of_refusals,
     "queues": list_of_queues,

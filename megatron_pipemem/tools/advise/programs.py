@@ -28,12 +28,13 @@ from megatron_pipemem.tools.advise.consumers import (
     adapter_flags,
     flags_of_model,
 )
+from megatron_pipemem.tools.advise.flat_settings import flags_in, has_flags_of_megatron, inherited
 from megatron_pipemem.tools.advise.reading import Context, Reading, named, parts, read_flags
 from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS
 from megatron_pipemem.tools.config.arguments import ENDS, UNKNOWN, UnknownValue, ask_for, flags_of_attributes
-from megatron_pipemem.tools.config.loading import YamlError, known_model, merged, override, read_raw, read_yaml, typed
+from megatron_pipemem.tools.config.loading import YamlError, known_model, override, read_yaml, typed
 from megatron_pipemem.tools.megatron.asking import answers
-from megatron_pipemem.values import whole_number
+from megatron_pipemem.values import refuse_if, whole_number
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _UNSAID = "give the name of a model on Hugging Face with these sizes, as in {}Qwen/Qwen3-8B"
@@ -48,8 +49,18 @@ _OF_VERL = {
     "trainer.nnodes": 1,
 }
 """verl's defaults of the settings that are read."""
+_OF_AREAL = ("gconfig", "actor")
+_COMMAND = "give the command of its training after --, or a file of pipemem plan"
 _RANK, _RANK_OF_SWIFT = 32, 8  # of adapters, unless a setting gives it
 PREFIX = "bridge:"
+SOURCES = {
+    "train.sh [ARGUMENTS]": "a launch script of Megatron-LM and its forks (also `--yaml-cfg`), slime, verl, ms-swift",
+    "FILE.yaml [KEY=VALUE]": "a run file; settings of NeMo-RL, verl, Primus or FlagScale, or any file with Megatron's flags "
+    "in snake case",
+    "bridge:RECIPE": "a recipe of Megatron-Bridge, or your own as bridge:package.module:function",
+    "-- COMMAND": "a training command with its launcher: torchrun, srun, mpirun, deepspeed, accelerate",
+}
+"""What a run is read from, by the form of the words. `advise --help` and the documents show it."""
 _CHILD = "megatron_pipemem.tools.megatron.bridge_recipe"
 _SECONDS = 600  # in which the recipes are evaluated
 _PRICED = ("gated_delta_net", "dsa")
@@ -57,17 +68,29 @@ _PRICED = ("gated_delta_net", "dsa")
 
 
 def is_settings(raw: Mapping[str, Any]) -> bool:
-    """Return whether a YAML file holds settings of NeMo-RL or verl, and not a run of this package."""
-    return bool({"policy", "actor_rollout_ref", "defaults"} & raw.keys())
+    """Return whether a YAML file holds settings of a program, and not a run of this package."""
+    return bool({"policy", "actor_rollout_ref", "defaults", "modules", *_OF_AREAL} & raw.keys()) or (
+        has_flags_of_megatron(raw) and "base" not in raw and not {"model", "cluster"} <= raw.keys()
+    )
 
 
 def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Reading:
-    """Return the run of NeMo-RL's or verl's settings in a YAML file, after Hydra's overrides.
+    """Return the run of a program's settings in a YAML file, after overrides like ``key=value``.
 
     Raises:
         ConfigError: the settings are of another program (``wrong-file``), or a size is missing.
     """
-    settings = _Settings(_inherited(path, ()))
+    raw, overrides = inherited(path), [*overrides]
+    refuse_if(
+        {*_OF_AREAL} <= raw.keys(), "wrong-file", str(path), "has AReaL's settings, which are not read; " + _COMMAND
+    )
+    if not {"policy", "actor_rollout_ref"} & raw.keys():
+        if not has_flags_of_megatron(raw) and not any("model" in key for key in raw.get("modules", {})):
+            raise ConfigError("wrong-file", f"has no settings of a known program; {_COMMAND}", file=path)
+        flags, launcher, not_read = flags_in(path, overrides, context.flag_table)
+        reading = read_flags(flags, launcher, str(path), context)
+        return replace(reading, not_read=(*not_read, *reading.not_read))
+    settings = _Settings(raw)
     settings.change(overrides)
     if "actor_rollout_ref" in settings.raw:
         return _verl(settings, str(path), context)
@@ -122,6 +145,8 @@ def _read_program(words: Sequence[str], context: Context) -> Reading:
     if program.startswith(SWIFT_PROGRAMS):
         return _swift(named(rest, {}), launcher, program, context)
     flags = named(rest, context.flag_table)
+    if isinstance(file := flags.get("yaml-cfg"), str) and UNKNOWN not in file:
+        flags = flags_in(Path(file), (), context.flag_table)[0] | flags
     if "hf-checkpoint" in flags or any(name.startswith("rollout-") for name in flags):
         return _slime(flags, program, context)
     return read_flags(flags, launcher, program, context)
@@ -176,22 +201,6 @@ class _Settings:
 
 def _plus(text: str) -> str:
     return text.lstrip("+")
-
-
-def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the mapping of a file, merged over those of the files that it names under ``defaults``.
-
-    ``trail`` has the files that led to this one. Raise a ConfigError if a file leads to itself.
-    """
-    if path in trail:
-        raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
-    raw = read_raw(path)
-    parents = raw.pop("defaults", [])
-    settings: dict[str, Any] = {}
-    for parent in [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []:
-        if isinstance(parent, str) and parent != "_self_":
-            settings = merged(settings, _inherited(path.parent / parent, (*trail, path)))
-    return merged(settings, raw)
 
 
 def _reading(

@@ -43,7 +43,7 @@ _TOKENIZERS = ("tokenizer-model", "tokenizer-name-or-path", "tokenizer-type", "v
 _VOCABULARY, _LENGTH = 128256, 4096  # assumed if nothing says them
 _NEAR = 0.9
 """Similarity to a flag of Megatron above which that flag is named beside an unknown one."""
-_DECISIVE = {
+DECISIVE = {
     **dict.fromkeys(
         ("checkpoint-activations", "checkpoint-num-layers", "activation-checkpoint-method"), "recomputation"
     ),
@@ -158,9 +158,10 @@ def _with_length(flags: Mapping[str, Any], assumed: list[str]) -> Mapping[str, A
 
 def _foreign(flags: Mapping[str, Any], flag_table: FlagTable) -> tuple[str, ...]:
     """Return a sentence about flags that are not Megatron's, with those that change the step; none if all are."""
-    names = [name for name in flags if f"--{name}" not in flag_table and name not in (TOWER, IMAGES)]
+    names = [name for name in flags if f"--{name}" not in flag_table or name in DECISIVE]
+    names = [name for name in names if name not in (TOWER, IMAGES)]
     names = [name for name in names if UNKNOWN not in name and not name.startswith("pipemem-") and name != ADAPTERS]
-    decisive = [f"--{name} ({_DECISIVE[name]})" for name in names if name in _DECISIVE]
+    decisive = [f"--{name} ({DECISIVE[name]})" for name in names if name in DECISIVE]
     texts = []
     for name in names:
         near = get_close_matches(f"--{name}", flag_table, n=1, cutoff=_NEAR)
@@ -168,7 +169,7 @@ def _foreign(flags: Mapping[str, Any], flag_table: FlagTable) -> tuple[str, ...]
     if not texts:
         return ()
     rest = f"; the step is compared without {', '.join(decisive)}" if decisive else ""
-    return (f"flags that are not Megatron's: {', '.join(texts)}{rest}",)
+    return (f"flags of other programs or versions: {', '.join(texts)}{rest}",)
 
 
 def named(words: Sequence[str], flag_table: FlagTable) -> dict[str, Any]:

@@ -17,7 +17,14 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.advice import AS_FAST, SAME_MEMORY, Advice, Way, advise
 from megatron_pipemem.tools.advise.consumers import BRIDGE, call, changes
-from megatron_pipemem.tools.advise.programs import PREFIX, is_settings, read_program, read_recipe, read_settings
+from megatron_pipemem.tools.advise.programs import (
+    PREFIX,
+    SOURCES,
+    is_settings,
+    read_program,
+    read_recipe,
+    read_settings,
+)
 from megatron_pipemem.tools.advise.reading import Context, Reading
 from megatron_pipemem.tools.advise.shell import command_of_words, training_command
 from megatron_pipemem.tools.cli.common import console, print_facts, print_json
@@ -38,8 +45,7 @@ def advise_command(
         list[str],
         typer.Argument(
             metavar="SCRIPT.sh | FILE.yaml [KEY=VALUE ...] | bridge:RECIPE | -- COMMAND",
-            help="A launch script of Megatron, slime, verl or ms-swift; a run file, or settings of NeMo-RL or verl, with "
-            "overrides; a recipe of Megatron-Bridge; or a command after --.",
+            help="; ".join(f"{form}: {meaning}" for form, meaning in SOURCES.items()) + ".",
         ),
     ],
     env: Annotated[
@@ -73,12 +79,12 @@ def advise_command(
 ) -> None:
     """Compare a run's schedule with others, and print the line that changes it.
 
-    Parallel sizes and microbatches stay as they are. To change them too, use `pipemem plan`. A script is read and not
-    executed: shell variables are replaced by their values, and Megatron's own parser reads the flags.
+    Parallel sizes and microbatches stay as they are. To change them too, use `pipemem plan`. bash
+    evaluates a script in a process that can start, write and reach nothing.
 
     Examples:
-        # a launch script; variables that it takes from outside
-        pipemem advise train.sh --env NNODES=4
+        # a launch script, its arguments, and variables that it takes from outside
+        pipemem advise train.sh 8b 4 --env NNODES=4
         # a command line
         pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
         # a recipe of the installed Megatron-Bridge, or your own as bridge:package.module:function
