@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import megatron_pipemem.run
 from megatron_pipemem.__main__ import main
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.tools.cli.app import app, load_commands
+from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
 
 
 def test_the_list_of_commands_says_the_first_sentence_of_each():
@@ -137,6 +140,9 @@ def test_examples_of_help_are_whole_and_take_the_options_that_there_are(pipemem,
         if command != "run":
             assert words[:2] == ["pipemem", command]
             SHOWN[command].make_context(command, words[2:])
+        for option, setting in pairwise(words):
+            if option in ("--set", "-s"):
+                assert load("tiny-cpu", Run, [setting])
     for width in ("80", "60"):
         monkeypatch.setenv("COLUMNS", width)
         shown = pipemem(command, "--help").stdout

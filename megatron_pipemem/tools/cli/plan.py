@@ -101,7 +101,7 @@ def plan_command(
 
     If the run has ``--tp-comm-overlap``, Megatron's own schedules keep the flag, and ours are priced without it. With
     ``--overlap-moe-expert-parallel-comm``, schedules are priced with pairs (variant ``pairs``) and without. If the run has
-    ``schedule.overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The gain
+    ``pipemem_overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The gain
     then says how many times faster that is than with the barrier.
 
     Examples:
@@ -110,7 +110,7 @@ def plan_command(
         # allow fewer choices
         pipemem plan run.yaml --memory 60GiB --only tp=4,8 --only schedule=v-half,1f1b
         # rank by the period of steps without a barrier
-        pipemem plan configs/runs/98b-40xa100.yaml --set schedule.overlap_steps=true
+        pipemem plan configs/runs/98b-40xa100.yaml --set pipemem_overlap_steps=true
         # use a measured profile, and write the best plan for launch
         pipemem plan run.yaml --profile profile.json --output best.yaml
     """
