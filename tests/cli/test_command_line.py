@@ -64,7 +64,7 @@ def test_a_command_imports_what_it_needs(tmp_path, arguments, commands, slow):
     }
     assert {name.split(".")[0] for name in ours} <= {
         *("tools", "errors", "exits", "files", "schedule"),
-        *("families", "search", "features", "request", "conflicts", "choose"),
+        *("families", "search", "features", "request", "conflicts", "choose", "part_costs"),
     }
 
 

@@ -25,7 +25,9 @@ START = "torchrun --nproc-per-node 4 train.py --num-layers 8 --hidden-size 64 --
 @pytest.mark.parametrize("text", [RED, LONG, "a b " * 1000])
 def test_no_command_prints_what_a_user_gave_as_it_is(pipemem: Callable, tmp_path: Path, text: str) -> None:
     run, costs = tmp_path / "run.yaml", tmp_path / "costs.csv"
-    run.write_text(f'model: llama3-8b\ncluster: cpu\n"{text.encode("unicode_escape").decode()}": 1\n', encoding="utf-8")
+    run.write_text(
+        f'model: llama3-8b\ncluster: cpu\npp: "{text.encode("unicode_escape").decode()}"\n', encoding="utf-8"
+    )
     costs.write_text(f"0F0,{text}", encoding="utf-8")
     size = ("-p", "2", "-m", "2")
     for command in (
