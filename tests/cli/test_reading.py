@@ -87,7 +87,7 @@ def numbers(name: str, answer: dict) -> Iterator[str]:
             yield from (f"{choice['peak_activation']:.4g}", f"{choice['bubble_rate']:.2%}")
     elif name == "plan":
         for plan in answer["plans"]:
-            yield from (f"{plan['seconds']:.4g}", f"{plan['mfu']:.1%}", f"{plan['bubble_rate']:.1%}")
+            yield from (f"{plan['seconds']:.4g}", f"{plan['mfu']:.1%}", f"{plan['idle_rate']:.1%}")
             yield from (str(plan[key]) for key in ("tp", "pp", "dp", "micro_batch"))
         yield from map(str, list(answer["rejected"].values())[:12])
     elif name == "report":

@@ -145,8 +145,8 @@ report nope.json | no-file nope.json
 explore --pyodide . | needs-option --pyodide --export
 layout llama3-8b | missing-option --devices
 layout llama3-8b -p 1 | no-pipeline
-layout llama3-8b -p 4 -v 2 -m 3 | needs-microbatches 3 "--microbatches 4"
-layout llama3-8b -p 4 -v 2 -m 6 | needs-microbatches 6 "groups of 4" "--microbatches 8"
+layout llama3-8b -p 4 -v 2 -m 3 | needs-microbatches "the 3" "such as 4"
+layout llama3-8b -p 4 -v 2 -m 6 | needs-microbatches 6 "groups of 4" "such as 8"
 layout TINY -p 1 | no-pipeline
 layout TINY --tp 2 | conflicting-options --tp
 layout lama3-8b -p 4 | no-file "'lama3-8b'" "'llama3-8b'"
@@ -170,7 +170,7 @@ launch TINY --print --sbatch=--time=1 | conflicting-options --launcher
 launch TINY --print --launcher slurm --srun=pmix | bad-syntax
 grid ROOT/configs/grids/tiny-cpu.yaml --sbatch=-p | conflicting-options --sbatch -p --launcher
 launch TINY --print -s pp=3 -s schedule=stock | does-not-divide 8 3
-launch TINY --print -s dp=3 | does-not-divide global_batch 8
+launch TINY --print -s dp=3 | does-not-divide 8 "1 x 3"
 launch TINY --print -s dp=4 | does-not-fit 16 8
 launch TINY --print -s tp=3 | does-not-divide 3 4
 launch TINY --print -s tp=1000000000000 | bad-number tp 1000000000000 1,000,000
