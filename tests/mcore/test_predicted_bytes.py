@@ -106,11 +106,11 @@ def test_the_programs_hear_of_the_bytes_once_for_each_model(monkeypatch, one_ran
 
 def test_a_model_without_sizes_keeps_every_w(monkeypatch, caplog, one_rank):
     """A configuration of another program lacks what a description needs; training goes on."""
-    for layers, named in ((None, "no numbers"), ((9, 9), "18 layers"), (LAYERS, "sequence_parallel")):
+    for layers, named in ((None, "no numbers"), ((9, 9), "18 layers"), (LAYERS, "params_dtype")):
         monkeypatch.setattr(predicted_bytes, "_pieces_of_stages", lambda step, layers=layers: layers)
         step = step_of(*MODELS["gpt"])
         step.programs = Programs()
-        if named == "sequence_parallel":
+        if named == "params_dtype":
             step.context.config = SimpleNamespace(recompute_granularity=None)
         with caplog.at_level("INFO", logger=predicted_bytes.__name__):
             PredictedBytes(Request("zb-h1")).choose(step)

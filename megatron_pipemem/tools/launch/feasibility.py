@@ -112,7 +112,7 @@ def check_sizes(run: Run) -> None:
         less = "is less than" if cut.global_batch < batch else "is not a multiple of"
         raise ConfigError(
             "does-not-divide",
-            f"global batch {cut.global_batch} {less} micro batch x dp = {cut.micro_batch} x {cut.dp}, so ranks get no equal "
+            f"global_batch {cut.global_batch} {less} micro_batch x dp = {cut.micro_batch} x {cut.dp}, so ranks get no equal "
             f"number of microbatches; take a multiple of {batch}, or fewer ranks",
         )
     if (reason := cut.why_not_experts()) is not None:
