@@ -284,7 +284,7 @@ def check_stock_groups(run: Run) -> None:
     if reason is not None:
         raise UnsupportedError(
             "needs-microbatches",
-            f"{reason}; take a multiple of {cut.pp}, as in --microbatches "
+            f"{reason}; take a multiple of {cut.pp} microbatches, such as "
             f"{cut.pp * max(1, round(cut.microbatches / cut.pp))} or by another global batch, or schedule interleaved of this "
             "package, which takes any number",
         )
