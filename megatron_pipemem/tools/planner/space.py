@@ -285,8 +285,8 @@ def check_stock_groups(run: Run) -> None:
         raise UnsupportedError(
             "needs-microbatches",
             f"{reason}; take a multiple of {cut.pp} microbatches, such as "
-            f"{cut.pp * max(1, round(cut.microbatches / cut.pp))} or by another global batch, or schedule interleaved of this "
-            "package, which takes any number",
+            f"{cut.pp * max(1, round(cut.microbatches / cut.pp))}, by another global batch, or take schedule interleaved of "
+            "this package, which runs any number",
         )
 
 
