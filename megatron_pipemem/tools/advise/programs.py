@@ -57,7 +57,7 @@ SOURCES = {
     "train.sh [ARGUMENTS]": "a launch script of Megatron-LM and its forks (also `--yaml-cfg`), slime, verl, ms-swift",
     "FILE.yaml [KEY=VALUE]": "a run file; settings of NeMo-RL, verl, Primus or FlagScale, or any file with Megatron's flags "
     "in snake case",
-    "bridge:RECIPE": "a recipe of Megatron-Bridge, or your own as bridge:package.module:function",
+    "bridge:RECIPE": "a recipe of Megatron-Bridge, or your own as bridge:MODULE:FUNCTION",
     "-- COMMAND": "a training command with its launcher: torchrun, srun, mpirun, deepspeed, accelerate",
 }
 """What a run is read from, by the form of the words. `advise --help` and the documents show it."""
