@@ -155,11 +155,19 @@ def test_everything_that_is_missing_is_asked_for_at_once():
 
 
 def test_flags_that_are_not_megatrons_are_named_and_read_over():
-    reading = read("--vocab-size 9 --noop-layers 3 --patch-size 14 --gemm-gradient-accumulation-fusion --hiden-size 9")
+    reading = read(
+        "--vocab-size 9 --noop-layers 3 --patch-size 14 --gemm-gradient-accumulation-fusion --hiden-size 9 --vision-tower clip"
+    )
     (sentence,) = reading.not_read
     assert all(
         name in sentence
-        for name in ("--patch-size", "--gemm", "--noop-layers (other layers", "did you mean --hidden-size?")
+        for name in (
+            "--patch-size",
+            "--gemm",
+            "--noop-layers (other layers",
+            "--vision-tower (a vision tower)",
+            "did you mean --hidden-size?",
+        )
     )
     assert not read("--vocab-size 9").not_read
 

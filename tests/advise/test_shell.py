@@ -133,6 +133,9 @@ def test_arguments_are_the_script_s():
     text = 'A=$1\nB=${2:-7}\nshift\ntorchrun a.py --a $A --b $B "$@"'
     assert words(text, arguments=["4", "5", "6 7"])[2:] == ["--a", "4", "--b", "5", "5", "6 7"]
     assert words(text)[2:] == ["--a", f"{UNKNOWN}1{UNKNOWN}", "--b", "7"]
+    many = "T=${10}\ntorchrun a.py $T $10 ${11:-x}"
+    assert words(many)[2:] == [f"{UNKNOWN}10{UNKNOWN}", f"{UNKNOWN}1{UNKNOWN}0", "x"]
+    assert words(many, arguments=[*"abcdefghij"])[2:] == ["j", "a0", "x"]
 
 
 def test_a_script_that_ends_for_want_of_a_file_is_read_on():

@@ -20,7 +20,7 @@ from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Con
 from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, UnknownValue, ask_for
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
-from megatron_pipemem.tools.config.runs import ADAPTERS, RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.config.runs import ADAPTERS, FREEZES, RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.values import refuse_if, whole_number
 
 _GPUS = "give --gpus N, or --pipemem-check=N"
@@ -50,6 +50,7 @@ DECISIVE = {
     **dict.fromkeys(("recompute-in-advance", "recompute-in-bubble", "recompute-activation-function"), "recomputation"),
     **dict.fromkeys(("schedules-method", "moe-fb-overlap", "enable-zero-bubble", "use-dualpipe"), "another schedule"),
     **dict.fromkeys(("noop-layers", "num-layer-list"), "other layers in the stages"),
+    TOWER: "a vision tower",
     **dict.fromkeys(("attention-head-type", "use-mqa", "context-parallel-algo"), "another attention"),
     **dict.fromkeys(("swap-attention", "swap-modules", "cpu-offload-optimizer", "optimizer-offload"), "other memory"),
     **dict.fromkeys(("enable-high-availability", "moe-tp-extend-ep", "tp-2d", "tp-x", "tp-y"), "other parallel sizes"),
@@ -159,8 +160,9 @@ def _with_length(flags: Mapping[str, Any], assumed: list[str]) -> Mapping[str, A
 def _foreign(flags: Mapping[str, Any], flag_table: FlagTable) -> tuple[str, ...]:
     """Return a sentence about flags that are not Megatron's, with those that change the step; none if all are."""
     names = [name for name in flags if f"--{name}" not in flag_table or name in DECISIVE]
-    names = [name for name in names if name not in (TOWER, IMAGES)]
-    names = [name for name in names if UNKNOWN not in name and not name.startswith("pipemem-") and name != ADAPTERS]
+    own = {ADAPTERS, IMAGES, *FREEZES.values(), *([TOWER] if isinstance(flags.get(TOWER), Tower) else [])}
+    names = [name for name in names if name not in own]
+    names = [name for name in names if UNKNOWN not in name and not name.startswith("pipemem-")]
     decisive = [f"--{name} ({DECISIVE[name]})" for name in names if name in DECISIVE]
     texts = []
     for name in names:
@@ -283,8 +285,8 @@ def _devices(
 ) -> tuple[int, int]:
     """Return the number of devices, and that of each node.
 
-    What the command leaves open is assumed: the fewest devices that hold ``unit``, those of one replica of the model. A
-    sentence is added to ``assumed``.
+    What the command leaves open is assumed: the fewest devices that the parallel sizes and the launcher allow, a multiple
+    of ``unit``. A sentence is added to ``assumed``.
     """
     per_node = _whole(launcher.get(_PER_NODE)) or _program_number(flags, args, "actor-num-gpus-per-node")
     nodes = _whole(launcher.get(_NODES)) or _program_number(flags, args, "actor-num-nodes")
@@ -296,7 +298,7 @@ def _devices(
         total = lcm(unit, full * (nodes or 1))
         unknown = dict.fromkeys(text.split(UNKNOWN)[1] for text in launcher.values() if UNKNOWN in text)
         why = f"{', '.join(unknown)} not being known" if unknown else "as the command does not give their number"
-        assumed.append(f"{total} devices, so {total // unit} replicas of the model, {why}; --gpus N changes it")
+        assumed.append(f"{total} devices, the fewest that the parallel sizes allow, {why}; --gpus N changes it")
     return total, min(per_node or context.cluster.devices_per_node, total)
 
 
@@ -401,8 +403,8 @@ def _tower(flags: Mapping[str, Any], assumed: list[str], images: int | None) -> 
     Its number of images is ``images``, the user's, or else that of the command. If both are unknown, a sentence is
     added to ``assumed``.
     """
-    tower: Tower | None = flags.get(TOWER)
-    if tower is None:
+    tower = flags.get(TOWER)
+    if not isinstance(tower, Tower):  # a flag with this name is another program's
         return None
     sizes = flags.get(IMAGES)
     if sizes is not None:

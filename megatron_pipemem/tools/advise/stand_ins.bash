@@ -310,19 +310,22 @@ __watch() {
         ;;
     esac
     __rest=$__text
-    while [[ $__rest =~ \$(\{?)([A-Za-z_][A-Za-z_0-9]*|[1-9]) ]]; do
+    while [[ $__rest =~ \$(\{?)([A-Za-z_][A-Za-z_0-9]*|[1-9][0-9]*) ]]; do
         __rest=${__rest#*"${BASH_REMATCH[0]}"}
         __following=${BASH_REMATCH[1]}
         __name=${BASH_REMATCH[2]}
         __reference=${BASH_REMATCH[0]}
         [[ $__name == __* ]] && continue
+        if [[ $__name == [1-9]?* && -z $__following ]]; then # $10 is $1, and a 0
+            __name=${__name:0:1} __reference="\$$__name"
+        fi
         if [[ -n $__following ]]; then
             case ${__rest:0:2} in
             '}'* | ':'[0-9\ ?] | '?'* | [%#/^,@]*) [[ ${__rest:0:1} == '}' ]] && __reference+='}' ;;
             *) continue ;;
             esac
         fi
-        if [[ $__name == [1-9] ]]; then
+        if [[ $__name == [1-9]* ]]; then
             (($3 == __depth && $2 < __name)) || continue
             if [[ $__kind == test ]]; then
                 __put compared "$__name" "$4"
