@@ -136,7 +136,7 @@ GONE = {
 def test_the_line_is_one_that_the_program_accepts(source, nemo):
     found = read(source, nemo)
     way = advise(found.run, names=("1f1b", "zb-h1")).proposals["same memory"]
-    added, gone = changes(found.consumer, found.run, way)
+    added, gone = changes(found.consumer, found.run, way, found.flags)
     starts = [word.partition("=")[0] + "=" * ("=" in word) for word in added]
     assert call(way) == 'megatron_pipemem.enable("zb-h1")'
     for line in LINES[source]:
@@ -157,7 +157,7 @@ def test_stages_of_a_hybrid_model_are_cut_in_its_pattern(nemo):
     found = read("nemo", nemo, name, *(f"policy.megatron_cfg.{each}" for each in further))
     advice = advise(found.run, names=("1f1b",))
     assert advice.verdict == "layout" and advice.stock is not None
-    (word,) = changes(found.consumer, found.run, advice.stock)[0]
+    (word,) = changes(found.consumer, found.run, advice.stock, found.flags)[0]
     key, _, pattern = word.partition("=")
     assert key == "++policy.megatron_cfg.model_overrides.hybrid_layer_pattern" and pattern.count("|") == 3
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.flags import Flags, words
 from megatron_pipemem.model import layout
+from megatron_pipemem.model.cut_flags import LAYERS_PER_STAGE, VIRTUAL_STAGES, is_given
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.advise.advice import OURS, Way, changed_flags
 from megatron_pipemem.tools.config.arguments import ENDS, LAYOUT, UNKNOWN, VIRTUAL
@@ -62,19 +63,38 @@ class Consumer:
     pairs: bool = False  # whether its forward step can return a schedule plan, which passes in pairs need
 
 
-def changes(consumer: Consumer, today: Run, way: Way) -> tuple[list[str], list[str]]:
-    """Return the words to add to a program's settings, and those to remove, so that ``today``'s run becomes ``way``."""
+def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[list[str], list[str]]:
+    """Return the words to add to a program's settings, and those to remove, so that ``today``'s run becomes ``way``.
+
+    ``written`` are the flags of the program's command, by the names that it writes.
+    """
     hook = [*consumer.hook] if not way.is_stock and way.run.schedule.name != today.schedule.name else []
     added: list[str] = []
     gone: list[str] = []
     if consumer.setting is None:
         more, less = changed_flags(today, way.run)
+        less = _as_written(less, written) | _refused_beside(more, way, written)
         foreign = {flag for flag in {*more, *less} if consumer.hook and flag.startswith("pipemem-")}
         return [*hook, *words(_without(more, foreign))], words(_without(less, foreign))
     for field, value in _changed_fields(today, way.run, way.step.placement.num_chunks).items():
         words_of = gone if value is None and consumer is SWIFT else added
         words_of += consumer.setting(field, value)
     return [*hook, *added], gone
+
+
+def _as_written(less: Flags, written: Flags) -> Flags:
+    """Return flags to remove, with the chunks per rank by the flag that the command has for them."""
+    if VIRTUAL_STAGES not in less or not is_given(written, LAYERS_PER_STAGE):
+        return less
+    return _without(less, [VIRTUAL_STAGES]) | {LAYERS_PER_STAGE: written[LAYERS_PER_STAGE]}
+
+
+def _refused_beside(more: Flags, way: Way, written: Flags) -> Flags:
+    """Return the flags of a command that Megatron refuses beside those of a way (its ``validate_args``)."""
+    gone = [] if {VIRTUAL_STAGES, layout.FLAG}.isdisjoint(more) else [LAYERS_PER_STAGE]
+    if way.step.placement.num_chunks > 1 and way.run.parallelism.pp == 2:
+        gone.append("no-overlap-p2p-communication")
+    return {name: written[name] for name in gone if is_given(written, name)}
 
 
 def _without(flags: Flags, names: Collection[str]) -> Flags:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.flags import Flags
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.model import BY_ACTION, Model, Tower
@@ -81,6 +82,7 @@ class Reading:
         assumed: sentences about facts that the command leaves open.
         consumer: the kind of program.
         not_read: sentences about parts of the script, or flags, that were not read.
+        flags: values of Megatron's flags by the name that the command writes; empty for a file or recipe.
     """
 
     run: Run
@@ -88,6 +90,7 @@ class Reading:
     assumed: tuple[str, ...]
     consumer: Consumer = MEGATRON
     not_read: tuple[str, ...] = ()
+    flags: Flags = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
             f"adapters of rank {rank} on all linear layers; the layers' own weights have no W, so a split backward gains "
             "little"
         )
-    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table))
+    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table), flags=flags)
 
 
 def _with_length(flags: Mapping[str, Any], assumed: list[str]) -> Mapping[str, Any]:

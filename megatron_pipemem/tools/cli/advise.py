@@ -257,7 +257,7 @@ def _addition(reading: Reading, way: Way) -> str:
 
     If the program has no flag for schedules, the Python call that enables the schedule comes first.
     """
-    added, gone = changes(reading.consumer, reading.run, way)
+    added, gone = changes(reading.consumer, reading.run, way, reading.flags)
     where, enabled = reading.consumer.where, call(way)
     lines = [enabled] if where is not None and enabled is not None else []
     lines += added if reading.consumer is BRIDGE else [shlex.join(added)] if added else []
@@ -319,7 +319,7 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
 
 
 def _way_facts(way: Way, reading: Reading, advice: Advice) -> dict[str, Any]:
-    added, gone = changes(reading.consumer, reading.run, way)
+    added, gone = changes(reading.consumer, reading.run, way, reading.flags)
     return {
         "schedule": way.order.name,
         "chunks": way.order.chunks,

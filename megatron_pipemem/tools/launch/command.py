@@ -181,8 +181,9 @@ def _model_flags(run: Run) -> Flags:
 
 def _parallelism_flags(run: Run) -> Flags:
     cut = run.parallelism
-    # Megatron refuses the number of chunks next to a layout, which says it too.
-    says_chunks = run.schedule.name == STOCK and run.flags.get(layout.FLAG) is None
+    # Megatron refuses the number of chunks next to a layout or a layer pattern, which say it too.
+    is_cut = run.flags.get(layout.FLAG) is not None or run.model.pattern is not None
+    says_chunks = run.schedule.name == STOCK and not is_cut
     return {
         "tensor-model-parallel-size": cut.tp,
         "pipeline-model-parallel-size": cut.pp,
