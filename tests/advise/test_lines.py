@@ -29,6 +29,7 @@ from megatron_pipemem.tools.advise.programs import read_program
 from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "disable-bias-linear": True, "position-embedding-type": "rope"}
@@ -142,7 +143,11 @@ def test_lines_run(first, monkeypatch):
             continue
         for way in filter(None, (advice.stock, *advice.proposals.values())):
             added, gone = changes(reading.consumer, reading.run, way, reading.flags)
-            request, others = take_flags(changed(command, added, gone))
+            line = changed(command, added, gone)
+            assert all_flags(read_program([*launcher, *line], context).run) == all_flags(way.run), (
+                f"seed {seed}, {way.name}"
+            )
+            request, others = take_flags(line)
             started = others if request is None else add_virtual_stages(request, others)
             refused = refused_by_megatron([*started], devices, monkeypatch)
             assert refused is None, f"seed {seed}, {way.name}: {refused}\n{shlex.join(started)}"

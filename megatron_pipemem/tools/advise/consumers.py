@@ -82,11 +82,14 @@ def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[l
     return [*hook, *added], gone
 
 
+_OTHER_NAMES = {VIRTUAL_STAGES: LAYERS_PER_STAGE, "recompute-granularity": "recompute-activations"}
+"""Flags that say in a command what another flag says of a run."""
+
+
 def _as_written(less: Flags, written: Flags) -> Flags:
-    """Return flags to remove, with the chunks per rank by the flag that the command has for them."""
-    if VIRTUAL_STAGES not in less or not is_given(written, LAYERS_PER_STAGE):
-        return less
-    return _without(less, [VIRTUAL_STAGES]) | {LAYERS_PER_STAGE: written[LAYERS_PER_STAGE]}
+    """Return those flags to remove that a command has, by the names that it writes; all if there is no command."""
+    names = [*less, *(_OTHER_NAMES[name] for name in less if name in _OTHER_NAMES)]
+    return {name: written[name] for name in names if is_given(written, name)} if written else less
 
 
 def _refused_beside(more: Flags, way: Way, written: Flags) -> Flags:

@@ -146,7 +146,7 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
             f"adapters of rank {rank} on all linear layers; the layers' own weights have no W, so a split backward gains "
             "little"
         )
-    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table), flags=flags)
+    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table), flags={**flags})
 
 
 def _with_length(flags: Mapping[str, Any], assumed: list[str]) -> Mapping[str, Any]:
