@@ -34,25 +34,27 @@ def fake_slurm(tmp_path, monkeypatch, queue: str = "") -> Path:
 
 
 def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatch):
-    called = fake_slurm(tmp_path, monkeypatch, r"41 0 R\n40 2 R\n41 N/A PD")
+    folder = tmp_path / "grid"
+    others = (f"2 R {SCRIPT} {folder}-2", f"2 R other.sh {folder}", f"N/A PD {SCRIPT} {folder}", "4 PD")
+    called = fake_slurm(tmp_path, monkeypatch, "\\n".join((f"0 R {SCRIPT} --mpi=pmix {folder}", *others)))
     cuts = [{"pp": 4}, {"pp": 2}, {"pp": 2, "dp": 2}]
     common = {"cluster.devices_per_node": 2, "cluster.nodes": 2, "cluster.backend": "nccl"}
-    store = Store(tmp_path / "grid")
+    store = Store(folder)
     store.create(tmp_path / "grid.yaml", load_points(write_grid(points=cuts, set=common)))
-    assert slurm.under_way(store, print) == set(), "nothing was submitted yet"
     store.fail(1, "the last time")
     assert slurm.submit_points(store, [0, 1, 2], 5, Options(["--partition=big"], ["--mpi=pmix"])) == ["41", "41"]
     assert store.results()[1] is None, "should the job be cancelled, nobody takes the last failure for its own"
     two, one = called.read_text().splitlines()
+    (tmp_path / "link").symlink_to(tmp_path)
     assert "--array=0,2%5 --nodes=2 --gpus-per-node=2" in two and "--array=1%5 --nodes=1 --gpus-per-node=2" in one
     assert two.endswith(f"--partition=big {SCRIPT} --mpi=pmix {store.folder}")
-    assert slurm.under_way(store, print) == {0}, "only elements of jobs of this grid count"
+    for place in (folder, tmp_path / "link" / "grid"):
+        assert slurm.under_way(Store(place), print) == {0}, "only elements of jobs of this grid count"
 
 
 def test_a_cancelled_element_that_is_just_ending_is_not_waited_for_in_vain(store, tmp_path, monkeypatch):
-    fake_slurm(tmp_path, monkeypatch, r"41 0 R\n41 1 CG")
-    slurm.submit_points(store, [0, 1], 1, Options())
-    ended = r"41 0 R"
+    ended = f"0 R {SCRIPT} {store.folder}"
+    fake_slurm(tmp_path, monkeypatch, rf"{ended}\n1 CG {SCRIPT} {store.folder}")
     monkeypatch.setattr(
         slurm.time, "sleep", lambda _: (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho {ended}\n")
     )

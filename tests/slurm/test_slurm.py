@@ -151,7 +151,7 @@ def test_an_array_job_that_was_killed_goes_on_where_it_was(slurm, grid, uninterr
     hanging = grid.point(1) / "log.txt"
     slurm.until(lambda: hanging.exists() and hanging.read_text().count("hangs") == 2, "the second point hangs")
     grid.kill()
-    (job,) = json.loads((grid.folder / "slurm-jobs.json").read_text())
+    (job,) = {*slurm.call("squeue", "--noheader", "--format", "%F").split()}
     slurm.call("scancel", job)
     slurm.until(lambda: not slurm.processes(job), "none of its processes is left")
     trained = (uninterrupted / "result.json").stat().st_mtime_ns

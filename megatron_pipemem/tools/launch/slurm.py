@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import shutil
 import subprocess
@@ -14,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.files import read_json, write_whole
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.tools.config.runs import SCRIPTS, Run
 from megatron_pipemem.tools.launch.command import Command, min_nodes, ranks_per_node
@@ -116,19 +114,18 @@ def array_jobs(
     for nodes, members in by_size.items():
         array = f"--array={','.join(map(str, members))}%{max_parallel}"
         more = (array, *nodes, f"--output={folder}/slurm-%A_%a.log")
-        commands[tuple(members)] = job(GRID_BATCH_FILE, more, options, [str(folder)])
+        commands[tuple(members)] = job(GRID_BATCH_FILE, more, options, [os.path.realpath(folder)])
     return commands
 
 
 def submit_points(store: Store, indices: Sequence[int], max_parallel: int, options: Options) -> list[str]:
-    """Submit points of a grid, store the numbers of their jobs in the grid's folder, and return these numbers."""
+    """Submit points of a grid, and return the numbers of their jobs."""
     numbers = []
     runs = {index: store.run(index) for index in indices}
     for members, submission in array_jobs(store.folder, runs, max_parallel, options).items():
         for index in members:
             store.begin(index)
         numbers.append(submit(submission))
-        _remember(store, numbers[-1])
     return numbers
 
 
@@ -179,33 +176,18 @@ def _standing(elements: Sequence[tuple[int, str]]) -> str:
 def _elements(store: Store) -> list[tuple[int, str]]:
     """Return ``(number, state)`` of the grid's points in Slurm's queue, with Slurm's short names (``R``, ``CG``).
 
-    Only jobs that ``submit_points`` stored in the grid's folder count.
+    The last argument of their command is the grid's folder, so a job is found even if ``pipemem grid`` was killed while it
+    submitted it.
     """
-    jobs = _remembered(store)
-    if not jobs:
-        return []
-    listed = call(["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%F %K %t"])
-    elements = [line.split() for line in listed.splitlines() if line.strip()]
-    return [(int(element), state) for job, element, state in elements if job in jobs and element.isdigit()]
+    listed = call(["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%K %t %o"])
+    elements = [line.split(maxsplit=2) for line in listed.splitlines()]
+    folder = f" {os.path.realpath(store.folder)}"
+    return [
+        (int(element), state)
+        for element, state, command in (parts for parts in elements if len(parts) == 3)
+        if element.isdigit() and GRID_BATCH_FILE in command and command.rstrip().endswith(folder)
+    ]
 
 
 def _ending(elements: Sequence[tuple[int, str]]) -> list[int]:
     return [index for index, state in elements if state == _COMPLETING]
-
-
-def _jobs_file(store: Store) -> Path:
-    return store.folder / "slurm-jobs.json"
-
-
-def _remembered(store: Store) -> list[str]:
-    path = _jobs_file(store)
-    jobs = read_json(path, "the jobs of a grid") if path.exists() else []
-    if not isinstance(jobs, list):
-        raise ConfigError(
-            "wrong-file", "is not a list of Slurm jobs; delete it when no job of the grid is in the queue", file=path
-        )
-    return jobs
-
-
-def _remember(store: Store, job: str) -> None:
-    write_whole(_jobs_file(store), json.dumps([*_remembered(store), job]) + "\n")
