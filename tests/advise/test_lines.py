@@ -29,6 +29,7 @@ from megatron_pipemem.tools.advise.programs import read_program
 from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 
@@ -114,6 +115,10 @@ def refused_by_megatron(command: list[str], devices: int, monkeypatch: pytest.Mo
     return None
 
 
+def flags_of(run: Run) -> dict[str, object]:
+    return {flag: value for flag, value in all_flags(run).items() if value not in (None, False)}
+
+
 def changed(command: list[str], added: list[str], gone: list[str]) -> list[str]:
     """A command with the words of a line: ``add ..., without ...``."""
     names = words_by_flag(gone)
@@ -144,8 +149,8 @@ def test_lines_run(first, monkeypatch):
         for way in filter(None, (advice.stock, *advice.proposals.values())):
             added, gone = changes(reading.consumer, reading.run, way, reading.flags)
             line = changed(command, added, gone)
-            expected = {flag: value for flag, value in all_flags(way.run).items() if f"--{flag}" not in gone}
-            assert all_flags(read_program([*launcher, *line], context).run) == expected, f"seed {seed}, {way.name}"
+            expected = {flag: value for flag, value in flags_of(way.run).items() if f"--{flag}" not in gone}
+            assert flags_of(read_program([*launcher, *line], context).run) == expected, f"seed {seed}, {way.name}"
             request, others = take_flags(line)
             started = others if request is None else add_virtual_stages(request, others)
             refused = refused_by_megatron([*started], devices, monkeypatch)
