@@ -149,14 +149,18 @@ __input() { # all of the standard input, without the last line's end
     __text=${__text%$'\n'}
 }
 dirname() {
-    local __inside=1 __path=${1%/}
+    local __inside=1 __path
+    while [[ ${1-} == -* ]]; do shift; done
+    __path=${1%/}
     case $__path in
     */*) __path=${__path%/*} && printf '%s\n' "${__path:-/}" ;;
     *) printf '.\n' ;;
     esac
 }
 basename() {
-    local __inside=1 __path=${1%/}
+    local __inside=1 __path
+    while [[ ${1-} == -* ]]; do shift; done
+    __path=${1%/}
     __path=${__path##*/}
     [[ -z ${2-} || $__path == "$2" ]] || __path=${__path%"$2"}
     printf '%s\n' "$__path"
