@@ -26,6 +26,7 @@ CODES = {
     "has-own-flag": "An option of a schedule has a flag or argument of its own. Give it there.",
     "no-bash": "A launch script cannot be evaluated on this machine. Give the training command itself after `--`.",
     "no-end": "The evaluation of a launch script takes too long or too much. Give the training command itself after `--`.",
+    "no-patch": "The answer cannot be written into the script as a patch. Change the script by hand.",
     "no-command": "A launch script starts no Python program. Give the script that does, or its command line.",
     "unknown-recipe": "Megatron-Bridge has no recipe of that name. The message names the nearest one.",
     "cannot-evaluate": "A recipe of Megatron-Bridge raises an error, for example without a network. The message has it.",

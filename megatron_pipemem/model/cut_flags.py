@@ -290,14 +290,10 @@ def remarks(flags: Flags, schedule: str) -> list[str]:
         "group_size" in chosen.options for chosen in families() if chosen.name == schedule
     ):
         sentences.append(f"--{GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
-    if (
-        is_given(flags, "save")
-        and is_given(flags, "use-distributed-optimizer")
-        and not any(is_given(flags, name) for name in (_RESHARDABLE, "no-save-optim", "use-megatron-fsdp"))
-    ):
+    if is_given(flags, "save") and saves_optimizer_by_rank(flags):
         sentences.append(
             "the distributed optimizer's state is saved in a form that only a run with the same placement, layout and sizes "
-            f"can load; pass --{_RESHARDABLE} to resume under other schedules"
+            f"can load; pass --{RESHARDABLE} to resume under other schedules"
         )
     if flags.get("ckpt-format") == "torch":
         sentences.append(
@@ -305,6 +301,12 @@ def remarks(flags: Flags, schedule: str) -> list[str]:
             "; pass --ckpt-format torch_dist to load it under other schedules"
         )
     return [*sentences, *upstream_faults(flags)]
+
+
+def saves_optimizer_by_rank(flags: Flags) -> bool:
+    """Return whether checkpoints have the optimizer's state in a form that fits one placement only."""
+    others = (RESHARDABLE, "no-save-optim", "use-megatron-fsdp")
+    return is_given(flags, "use-distributed-optimizer") and not any(is_given(flags, name) for name in others)
 
 
 def upstream_faults(flags: Flags) -> list[str]:
@@ -362,7 +364,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] =
 )
 GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
 _DOCUMENT_MASK = "reset-attention-mask"
-_RESHARDABLE = "dist-ckpt-optim-fully-reshardable"
+RESHARDABLE = "dist-ckpt-optim-fully-reshardable"
 _WITHOUT_EFFECT = (
     "use-ring-exchange-p2p",
     "pipeline-model-parallel-comm-backend",

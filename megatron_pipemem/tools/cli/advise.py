@@ -14,9 +14,11 @@ import typer
 
 from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.model.cut_flags import RESHARDABLE, is_given, saves_optimizer_by_rank, upstream_faults
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.advice import AS_FAST, SAME_MEMORY, Advice, Way, advise
-from megatron_pipemem.tools.advise.consumers import BRIDGE, call, changes
+from megatron_pipemem.tools.advise.consumers import BRIDGE, MEGATRON, call, changes
+from megatron_pipemem.tools.advise.patch import patch
 from megatron_pipemem.tools.advise.programs import (
     PREFIX,
     SOURCES,
@@ -75,6 +77,9 @@ def advise_command(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Write the run, as it stands, as a run file.")
     ] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Print the answer as a patch of the script, for `patch -p0` or `git apply`.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare a run's schedule with others, and print the line that changes it.
@@ -85,6 +90,8 @@ def advise_command(
     Examples:
         # a launch script, its arguments, and variables that it takes from outside
         pipemem advise train.sh 8b 4 --env NNODES=4
+        # the answer as a patch of the script
+        pipemem advise train.sh --diff | patch -p0
         # a command line
         pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
         # a recipe of the installed Megatron-Bridge, or your own as bridge:package.module:function
@@ -101,10 +108,30 @@ def advise_command(
     advice = _advised(reading, pace)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
-    if as_json:
+    if diff:
+        typer.echo(_patch(source, _variables(env or ()), reading, advice), nl=False)
+    elif as_json:
         print_json(_facts(reading, advice))
     else:
         print_facts(console(), _lines(reading, advice, profile is not None))
+
+
+def _patch(source: list[str], variables: dict[str, str], reading: Reading, advice: Advice) -> str:
+    """Return the answer as a unified diff of the script."""
+    path, way = Path(source[0]), advice.best
+    if not _is_script(path, alone=len(source) == 1) or reading.consumer is not MEGATRON:
+        raise ConfigError(
+            "no-patch", f"{source[0]} is no launch script of Megatron; leave --diff out, and use the line"
+        )
+    if way is None:
+        raise ConfigError("no-patch", "the answer is to stay, or to change what cannot start; leave --diff out")
+
+    def words_of(text: str) -> list[str]:
+        return training_command(text, variables, path.parent, source[1:], str(path)).words
+
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    line = changes(reading.consumer, reading.run, way, reading.flags)
+    return patch(str(path), text, words_of(text), line, advice.today.is_stock and not way.is_stock, words_of)
 
 
 def advise_words(words: list[str], devices: int | None) -> None:
@@ -221,6 +248,8 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
     lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
     lines += [("no slices", advice.unsliced)] if advice.unsliced is not None else []
     lines += [("one queue", advice.one_queue)] if advice.one_queue is not None else []
+    lines += [("Megatron's fault", sentence) for sentence in upstream_faults(reading.flags)]
+    lines += [("checkpoints", _MOVING)] if _moves_state(reading, advice) else []
     lines.append(("answer", _answer(reading, advice)))
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
     prices = "by measured prices" if measured else f"computed for {device}"
@@ -228,6 +257,21 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
         ("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, none was timed on several GPUs")
     )
     return lines
+
+
+_MOVING = (
+    f"another placement cannot load your optimizer's state; run once as you are with --{RESHARDABLE}, save, and change the "
+    "schedule then (docs/moving-a-job.md)"
+)
+
+
+def _moves_state(reading: Reading, advice: Advice) -> bool:
+    """Return whether a proposal has stages on other ranks, and the run's checkpoints fit its own placement only."""
+    shown = [way for way in (advice.best, *advice.proposals.values()) if way is not None]
+    devices = advice.today.step.placement.devices
+    keeps = any(is_given(reading.flags, flag) for flag in ("save", "load"))
+    moves = any(way.step.placement.devices != devices for way in shown)
+    return keeps and moves and saves_optimizer_by_rank(reading.flags)
 
 
 def _held(way: Way) -> str:
