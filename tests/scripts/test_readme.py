@@ -53,6 +53,7 @@ NAMES = (
     "replaced",
     "pairs",
     "queues",
+    "sources",
 )
 
 

@@ -57,12 +57,12 @@ def patch(
     ours = RUN if starts_ours else ()
     new = _with_program(new, program, ours, more)
     expected = {**{flag: value for flag, value in present.items() if flag not in words_by_flag(gone)}, **changed}
-    told = words_of(new)
+    words = words_of(new)
     start = [*command[:place], *ours, command[place]]
-    if [*told[: len(start)]] != start or words_by_flag(told[len(start) :]) != expected:
+    if [*words[: len(start)]] != start or words_by_flag(words[len(start) :]) != expected:
         raise _cannot(f"{program} would be started with other words", line)
-    lines = (part.splitlines(keepends=True) for part in (text, new))
-    return "".join(unified_diff(*lines, fromfile=name, tofile=name))
+    before, after = (part.splitlines(keepends=True) for part in (text, new))
+    return "".join(unified_diff(before, after, fromfile=name, tofile=name))
 
 
 def _replaced(text: str, flag: str, lists: Sequence[Sequence[str]], words: Sequence[str]) -> str:

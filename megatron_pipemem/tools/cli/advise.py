@@ -90,8 +90,8 @@ def advise_command(
     Examples:
         # a launch script, its arguments, and variables that it takes from outside
         pipemem advise train.sh 8b 4 --env NNODES=4
-        # the answer as a patch of the script
-        pipemem advise train.sh --diff | patch -p0
+        # the answer as a patch of the script, for patch -p0
+        pipemem advise train.sh --diff
         # a command line
         pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
         # a recipe of the installed Megatron-Bridge, or your own as bridge:package.module:function
