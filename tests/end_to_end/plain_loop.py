@@ -167,7 +167,8 @@ def run(case: dict) -> dict:
 
     Args:
         case: ``schedule``, ``ddp``, ``chunks`` of every rank; optionally ``settings`` of the plugin, ``tp``, and ``variable``:
-            ``VARIABLE``, which are read at the ends of the model alone, or ``LENGTHS``, which every rank reads; ``dp``: as many
+            ``VARIABLE`` or six of them (``EVEN``), which are read at the ends of the model alone, or ``LENGTHS``, which every
+            rank reads; ``dp``: as many
             pipelines run one after another, each of them while the others wait in a barrier of all ranks; ``apart``: their
             process groups say nothing of each other.
     """
@@ -196,7 +197,7 @@ def run(case: dict) -> dict:
 
 def _train(case: dict, tp: int, dp: int) -> dict:
     ddp, chunks, variable = case["ddp"], case["chunks"], case.get("variable")
-    sizes = {None: SAME, "VARIABLE": VARIABLE, "LENGTHS": LENGTHS}[variable]
+    sizes = {None: SAME, "VARIABLE": VARIABLE, "LENGTHS": LENGTHS, "EVEN": VARIABLE[:6]}[variable]
     get_forward_backward_func = imported_first
     if case["import_after"]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -204,15 +205,23 @@ def _train(case: dict, tp: int, dp: int) -> dict:
     build = partial(build_chunk, config, case.get("hybrid", False))
     if case["schedule"] == "stock":
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == groups.pp.size() - 1}
-        models = [build(**ends, vp_stage=None, pg_collection=groups)]
+        is_first, is_last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+        models = [
+            build(
+                pre_process=is_first and chunk == 0,
+                post_process=is_last and chunk == chunks - 1,
+                vp_stage=chunk if chunks > 1 else None,
+                pg_collection=groups,
+            )
+            for chunk in range(chunks)
+        ]
     else:
         models = megatron_pipemem.build_model_chunks(build)
     arguments = {}
     if case.get("apart"):
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "mp"])
         arguments = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, config)}
-    reads = [variable != "VARIABLE" or model.pre_process or model.post_process for model in models]
+    reads = [variable not in ("VARIABLE", "EVEN") or model.pre_process or model.post_process for model in models]
     if ddp:
         models = [
             DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)

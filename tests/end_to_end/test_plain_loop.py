@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from quickstart import ROUNDING
-from ranks import ConductedRanks
+from ranks import CaseFailed, ConductedRanks
 from refusals import code_in
 
 STOCK = {"schedule": "stock", "chunks": 1, "import_after": False, "ddp": False}
@@ -65,6 +65,14 @@ def test_microbatches_that_differ_train_as_stocks_do(show, schedule, chunks, tp,
     assert len(set(stock["losses"])) == 13
     assert ours["losses"] == stock["losses"]
     assert ours["logits"] == stock["logits"]
+
+
+def test_lengths_that_differ_stop_stocks_interleaved_schedule_on_two_ranks(show):
+    """Both neighbours of a rank are then one rank, and Megatron takes the shapes of one's messages for the other's."""
+    assert len(set(show(variable="EVEN", schedule="interleaved", chunks=2)["losses"])) == 11
+    with pytest.raises(CaseFailed) as error:
+        show(variable="EVEN", chunks=2)
+    assert "shape" in str(error.value) or "size" in str(error.value)
 
 
 @pytest.mark.parametrize(
