@@ -12,7 +12,7 @@ pytest.importorskip("megatron.training")
 
 from megatron_pipemem.model.model import BY_ACTION, Model
 from megatron_pipemem.tools.advise.programs import read_program
-from megatron_pipemem.tools.advise.reading import Context, Reading
+from megatron_pipemem.tools.advise.reading import Context, Reading, named_cluster
 from megatron_pipemem.tools.config.arguments import UNKNOWN
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
@@ -233,3 +233,18 @@ def test_what_is_missing_or_wrong_is_named(code, flags, start, values):
 @pytest.mark.parametrize("flag", ["freeze-vision-tower", "tokenizer-prompt-format", "data-path2"])
 def test_flags_of_the_program_itself_do_not_hinder(flag):
     assert flag in read(f"--vocab-size 9 --{flag} x").run.flags
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster"),
+    [
+        ("#SBATCH --gres=gpu:a100:8", "a100-80g"),
+        ("glm52_pretrain_192gpu_gb200_bf16", "b200"),
+        ("# 8xH100 or H800", "h100-80g"),
+        ("srun -C mi300x train.py", "mi300x"),
+        ("on A100 and H200", None),
+        ("data100 h1000", None),
+    ],
+)
+def test_devices_are_those_that_a_text_names(text, cluster):
+    assert named_cluster(text) == cluster

@@ -104,6 +104,20 @@ class Context:
     images: int | None = None  # in a sequence, for a model with a vision tower
 
 
+_CLUSTERS = {
+    **{"a100": "a100-80g", "h100": "h100-80g", "h800": "h100-80g", "h200": "h200-141g"},
+    **{"b200": "b200", "gb200": "b200", "mi300": "mi300x", "mi300x": "mi300x"},
+}
+"""Shipped clusters by the names of devices in scripts and recipes."""
+_DEVICE = re.compile(rf"(?:(?<![a-z])|(?<=\dx))({'|'.join(_CLUSTERS)})(?![a-z0-9])", re.IGNORECASE)
+
+
+def named_cluster(text: str) -> str | None:
+    """Return the shipped cluster with the devices that a text names; ``None`` if it names none, or several."""
+    clusters = {_CLUSTERS[device.lower()] for device in _DEVICE.findall(text)}
+    return clusters.pop() if len(clusters) == 1 else None
+
+
 def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:
     """Return the launcher's options of a command, the program (a script, or a module after ``-m``), and the words after it."""
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)

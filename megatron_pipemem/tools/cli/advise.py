@@ -27,7 +27,7 @@ from megatron_pipemem.tools.advise.programs import (
     read_recipe,
     read_settings,
 )
-from megatron_pipemem.tools.advise.reading import Context, Reading
+from megatron_pipemem.tools.advise.reading import Context, Reading, named_cluster
 from megatron_pipemem.tools.advise.shell import command_of_words, training_command
 from megatron_pipemem.tools.cli.common import console, print_facts, print_json
 from megatron_pipemem.tools.cli.options import Json, check_output
@@ -57,8 +57,13 @@ def advise_command(
         int | None, typer.Option(min=1, help="Number of devices of the run, if the script does not give it.")
     ] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Cluster whose device speed and memory the comparison assumes.")
-    ] = _CLUSTER,
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Cluster whose device speed and memory the comparison assumes; by default that whose device the script "
+            f"or recipe names, else {_CLUSTER}.",
+        ),
+    ] = None,
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Tokens in the vocabulary, if the script does not give their number.")
     ] = None,
@@ -151,7 +156,7 @@ def advise_measured(source: list[str], report: Path) -> tuple[list[tuple[str, st
     ``source`` has the words that ``pipemem advise`` takes, without options.
     """
     with readable(f"the run of {source[0]}"):
-        reading = _read(source, {}, _CLUSTER, None, None, None)
+        reading = _read(source, {}, None, None, None, None)
     advice = _advised(reading, pace_of(report, reading.run))
     return _lines(reading, advice, measured=True), _facts(reading, advice)
 
@@ -165,7 +170,7 @@ def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
 def _read(
     source: list[str],
     variables: dict[str, str],
-    cluster: str,
+    cluster: str | None,
     gpus: int | None,
     vocabulary: int | None,
     images: int | None,
@@ -175,8 +180,20 @@ def _read(
     if is_yaml and not (path.is_file() and is_settings(read_raw(path))):
         run = load(path, Run, source[1:])
         return Reading(run, run.script or "pretrain_gpt.py", ())
-    context = Context(known_flags(), load(cluster, Cluster), gpus, vocabulary, images)
-    if is_yaml:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    named = None if cluster else named_cluster(" ".join([*source, text]))
+    context = Context(known_flags(), load(cluster or named or _CLUSTER, Cluster), gpus, vocabulary, images)
+    reading = _read_on(context, source, path, variables)
+    if named is None:
+        return reading
+    return replace(
+        reading, assumed=(*reading.assumed, f"the devices of {named}, by a name in {source[0]}; --cluster changes them")
+    )
+
+
+def _read_on(context: Context, source: list[str], path: Path, variables: dict[str, str]) -> Reading:
+    """Return the run of a script, a command, settings or a recipe."""
+    if path.suffix in (".yaml", ".yml"):
         return read_settings(path, source[1:], context)
     if len(source) == 1 and source[0].startswith(PREFIX):
         return read_recipe(source[0].removeprefix(PREFIX), context)
