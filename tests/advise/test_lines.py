@@ -130,10 +130,10 @@ def changed(command: list[str], added: list[str], gone: list[str]) -> list[str]:
     return [*kept, *added]
 
 
-@pytest.mark.parametrize("first", rest_nightly(range(0, 300, 20), [0], "the same for other seeds"))
+@pytest.mark.parametrize("first", rest_nightly(range(0, 300, 10), [0], "the same for other seeds"))
 def test_lines_run(first, monkeypatch):
     context, lines = Context(known_flags(), load("h100-80g", Cluster)), 0
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         devices, flags = random_command(seed)
         command = words(flags)
         if refused_by_megatron(command, devices, monkeypatch):
@@ -156,4 +156,4 @@ def test_lines_run(first, monkeypatch):
             refused = refused_by_megatron([*started], devices, monkeypatch)
             assert refused is None, f"seed {seed}, {way.name}: {refused}\n{shlex.join(started)}"
             lines += 1
-    assert lines > 10
+    assert lines > 5

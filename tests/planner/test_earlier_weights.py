@@ -108,7 +108,7 @@ def test_plans_and_advice_say_that_w_run_earlier_and_keep_auto():
     assert (found.makespan, found.peaks) == (timeline.makespan, found.step.held(timeline.peaks))
     assert found.makespan > simulate(order, found.step.costs).makespan
     assert found.share_of_1f1b == pytest.approx(1.0) and found.run.schedule.early_weights == "auto"
-    assert [cells[0] for cells, _ in _table([found], None)._rows] == ["zb-h1, W earlier"]
+    assert [cells[0] for cells, _ in _table([found], None, None)._rows] == ["zb-h1, W earlier"]
     assert _held(as_it_stands(run)).endswith("GiB, W earlier")
 
 
