@@ -123,7 +123,7 @@ def test_statements_that_advise_prints_for_a_recipe_train(run, models):
     added = [[*filter(None, [way["call"]]), *way["add"]] for way in json.loads(advice.stdout)["ways"].values() if way]
     ways = ["; ".join(statements) for statements in added if statements]
     names = " ".join(ways)
-    assert len(ways) == 4 and all(name in names for name in ("zb-h1", "gis", "v-half", "parallel_layout"))
+    assert len(ways) == 4 and all(name in names for name in ("zb-h1", "gis", "zbv", "parallel_layout"))
     stock = bridge_loop(run, "finetune", models["llama-80"], steps=2, ranks=4)
     for statements in ways:
         assert bridge_loop(run, "finetune", models["llama-80"], statements, steps=2, ranks=4) == stock, statements
