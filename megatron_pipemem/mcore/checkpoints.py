@@ -23,6 +23,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.loop_arguments import argument, set_argument
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, virtual_pipeline_size
 from megatron_pipemem.mcore.symbols import LOAD_FILES, SAVE, Feature, Replacements
+from megatron_pipemem.model.cut_flags import RESHARDABLE
 
 _MARK = "pipemem_devices"
 """The attribute of Megatron's arguments, which a checkpoint holds, with the device of every stage."""
@@ -86,8 +87,8 @@ _FILES = (
 )
 _OPTIMIZER_BY_RANK = (
     "it has the distributed optimizer's state by rank, so load it once under the schedule that saved it, with "
-    "--dist-ckpt-optim-fully-reshardable, train a step and save, and load that checkpoint here; or pass --no-load-optim to "
-    "begin with a fresh optimizer"
+    f"--{RESHARDABLE}, train a step and save, and load that checkpoint here; or pass --no-load-optim to begin with a fresh "
+    "optimizer"
 )
 
 

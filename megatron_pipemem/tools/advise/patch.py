@@ -60,7 +60,7 @@ def patch(
     words = words_of(new)
     start = [*command[:place], *ours, command[place]]
     if [*words[: len(start)]] != start or words_by_flag(words[len(start) :]) != expected:
-        raise _cannot(f"{program} would be started with other words", line)
+        raise _cannot(f"{program} would be started with other words")
     before, after = (part.splitlines(keepends=True) for part in (text, new))
     return "".join(unified_diff(before, after, fromfile=name, tofile=name))
 
@@ -70,7 +70,7 @@ def _replaced(text: str, flag: str, lists: Sequence[Sequence[str]], words: Seque
     count = len(lists[-1])
     matches = _places(text, rf"(?<![\w-]){re.escape(flag)}(?![\w-])" + r"(?:[ \t]*=[ \t]*|[ \t]+)[^\s)]+" * count)
     if len(lists) != 1 or len(matches) != 1:
-        raise _cannot(f"{flag} stands {len(matches)} times in the script with a value on its line", ([], []))
+        raise _cannot(f"{flag} stands {len(matches)} times in the script with a value on its line")
     begin, end = matches[0].span()
     first, last = text.rfind("\n", 0, begin) + 1, text.find("\n", end)
     last = len(text) if last < 0 else last
@@ -86,7 +86,7 @@ def _with_program(text: str, program: str, before: Sequence[str], after: Sequenc
         return text
     matches = _places(text, rf"[^\s\"'=]*(?<![\w-]){re.escape(program)}(?![\w.-])")
     if len(matches) != 1:
-        raise _cannot(f"{program} stands {len(matches)} times in the script", ([], after))
+        raise _cannot(f"{program} stands {len(matches)} times in the script")
     begin, end = matches[0].span()
     return text[:begin] + " ".join([*before, matches[0][0], *map(shlex.quote, after)]) + text[end:]
 
@@ -97,7 +97,7 @@ def _places(text: str, pattern: str) -> list[re.Match[str]]:
     return [match for match in re.finditer(pattern, text) if not any(a <= match.start() < b for a, b in comments)]
 
 
-def _cannot(why: str, line: tuple[Sequence[str], Sequence[str]]) -> ConfigError:
+def _cannot(why: str) -> ConfigError:
     return ConfigError(
         "no-patch", f"no patch can be made, because {why}; change the script by hand, as advise prints it"
     )

@@ -180,8 +180,10 @@ def _read(
     if is_yaml and not (path.is_file() and is_settings(read_raw(path))):
         run = load(path, Run, source[1:])
         return Reading(run, run.script or "pretrain_gpt.py", ())
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    named = None if cluster else named_cluster(" ".join([*source, text]))
+    named = None
+    if cluster is None:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        named = named_cluster(" ".join([*source, text]))
     context = Context(known_flags(), load(cluster or named or _CLUSTER, Cluster), gpus, vocabulary, images)
     reading = _read_on(context, source, path, variables)
     if named is None:
