@@ -163,8 +163,10 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
     """Open the channels of one pipeline. Every rank of ``group``, the pipeline, must call this at the same time.
 
     A backend opens a connection at its first message, and blocks until the other end does the same. So all connections
-    are opened here, in the same order on every rank. The ranks of ``group`` are the devices, in order.
-    ``device`` is the torch device that holds this rank's first messages, and decides the backend.
+    are opened here, in the same order on every rank. That order is by colour: edges of one colour open at the same
+    time, and the start takes as many rounds as there are colours. In the order of the pipeline, each device would wait
+    for the one before it. The ranks of ``group`` are the devices, in order. ``device`` is the torch device that holds
+    this rank's first messages, and decides the backend.
     """
     ranks = dist.get_process_group_ranks(group)
     colours = colour(edges(placement))
@@ -177,7 +179,7 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
     own = group.rank()
     hello = torch.zeros(1, device=device)
     channels = {}
-    for (source, destination), number in colours.items():
+    for number, (source, destination) in sorted((number, edge) for edge, number in colours.items()):
         if own not in (source, destination):
             continue
         channel = channels[source, destination] = opened[number]

@@ -145,6 +145,42 @@ def test_channels_open_on_the_device_of_the_messages(monkeypatch):
     assert hellos == [("recv", 7, 0, "meta"), ("send", 7, 1, "meta"), ("send", 3, 2, "meta"), ("recv", 3, 3, "meta")]
 
 
+PLACEMENTS = {
+    "line": Placement.linear,
+    "V": Placement.v_shape,
+    "wave": lambda p: Placement.wave(p, 4),
+    "two directions": Placement.bidirectional,
+    "ring": lambda p: Placement.interleaved(p, 2),
+}
+
+
+@pytest.mark.parametrize("p", [4, 5, 8, 13, 16, 32, 64])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_edges_of_a_pipeline_open_in_a_few_rounds(monkeypatch, name, p):
+    """A device opens one edge at a time, in its own order. An edge opens in one round, if both of its ends are at it."""
+    openings = []
+
+    def note(tensor, peer, group):
+        openings[-1].append((group, frozenset((device, peer))))
+
+    monkeypatch.setattr(transport, "new_groups", lambda members, *_, **__: range(len(members)))
+    monkeypatch.setattr(transport.dist, "get_process_group_ranks", lambda group: [*range(p)])
+    monkeypatch.setattr(transport.dist, "send", note)
+    monkeypatch.setattr(transport.dist, "recv", note)
+    placement = PLACEMENTS[name](p)
+    for device in range(p):
+        openings.append([])
+        connect(placement, SimpleNamespace(rank=lambda: device), "meta")  # noqa: B023 - called at once
+    rounds = 0
+    while any(openings):
+        heads = Counter(own[0] for own in openings if own)
+        ready = {opening for opening, ends in heads.items() if ends == 2}
+        assert ready, f"every device waits for another one: {heads}"
+        openings = [own[1:] if own and own[0] in ready else own for own in openings]
+        rounds += 1
+    assert rounds == (6 if name == "ring" and p % 2 else 4)
+
+
 def test_a_send_that_waits_keeps_no_other_edge_from_letting_go(monkeypatch):
     """An early activation that the next rank is slow to receive, and gradients that the one before has received."""
     left = {2: False, 0: True}
