@@ -31,6 +31,8 @@ from megatron_pipemem.schedule.schedule import Program
 MESSAGE_CTAS = 4
 """Thread blocks that NCCL may use for one group of messages. A posted receive occupies multiprocessors while it waits. NCCL's
 default is up to 32 thread blocks, which would slow the computation."""
+COLLECTIVE_CTAS = 8
+"""The same for a group whose collectives wait for other ranks while this one computes."""
 
 
 def new_groups(
@@ -38,7 +40,7 @@ def new_groups(
     parent: dist.ProcessGroup,
     description: str,
     *,
-    messages: bool = False,
+    max_ctas: int | None = None,
     backend: str | None = None,
     callers: dist.ProcessGroup | None = None,
 ) -> list[dist.ProcessGroup]:
@@ -47,9 +49,8 @@ def new_groups(
     By default, the callers are the ranks of ``parent``. Other ranks of the job take no part. ``members`` has the global
     ranks of every group, and must be the same on all callers. A rank gets its groups, in order. Groups
     without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL groups run on streams of high priority and keep the
-    parent's limits on thread blocks (``--nccl-communicator-config-path``). With ``messages``, NCCL may use
-    ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. ``description`` is the name that torch's logs give to
-    each group. ``backend`` replaces the backend of the default group.
+    parent's limits on thread blocks (``--nccl-communicator-config-path``). ``max_ctas`` is the most that NCCL may use
+    if the parent sets no limit. ``description`` is the name that torch's logs give to each group. ``backend`` replaces the backend of the default group.
     """
     parent_backend: Any = parent._get_backend(parent._device_types[0])  # its options have the backend's own class
     timeout = (
@@ -71,7 +72,7 @@ def new_groups(
                     list(ranks),
                     timeout=timeout,
                     backend=backend,
-                    pg_options=nccl_options(parent_backend.options, messages) if is_nccl else None,
+                    pg_options=nccl_options(parent_backend.options, max_ctas) if is_nccl else None,
                     use_local_synchronization=True,
                     group_desc=description,
                 )
@@ -97,15 +98,15 @@ def _new_groups_of_members(name: str) -> Iterator[None]:
         world.bound_device_id = bound
 
 
-def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.ProcessGroupNCCL.Options:
+def nccl_options(parent: dist.ProcessGroupNCCL.Options, max_ctas: int | None) -> dist.ProcessGroupNCCL.Options:
     """Return new NCCL options for one group, as ``new_groups`` describes. Groups cannot share an options object."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = parent._timeout
     unset = options.config.max_ctas
     for name in ("min_ctas", "max_ctas", "cga_cluster_size"):
         setattr(options.config, name, getattr(parent.config, name))
-    if messages and options.config.max_ctas == unset:
-        options.config.max_ctas = max(MESSAGE_CTAS, options.config.min_ctas)
+    if max_ctas is not None and options.config.max_ctas == unset:
+        options.config.max_ctas = max(max_ctas, options.config.min_ctas)
     return options
 
 
@@ -174,7 +175,7 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
     for edge, number in colours.items():
         members[number] |= {ranks[end] for end in edge}
     opened = new_groups(
-        [sorted(members[number]) for number in sorted(members)], group, "PIPEMEM_MESSAGES", messages=True
+        [sorted(members[number]) for number in sorted(members)], group, "PIPEMEM_MESSAGES", max_ctas=MESSAGE_CTAS
     )
     own = group.rank()
     hello = torch.zeros(1, device=device)

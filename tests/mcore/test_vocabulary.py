@@ -21,6 +21,7 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.megatron import build
 from megatron_pipemem.features.vocabulary.megatron.build import choose_barriers, head_in_layers, layers_in
+from megatron_pipemem.features.vocabulary.megatron import step as vocabulary_step
 from megatron_pipemem.features.vocabulary.megatron.step import share_batch
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.mcore.launch import take_flags
@@ -361,3 +362,26 @@ def test_what_shards_would_lose_is_refused(change):
     change(embedding)
     with refused("vocabulary-model", "--pipemem-vocab-parallel off", kind=UnsupportedError):
         build._matrix(embedding, "embedding")
+
+
+@pytest.mark.parametrize(("tensor_parallel", "opened"), [(1, ["pipeline"]), (2, ["pipeline", "shards"])])
+def test_groups_of_a_cut_vocabulary_are_limited_and_connected(monkeypatch, tensor_parallel, opened):
+    """Each of them may wait in most of a step, and NCCL would take up to 32 thread blocks for it."""
+    limits, connected = [], []
+    pipeline, shards = (
+        SimpleNamespace(name=name, size=lambda size=size: size)
+        for name, size in (("pipeline", 4), ("shards", 4 * tensor_parallel))
+    )
+
+    def new_groups(members, parent, description, *, max_ctas):
+        limits.append((parent.name, max_ctas))
+        return [f"new {parent.name}" for _ in members]
+
+    monkeypatch.setattr(vocabulary_step, "new_groups", new_groups)
+    monkeypatch.setattr(vocabulary_step.dist, "get_process_group_ranks", lambda group: [*range(group.size())])
+    monkeypatch.setattr(vocabulary_step.dist, "all_reduce", lambda tensor, group: connected.append(group))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "meta")
+    channels = vocabulary_step._connect(pipeline, shards)
+    assert limits == [(name, 8) for name in opened]
+    assert [channels.pipeline, channels.shards] == [f"new {opened[0]}", f"new {opened[-1]}"]
+    assert connected == [f"new {name}" for name in opened]

@@ -74,21 +74,21 @@ def test_a_default_group_that_is_bound_to_a_device_is_not_split(world, monkeypat
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
 @pytest.mark.parametrize(
-    ("limits", "messages", "expected"),
+    ("limits", "most", "expected"),
     [
-        ({}, True, groups.MESSAGE_CTAS),
-        ({}, False, None),
-        ({"max_ctas": 16}, True, 16),
-        ({"min_ctas": 8}, True, 8),
+        ({}, 4, 4),
+        ({}, None, None),
+        ({"max_ctas": 16}, 4, 16),
+        ({"min_ctas": 8}, 4, 8),
     ],
 )
-def test_nccl_takes_few_thread_blocks_for_messages_unless_told_otherwise(limits, messages, expected):
+def test_nccl_takes_few_thread_blocks_unless_the_parent_has_a_limit(limits, most, expected):
     parent = dist.ProcessGroupNCCL.Options()
     parent._timeout = timedelta(seconds=77)
     unset = parent.config.max_ctas
     for name, value in limits.items():
         setattr(parent.config, name, value)
-    options = groups.nccl_options(parent, messages)
+    options = groups.nccl_options(parent, most)
     assert options.is_high_priority_stream and options._timeout == timedelta(seconds=77)
     assert options.config.max_ctas == (unset if expected is None else expected)
     assert parent.config.max_ctas == limits.get("max_ctas", unset)

@@ -125,8 +125,8 @@ def test_channels_open_on_the_device_of_the_messages(monkeypatch):
     """A group over two backends takes the one of the tensor's device, and each opens at its first message."""
     opened = {}
 
-    def new_groups(wanted, parent, description, *, messages):
-        assert messages
+    def new_groups(wanted, parent, description, *, max_ctas):
+        assert max_ctas == transport.MESSAGE_CTAS
         opened.update(enumerate(wanted))
         return range(len(wanted))
 

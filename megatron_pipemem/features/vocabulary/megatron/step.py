@@ -32,7 +32,7 @@ from megatron_pipemem.mcore.step.batches import Call, calls_of, output_to_send, 
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS, Replacements
 from megatron_pipemem.runtime.executor import StepFeature
-from megatron_pipemem.runtime.transport import destroy_groups, new_groups
+from megatron_pipemem.runtime.transport import COLLECTIVE_CTAS, destroy_groups, new_groups
 
 
 def keep_depths(
@@ -394,11 +394,16 @@ def _connect(pipeline: dist.ProcessGroup, shards: dist.ProcessGroup) -> Channels
     """Make new process groups of the pipeline's and the shards' ranks, and use each once, so that it is connected.
 
     Every rank of both groups calls this at the same time. Without tensor parallelism, one new group serves as both.
+    Their collectives may wait for other ranks in most of a step, so NCCL may use few thread blocks.
     """
-    (opened,) = new_groups([dist.get_process_group_ranks(pipeline)], pipeline, "PIPEMEM_VOCABULARY")
-    gathering = opened
+
+    def open_group(parent: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
+        (group,) = new_groups([dist.get_process_group_ranks(parent)], parent, description, max_ctas=COLLECTIVE_CTAS)
+        return group
+
+    opened = gathering = open_group(pipeline, "PIPEMEM_VOCABULARY")
     if shards.size() != pipeline.size():  # without tensor parallelism they are the same ranks
-        (gathering,) = new_groups([dist.get_process_group_ranks(shards)], shards, "PIPEMEM_VOCABULARY_SHARDS")
+        gathering = open_group(shards, "PIPEMEM_VOCABULARY_SHARDS")
     hello = torch.zeros(1, device=torch.cuda.current_device())
     for group in dict.fromkeys((opened, gathering)):
         dist.all_reduce(hello, group=group)
