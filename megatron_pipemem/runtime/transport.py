@@ -50,7 +50,8 @@ def new_groups(
     ranks of every group, and must be the same on all callers. A rank gets its groups, in order. Groups
     without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL groups run on streams of high priority and keep the
     parent's limits on thread blocks (``--nccl-communicator-config-path``). ``max_ctas`` is the most that NCCL may use
-    if the parent sets no limit. ``description`` is the name that torch's logs give to each group. ``backend`` replaces the backend of the default group.
+    if the parent sets no limit. ``description`` is the name that torch's logs give to each group. ``backend`` replaces
+    the backend of the default group.
     """
     parent_backend: Any = parent._get_backend(parent._device_types[0])  # its options have the backend's own class
     timeout = (

@@ -20,8 +20,8 @@ from torch.nn.utils import prune
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.megatron import build
-from megatron_pipemem.features.vocabulary.megatron.build import choose_barriers, head_in_layers, layers_in
 from megatron_pipemem.features.vocabulary.megatron import step as vocabulary_step
+from megatron_pipemem.features.vocabulary.megatron.build import choose_barriers, head_in_layers, layers_in
 from megatron_pipemem.features.vocabulary.megatron.step import share_batch
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.mcore.launch import take_flags
