@@ -173,12 +173,15 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
         tell(logger, "%s", remark, level=logging.WARNING)
     if pattern is not None:
         tell(logger, "the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
-        return [*arguments, pattern]
+        return [*cut_flags.without_flags(arguments, layout.FIRST_OR_LAST), pattern]
     chunks = known_chunks(placements[0])
     needed = None if layers is None else cut_flags.needed_layout(flags, layers, p, placements[0])
     if needed is not None:
         tell(logger, "%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
-        arguments = [*cut_flags.without_cut(arguments), f"--{layout.FLAG}={needed.text}"]
+        arguments = [
+            *cut_flags.without_flags(arguments, cut_flags.REPLACED_BY_LAYOUT),
+            f"--{layout.FLAG}={needed.text}",
+        ]
         flags = values_by_flag(arguments)
     _check_cap(
         request,

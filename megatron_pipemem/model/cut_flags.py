@@ -6,7 +6,7 @@ here. Names of flags have no leading dashes here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,11 +36,11 @@ def is_given(flags: Flags, name: str) -> bool:
     return flags.get(name) not in (None, False)
 
 
-def without_cut(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without the flags that a layout replaces, and without their values."""
+def without_flags(arguments: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a command line without the flags with these names, and without their values."""
     kept, drops = [], False
     for word in arguments:
-        drops = word[2:].partition("=")[0] in REPLACED_BY_LAYOUT if word.startswith("--") else drops
+        drops = word[2:].partition("=")[0] in names if word.startswith("--") else drops
         if not drops:
             kept.append(word)
     return kept
@@ -97,16 +97,17 @@ def given_pattern(flags: Flags) -> tuple[str | None, str]:
 def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
     """Return the flag with a hybrid model's layer pattern, cut so that the slowest device is as fast as possible.
 
-    Every rank gets a layer with experts if ``check_experts`` demands that. The result is ``None`` for other models, and
-    for a pattern that Megatron refuses, or that is cut already or by other flags. With ``with_head``, the last stage
-    also has the LM head.
+    Every rank gets a layer with experts if ``check_experts`` demands that. Flags for the layers of the first or last
+    rank decide in place of the speed. The result is ``None`` for other models, and for a pattern that Megatron refuses,
+    or that is cut already. With ``with_head``, the last stage also has the LM head.
     """
     from megatron_pipemem.model.partition import Loads, partition  # numpy takes a while to load
 
     name, pattern = given_pattern(flags)
-    first_or_last = known_chunks(placement) == 1 and any(is_given(flags, flag) for flag in layout.FIRST_OR_LAST)
-    if name is None or layout.is_cut(pattern) or first_or_last:
+    if name is None or layout.is_cut(pattern):
         return None
+    if any(is_given(flags, flag) for flag in layout.FIRST_OR_LAST):
+        return f"--{name}={layout.cut(pattern, counts_of_ends(flags, len(layout.pattern_layers(pattern)), placement))}"
     sizes, sequence = sizes_of(flags), _whole(flags.get("seq-length")) or 0
     seconds = layer_weights(sizes, layout.pattern_layers(pattern), sequence)
     if not any(seconds):
@@ -233,24 +234,48 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
     """
     chunks = known_chunks(placement)
     stages = num_devices * chunks
-    of_ends = [_whole(flags.get(name)) for name in layout.FIRST_OR_LAST]
-    for name, count in zip(layout.FIRST_OR_LAST, of_ends, strict=True):
+    has_ends = any(is_given(flags, name) for name in layout.FIRST_OR_LAST)
+    if has_ends and not is_folded(placement):
+        _layers_of_ends(flags, placement)
+    if any(is_given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
+        return None
+    if not has_ends and ((layers + accounted(flags)) % stages == 0 or layers < stages):
+        return None
+    counts = counts_of_ends(flags, layers, placement)
+    why = (
+        f"the ranks of {placement.name} hold other stages than Megatron's"
+        if has_ends
+        else f"{counted_layers(flags, layers)} do not divide evenly by {stages} stages"
+    )
+    return LayoutFlag(_written(flags, counts), why)
+
+
+def _layers_of_ends(flags: Flags, placement: Placement) -> list[int | None]:
+    """Return the layers of every chunk of Megatron's first rank and of its last rank, if flags give them."""
+    chunks, counts = known_chunks(placement), [_whole(flags.get(name)) for name in layout.FIRST_OR_LAST]
+    for name, count in zip(layout.FIRST_OR_LAST, counts, strict=True):
         if count is not None and count % chunks and not is_folded(placement):
             raise UnsupportedError(
                 "does-not-divide",
                 f"--{name} {count} does not divide by {chunks} chunks per pipeline rank; pass a multiple of {chunks}, or the "
-                f"layers of each stage by --{layout.FLAG}",
+                f"layers of each stage by --{layout.FLAG}, or by | in --{layout.PATTERN}",
             )
-    has_ends = any(count is not None for count in of_ends)
-    if any(is_given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
-        return None
-    total = layers + accounted(flags)
-    if not has_ends and (total % stages == 0 or layers < stages):
-        return None
-    first, last = (None if count is None else count // chunks for count in of_ends)
-    remaining, others = total - (first or 0) - (last or 0), stages - 2 + of_ends.count(None)
-    at_start, at_end = ([] if count is None else [count] for count in (first, last))
-    counts = [*at_start, *layout.spread(remaining, others), *at_end]
+    return [None if count is None else count // chunks for count in counts]
+
+
+def counts_of_ends(flags: Flags, layers: int, placement: Placement) -> tuple[int, ...]:
+    """Return the layers of every stage, as even as flags for the first or last rank, for embedding and loss allow.
+
+    In a V or wave, the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last
+    stage likewise. Raise an UnsupportedError if a stage would have less than no layers, or layers would be left over.
+    """
+    stages = placement.model_stages
+    period = stages if is_folded(placement) else placement.num_devices
+    ends = zip((0, period - 1), _layers_of_ends(flags, placement), strict=True)
+    of_ends = {stage: count for end, count in ends if count is not None for stage in range(end, stages, period)}
+    remaining, others = layers + accounted(flags) - sum(of_ends.values()), stages - len(of_ends)
+    spread = iter(layout.spread(remaining, others))
+    counts = [of_ends[stage] if stage in of_ends else next(spread) for stage in range(stages)]
     counts[0] -= is_given(flags, layout.ACCOUNTED[0])
     counts[-1] -= is_given(flags, layout.ACCOUNTED[1])
     if remaining < others or min(counts) < 0:
@@ -259,12 +284,13 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
             f"{layers} layers are too few for {stages} stages if flags set the layers of the first or last pipeline "
             "rank; take fewer ranks, a schedule with fewer chunks per rank, or other numbers for these flags",
         )
-    why = (
-        f"the ranks of {placement.name} hold other stages than Megatron's"
-        if has_ends
-        else f"{counted_layers(flags, layers)} do not divide evenly by {stages} stages"
-    )
-    return LayoutFlag(_written(flags, counts), why)
+    if remaining and not others:
+        raise UnsupportedError(
+            "does-not-divide",
+            f"--{' and --'.join(layout.FIRST_OR_LAST)} leave {remaining} of {layers} layers without a stage on "
+            f"{stages} stages; pass one of them, or numbers with the sum {layers}",
+        )
+    return tuple(counts)
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:

@@ -23,6 +23,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.flags import words, words_by_flag
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
+from megatron_pipemem.model.layout import FIRST_OR_LAST, PATTERN_FLAGS
 from megatron_pipemem.tools.advise.advice import advise
 from megatron_pipemem.tools.advise.consumers import changes
 from megatron_pipemem.tools.advise.programs import read_program
@@ -50,8 +51,8 @@ RARE = (
 )
 
 
-def random_command(seed: int) -> tuple[int, dict[str, object]]:
-    """A number of devices, and the flags of a run with a pipeline."""
+def random_command(seed: int, hybrids: float) -> tuple[int, dict[str, object]]:
+    """A number of devices, and the flags of a run with a pipeline, of which a share of ``hybrids`` are hybrid models."""
     draw = random.Random(seed)
     p, tp, cp, dp = draw.choice((2, 4, 8)), draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 1, 2)), draw.choice((1, 2, 4))
     layers = p * draw.choice((2, 4, 6, 8, 12))
@@ -63,12 +64,13 @@ def random_command(seed: int) -> tuple[int, dict[str, object]]:
         "no-gradient-accumulation-fusion": True,
         "global-batch-size": dp * draw.choice((3, p, 2 * p, 2 * p + 1, 4 * p)),
     }
-    if draw.random() < 0.2:
+    if draw.random() < hybrids:
         pattern = draw.choice(("*-", "M*-", "M-M*-")) * (layers // 2)
         size = len(pattern) // p
         is_cut = len(pattern) % p == 0 and draw.random() < 0.5
         stages = [pattern[stage * size : (stage + 1) * size] for stage in range(p)]
-        flags["hybrid-layer-pattern"] = "|".join(stages) if is_cut else pattern
+        flags[draw.choice(PATTERN_FLAGS)] = "|".join(stages) if is_cut else pattern
+        flags |= {} if is_cut else draw.choice(({}, {}, *({name: size} for name in FIRST_OR_LAST)))
     else:
         flags |= {"num-layers": layers} | _cut(draw, layers, p)
         flags |= EXPERTS if draw.random() < 0.25 else {}
@@ -130,11 +132,14 @@ def changed(command: list[str], added: list[str], gone: list[str]) -> list[str]:
     return [*kept, *added]
 
 
-@pytest.mark.parametrize("first", rest_nightly(range(0, 300, 10), [0], "the same for other seeds"))
-def test_lines_run(first, monkeypatch):
+SEEDS = [(first, hybrids) for first in range(0, 300, 10) for hybrids in (0.2, 1.0)]
+
+
+@pytest.mark.parametrize(("first", "hybrids"), rest_nightly(SEEDS, SEEDS[:2], "the same for other seeds"))
+def test_lines_run(first, hybrids, monkeypatch):
     context, lines = Context(known_flags(), load("h100-80g", Cluster)), 0
     for seed in range(first, first + 10):
-        devices, flags = random_command(seed)
+        devices, flags = random_command(seed, hybrids)
         command = words(flags)
         if refused_by_megatron(command, devices, monkeypatch):
             continue
@@ -157,3 +162,15 @@ def test_lines_run(first, monkeypatch):
             assert refused is None, f"seed {seed}, {way.name}: {refused}\n{shlex.join(started)}"
             lines += 1
     assert lines > 5
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "v-half", "hanayo", "chimera"])
+@pytest.mark.parametrize("name", PATTERN_FLAGS)
+def test_layers_of_the_first_and_last_rank_start_with_a_pattern(schedule, name, monkeypatch):
+    flags = {**LLAMA, "hidden-size": 512, "num-attention-heads": 8, "seq-length": 512, "max-position-embeddings": 512}
+    flags |= {"micro-batch-size": 1, "global-batch-size": 8, "pipeline-model-parallel-size": 4, "vocab-size": 1000}
+    flags |= {"tokenizer-type": "NullTokenizer", "bf16": True, name: "*-" * 16, FIRST_OR_LAST[0]: 4}
+    command = [*words(flags), f"--{FIRST_OR_LAST[1]}=8"]
+    started = add_virtual_stages(*take_flags([*command, "--pipemem-schedule", schedule]))
+    assert refused_by_megatron(started, 4, monkeypatch) is None
+    assert not any(flag in word for flag in FIRST_OR_LAST for word in started) and started[-1].count("|") % 4 == 3

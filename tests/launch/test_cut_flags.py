@@ -117,12 +117,48 @@ def test_the_head_takes_layers_away_from_its_device_unless_the_vocabulary_is_cut
     assert last[0] < last[1] == 4
 
 
+FIRST, LAST = layout.FIRST_OR_LAST
+# Flags of the first and last rank, and the layers of every stage of a pattern of 24 layers on four ranks.
+ENDS = [
+    ("1f1b", {FIRST: "9", LAST: "3"}, [9, 6, 6, 3]),
+    ("chimera", {LAST: "3"}, [7, 7, 7, 3]),
+    ("interleaved", {FIRST: "4"}, [2, 3, 4, 4, 2, 3, 3, 3]),
+    ("interleaved", {FIRST: "2", LAST: "6"}, [1, 4, 4, 3, 1, 4, 4, 3]),
+    ("v-half", {FIRST: "2"}, [1, 3, 4, 4, 3, 3, 3, 3]),
+    ("zbv", {LAST: "2", FIRST: "6"}, [3, 3, 4, 4, 3, 3, 3, 1]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "flags", "counts"), ENDS)
+def test_layers_of_the_first_or_last_rank_cut_a_pattern(schedule, flags, counts):
+    pattern = "M*-" * 8 + "/M*"
+    text = cut_pattern(SIZES | {"hybrid-layer-pattern": pattern} | flags, placements_of(schedule, {}, P)[0], True)
+    assert [*map(len, layout.segments(text.partition("=")[2]))] == counts
+    assert text.replace("|", "") == f"--hybrid-layer-pattern={pattern}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "code"),
+    [
+        ("interleaved", {FIRST: "3"}, "does-not-divide"),
+        ("v-half", {LAST: "40"}, "too-few-layers"),
+        ("1f1b", {FIRST: "12", LAST: "12"}, "too-few-layers"),
+    ],
+)
+def test_layers_of_the_ends_that_do_not_fit_a_pattern(schedule, flags, code):
+    placement = placements_of(schedule, {}, P)[0]
+    with refused(code, 24 if code == "too-few-layers" else 3, kind=UnsupportedError):
+        cut_pattern(SIZES | {"hybrid-layer-pattern": "M*-" * 8} | flags, placement, with_head=True)
+    with refused("does-not-divide", 24, kind=UnsupportedError):
+        ends = {FIRST: "3", LAST: "4", "hybrid-layer-pattern": "M*-" * 8}
+        cut_pattern(SIZES | ends, placements_of("1f1b", {}, 2)[0], with_head=True)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         {},
         {"hybrid-layer-pattern": "*-|*-|*-|*-"},
-        {"hybrid-layer-pattern": "*-*-*-*-", "decoder-first-pipeline-num-layers": "1"},
         {"hybrid-layer-pattern": ""},
     ],
 )

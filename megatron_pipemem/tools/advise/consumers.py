@@ -95,6 +95,7 @@ def _as_written(less: Flags, written: Flags) -> Flags:
 def _refused_beside(more: Flags, way: Way, written: Flags) -> Flags:
     """Return the flags of a command that Megatron refuses beside those of a way (its ``validate_args``)."""
     gone = [] if {VIRTUAL_STAGES, layout.FLAG}.isdisjoint(more) else [LAYERS_PER_STAGE]
+    gone += layout.PATTERN_FLAGS[1:] if layout.PATTERN in more else []
     if way.step.placement.num_chunks > 1 and way.run.parallelism.pp == 2:
         gone.append("no-overlap-p2p-communication")
     return {name: written[name] for name in gone if is_given(written, name)}

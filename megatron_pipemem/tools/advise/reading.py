@@ -135,7 +135,8 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
         context: facts that the flags may leave open.
     """
     assumed: list[str] = []
-    flags = _with_length(flags, assumed)
+    written = flags
+    flags = _with_length(_with_one_pattern(flags), assumed)
     args = Arguments(flags, context.flag_table)
     model = _model(args, flags, assumed, context.vocabulary)
     model = replace(model, tower=_tower(flags, assumed, context.images))
@@ -151,16 +152,23 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
     cluster = replace(context.cluster, nodes=nodes, devices_per_node=per_node)
     args.mark(*_OTHERS, "bf16", "fp16", TOWER, IMAGES)
     others = args.unread() | ({"bf16": False} if is_single else {"fp16" if args.fp16 else "bf16": True})
-    pattern_flag, pattern = cut_flags.given_pattern(flags)
-    if pattern_flag is not None and layout.is_cut(pattern):
-        others[pattern_flag] = pattern
+    if layout.is_cut(str(flags.get(layout.PATTERN, ""))):
+        others[layout.PATTERN] = str(flags[layout.PATTERN])
     run = Run(model, cluster, cut, choice, others)
     if rank := run.execution.adapters:
         assumed.append(
             f"adapters of rank {rank} on all linear layers; the layers' own weights have no W, so a split backward gains "
             "little"
         )
-    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table), flags={**flags})
+    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table), flags={**written})
+
+
+def _with_one_pattern(flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return flags with the pattern of a hybrid model under the newer of its two names."""
+    name, pattern = cut_flags.given_pattern(flags)
+    if name in (None, layout.PATTERN):
+        return flags
+    return {flag: value for flag, value in flags.items() if flag != name} | {layout.PATTERN: pattern}
 
 
 def _with_length(flags: Mapping[str, Any], assumed: list[str]) -> Mapping[str, Any]:

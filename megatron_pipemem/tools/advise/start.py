@@ -67,7 +67,7 @@ def with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
         f"layout auto: --{flag} '{text}', {balance.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
         f"layers divided evenly take {longer:.1%} longer",
     )
-    return [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
+    return [*cut_flags.without_flags(arguments, cut_flags.REPLACED_BY_LAYOUT), f"--{flag}={text}"]
 
 
 def _run_of(request: Request, flag_values: Mapping[str, Any], flag_table: Mapping[str, Mapping[str, Any]]) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pipemem.model.cut_flags import needed_layout
+from megatron_pipemem.model.cut_flags import counts_of_ends, is_given, needed_layout
 from megatron_pipemem.model.layout import (
     ACCOUNTED,
     FIRST_OR_LAST,
@@ -83,7 +83,12 @@ def layers_of(run: Run, placement: Placement) -> tuple[int, ...] | None:
     Multi-token prediction counts as one more layer. The result is ``None`` if the layers are unknown.
     """
     counts = pieces_of(run, placement.model_stages)
-    if counts is not None or run.schedule.name == STOCK or run.model.pattern is not None:
+    if counts is not None or run.schedule.name == STOCK:
         return counts
+    if any(is_given(run.flags, name) for name in FIRST_OR_LAST):
+        *others, last = counts_of_ends(run.flags, run.model.layers, placement)
+        return (*others, last + run.model.pieces - run.model.layers)
+    if run.model.pattern is not None:
+        return None
     needed = needed_layout(run.flags, run.model.layers, placement.num_devices, placement)
     return None if needed is None else read(needed.text)
