@@ -30,7 +30,8 @@ ended, and a message moves when it is the next action on both devices.
 The lists of all devices are parts of one simulated run, which has one entry per message and per collective. Each wait
 is for an earlier entry of the run, so there is no circle, whatever the times are. A message moves when both devices
 are between two actions. If the destination is busy, the source has a choice: it waits if computing first would delay
-the destination by more than that.
+the destination by more than that. Where messages take time, a run in which they take none may place them better, for
+``zbv`` and ``dualpipe`` for example. So both runs are made, and the faster lists are taken.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import explained_by_validation
-from megatron_pipemem.schedule.waits import last_needed
+from megatron_pipemem.schedule.waits import last_needed, run_single_queues
 
 
 class Horizons:
@@ -469,6 +470,15 @@ class _Run:
         return time
 
 
+def _fastest_in_single_queues(schedule: Schedule, costs: Costs) -> tuple[Order, ...]:
+    """Return the orders of ``add_messages_to_single_queues``, with positions for messages that take their time or none."""
+    decisions = [costs, replace(costs, p2p=0.0)] if costs.p2p else [costs]
+    lists = [add_messages_to_single_queues(schedule, times) for times in decisions]
+    if len(lists) == 1:
+        return lists[0]
+    return min(lists, key=lambda orders: run_single_queues(Program(schedule, orders), costs).makespan)
+
+
 __all__ = ["lower"]
 
 
@@ -485,7 +495,7 @@ def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None
         raise LookupError("a stage that the placement lacks, and for which no message would be added")
     horizons = None
     if single_queue:
-        with_messages = add_messages_to_single_queues(schedule, costs or Costs())
+        with_messages = _fastest_in_single_queues(schedule, costs or Costs())
     elif schedule.vocabulary_barriers:
         with_messages = add_messages_in_sequence(schedule)
     else:

@@ -271,6 +271,17 @@ def test_messages_that_take_no_time_cost_none_in_one_queue(name: str) -> None:
     assert queued.makespan == pytest.approx(simulate(schedule).makespan)
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("zbv", 1.065), ("dualpipe-v", 1.08), ("dualpipe", 1.055), ("hanayo", 1.13)]
+)
+def test_messages_have_the_better_of_two_places(name: str, most: float) -> None:
+    """The first three gain where the run that decides has messages without times, and the fourth where it has times."""
+    costs = Costs(1, 1.5, 0.5, p2p=0.02)
+    schedule = build_schedule(name, num_devices=8, num_microbatches=32, costs=costs)
+    program = proved(schedule, costs)
+    assert run_single_queues(program, costs).makespan <= most * simulate(schedule, costs).makespan
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_a_copy_takes_its_time_before_what_comes_after_it(name: str) -> None:
     costs = replace(UNEQUAL, channel=Channel(ratio=0.5))
