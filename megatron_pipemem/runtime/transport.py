@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Action, Kind
@@ -130,6 +131,8 @@ class Pipeline:
     device: int  # this rank's number in the pipeline
     ranks: Sequence[int]  # the global rank of every device
     channels: Mapping[Edge, dist.ProcessGroup]  # the process group of each directed edge of this rank
+    # Transports with messages under way. If a step fails, they keep the memory that a backend may still use.
+    unfinished: set[Transport] = field(default_factory=set)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -256,9 +259,23 @@ class _Channel:
     receives: deque[_Receive] = field(default_factory=deque)
 
 
-@dataclass
+def unrecorded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of a tensor, on which a backend's ``record_stream`` has no effect.
+
+    NCCL calls ``record_stream`` on the tensors of messages. When such a tensor is freed, PyTorch's allocator waits until
+    the host sees that the channel has reached this point. This is late if the host runs ahead, or if the channel waits
+    for a later message. The allocator ignores the call for memory that another owner frees, and the alias is such an
+    owner. So the caller must keep the tensor until the current stream has waited for the message.
+    """
+    return from_dlpack(to_dlpack(tensor))
+
+
+@dataclass(eq=False)
 class Transport:
     """Sends and receives the messages of one step on one rank.
+
+    Memory of messages is reused in the order of the current stream, as if the messages were computed on it. The stream
+    waits for a message before the transport frees or returns its tensor.
 
     If shapes are unknown, a header with the shape comes before each message. With ``in_sequence``, the header is read
     when the receive is posted, and not when the tensor is needed. The order for one hardware queue needs this. With
@@ -281,6 +298,7 @@ class Transport:
             edge: _Channel(group, dist.get_group_rank(group, pipeline.ranks[edge[edge[0] == pipeline.device]]))
             for edge, group in pipeline.channels.items()
         }
+        pipeline.unfinished.add(self)
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send a tensor, and keep its memory until the backend has sent it.
@@ -297,8 +315,8 @@ class Transport:
             header[0] = tensor.dim()
             header[1 : 1 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.int64)
             header = header.to(tensor.device)
-            works.append((group.send([header], peer, 0), header))
-        works.append((group.send([tensor], peer, 0), tensor))
+            works.append((group.send([unrecorded(header)], peer, 0), header))
+        works.append((group.send([unrecorded(tensor)], peer, 0), tensor))
         self._sends[action] = works
         channel.leaving.append(action)
         if self.polls:
@@ -313,9 +331,14 @@ class Transport:
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 
     def free_sent(self, action: Action) -> None:
-        """Free the memory of the message that ``action`` sent, unless it is free. The receiver must have used it."""
-        for work, _ in self._sends.pop(action, ()):
+        """Free the memory of the message that ``action`` sent, unless it is free.
+
+        Call it when the message has been sent. Otherwise the current stream waits.
+        """
+        for work, tensor in self._sends.pop(action, ()):
             work.wait()
+            if tensor.is_cuda:  # has an effect only if another stream allocated the tensor
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def post_receive(self, action: Action) -> torch.Tensor | None:
         """Start to receive a message, and return its buffer. If its shape is unknown, ``wait`` starts the receive."""
@@ -342,12 +365,18 @@ class Transport:
             while channel.receives:
                 self._take_next(channel)
         taken, self._arrived = self._arrived, {}
+        self._note_finished()
         return taken
 
     def finish(self) -> None:
         """Wait for the sends whose memory is not free yet, and free it. With NCCL the stream waits, not the host."""
         for action in list(self._sends):
             self.free_sent(action)
+        self._note_finished()
+
+    def _note_finished(self) -> None:
+        if not self._sends and not any(channel.receives for channel in self._channels.values()):
+            self.pipeline.unfinished.discard(self)
 
     def _take_next(self, channel: _Channel) -> None:
         receive = channel.receives.popleft()
@@ -365,17 +394,17 @@ class Transport:
                 works = self._sends.get(actions[0])
                 if works is not None and not works[-1][0].is_completed():
                     break
-                self._sends.pop(actions.popleft(), None)
+                self.free_sent(actions.popleft())
 
     def _start(self, receive: _Receive, channel: _Channel) -> None:
         shape = self.message.shape_of(receive.action.microbatch)
         if shape is None:
             header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
-            channel.group.recv([header], channel.peer, 0).wait()
+            channel.group.recv([unrecorded(header)], channel.peer, 0).wait()
             sizes = header.tolist()
             shape = tuple(sizes[1 : 1 + sizes[0]])
         receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)
-        receive.work = channel.group.recv([receive.tensor], channel.peer, 0)
+        receive.work = channel.group.recv([unrecorded(receive.tensor)], channel.peer, 0)
 
     def _channel(self, action: Action) -> _Channel:
         """Return the channel of a message: outputs go to the next stage, and gradients to the previous stage."""

@@ -8,6 +8,9 @@ operation that reaches the dispatcher, with the current stream. A storage knows 
   ``record_stream``, and the home stream goes on without being ordered after that use. The caching allocator may have
   given the memory to a new tensor.
 
+It also counts memory that comes back ``late``: a stream was recorded for it, as NCCL does for the tensors of messages. The
+caching allocator records an event when such memory is freed, and reuses it when the host sees the event done.
+
 ``torch.cuda._sanitizer`` finds races on a GPU. Nothing in PyTorch finds memory that is freed too early.
 """
 
@@ -144,6 +147,8 @@ class Use(NamedTuple):
 class Memory:
     """The uses of one storage that no later write has replaced."""
 
+    key: int
+    address: int
     alive: StorageWeakRef
     home: Stream
     origin: str
@@ -164,6 +169,7 @@ class Streams(TorchDispatchMode):
     Attributes:
         found: number of times of every ``(kind, description, place in our code)``.
         asked: number of times that the host has asked for a value or a state of the device, by what it has asked for.
+        late: number of freed storages that a stream was recorded for, by the operation that made them and the stream.
     """
 
     active: Streams
@@ -173,12 +179,14 @@ class Streams(TorchDispatchMode):
         Streams.active = self
         self.found: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
         self.asked: Counter[str] = Counter()
+        self.late: Counter[tuple[str, str]] = Counter()
         self.streams: list[Stream] = []
         self.host: Clock = {}
         self.compute = self.current = Stream(name="compute")
         self.used_in_backward: set[Stream] = set()
         self.in_node = True  # outside of the engine, there is no sum of gradients between nodes
         self._known: dict[int, Memory] = {}
+        self._at: dict[int, Memory] = {}
         self._shared: dict[int, Memory] = {}  # those of them that another stream than their home stream has used
         self._freed: dict[Stream, list[tuple[str, list[Use], tuple[str, ...]]]] = {}
         self._patches = contextlib.ExitStack()
@@ -265,9 +273,8 @@ class Streams(TorchDispatchMode):
         self._launch(stream)
         made = [tensor for tensor in tensors(result) if key_of(tensor) not in before]
         for tensor in made:
-            known = self._known.get(key_of(tensor))
-            if known is None or known.alive.expired():
-                self._known[key_of(tensor)] = Memory(StorageWeakRef(tensor.untyped_storage()), stream, name)
+            if self._memory_of(tensor) is None:
+                self._add(tensor, stream, name)
         if name in TOUCHES_NOTHING or function.is_view:
             return result
         for tensor in inputs:
@@ -301,16 +308,24 @@ class Streams(TorchDispatchMode):
                     description = f"{origin} of {stream}: {use.name} on {use.stream} may still run"
                     self.found["free", description, where] += 1
 
+    def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        """Return the memory of a tensor, also of an alias that has a storage of its own; ``None`` if it is new."""
+        noted = self._known.get(key_of(tensor)), self._at.get(tensor.untyped_storage().data_ptr())
+        return next((memory for memory in noted if memory is not None and not memory.alive.expired()), None)
+
+    def _add(self, tensor: torch.Tensor, home: Stream, origin: str) -> Memory:
+        storage = tensor.untyped_storage()
+        memory = Memory(storage._cdata, storage.data_ptr(), StorageWeakRef(storage), home, origin)
+        self._known[memory.key] = self._at[memory.address] = memory
+        return memory
+
     def _use(self, tensor: torch.Tensor, stream: Stream, writes: bool, name: str) -> None:
-        memory = self._known.get(key_of(tensor))
-        if memory is None or memory.alive.expired():  # made before the sanitizer was switched on
-            memory = self._known[key_of(tensor)] = Memory(
-                StorageWeakRef(tensor.untyped_storage()), self.compute, "before"
-            )
+        # Tensors that are not known were made before the sanitizer was switched on.
+        memory = self._memory_of(tensor) or self._add(tensor, self.compute, "before")
         if tensor.numel() == 0:
             return
         if stream is not memory.home:
-            self._shared[key_of(tensor)] = memory
+            self._shared[memory.key] = memory
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin, size = int(tensor.storage_offset()), tensor.element_size()
         use = Use(begin * size, (begin + last + 1) * size, stream, dict(stream.clock), name)
@@ -334,6 +349,10 @@ class Streams(TorchDispatchMode):
     def _free(self, key: int) -> None:
         memory = self._known.pop(key)
         self._shared.pop(key, None)
+        if self._at.get(memory.address) is memory:
+            del self._at[memory.address]
+        for recorded in memory.recorded - {memory.home}:
+            self.late[memory.origin, recorded.name] += 1
         if uses := memory.foreign_uses():
             self._freed.setdefault(memory.home, []).append((memory.origin, uses, _place()))
 
@@ -431,7 +450,19 @@ class Group:
         return Work(self._stream, [*reads, *writes])
 
     def send(self, sent: list[torch.Tensor], peer: int, tag: int) -> Work:
-        return self.post(sent, [], "send")
+        return self._recorded(self.post(sent, [], "send"), sent)
 
     def recv(self, received: list[torch.Tensor], peer: int, tag: int) -> Work:
-        return self.post([], received, "recv")
+        return self._recorded(self.post([], received, "recv"), received)
+
+    def _recorded(self, work: Work, tensors: list[torch.Tensor]) -> Work:
+        """Record the stream of the group for a message, which the allocator ignores for memory that is not its own."""
+        for tensor in tensors:
+            if is_of_allocator(tensor):
+                tensor.record_stream(self._stream)
+        return work
+
+
+def is_of_allocator(tensor: torch.Tensor) -> bool:
+    """Return whether PyTorch's allocator frees the memory of a tensor. An alias by ``from_dlpack`` has another owner."""
+    return tensor.untyped_storage().resizable()

@@ -11,6 +11,7 @@ import toy
 import vocabulary_model
 from lanes import rest_nightly
 from streams import Group, Stream, Streams, Work
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.features.offload.runtime.channels import CudaChannel
 from megatron_pipemem.features.offload.runtime.engine import OffloadEngine
@@ -19,15 +20,19 @@ from megatron_pipemem.features.vocabulary.runtime import collectives
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions
 from megatron_pipemem.runtime import transport
 from megatron_pipemem.runtime.transport import (
+    MessageFormat,
     Pipeline,
     edges,
     polls_departures,
 )
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 
 DEVICES = 4
+SEND = Action(Kind.SEND_F, 0, 0)
 ALL = list(range(2 * DEVICES))
 CASES = {
     "messages and split backward": {},
@@ -79,6 +84,60 @@ FULL_LANE = [
 def test_a_device_has_no_race_and_frees_nothing_early(gpu, name, case):
     for device in range(DEVICES):
         run_device(device, {"schedule": name} | CASES[case])
+    assert not gpu.late
+
+
+def test_memory_of_messages_comes_back_late_if_their_stream_is_recorded(monkeypatch, gpu):
+    """The alias of a message has another owner. Its memory is safe, because the computing waits for the message."""
+    monkeypatch.setattr(transport, "unrecorded", lambda tensor: tensor)
+    run_device(1, {"schedule": "v-half"})
+    torch.ones(1)  # memory is found free at the next launch
+    assert sum(gpu.late.values()) == 2 * 6 * 8  # steps, microbatches, messages of two stages
+    assert {stream for _, stream in gpu.late} == {"edge (0, 1)", "edge (1, 0)", "edge (1, 2)", "edge (2, 1)"}
+
+
+def test_a_message_that_is_freed_before_it_is_sent_is_found(monkeypatch):
+    monkeypatch.setattr(transport.Transport, "free_sent", lambda messages, action: messages._sends.pop(action, None))
+    monkeypatch.setattr(Work, "wait", lambda work: None)
+    with Streams() as gpu:
+        run_device(0, {"schedule": "1f1b"})
+    assert "free" in gpu.kinds()
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_a_sent_tensor_of_another_stream_waits_for_the_stream_that_frees_it(monkeypatch, is_cuda):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
+    with Streams() as gpu:
+        placement, other = Placement.linear(2), Stream()
+        message = MessageFormat((4,), torch.float32, torch.device("cpu"))
+        messages = transport.Transport(
+            Pipeline(None, placement, 0, range(2), {edge: Group(f"{edge}") for edge in edges(placement)}), message
+        )
+        with torch.cuda.stream(other):
+            tensor = torch.ones(4)
+        gpu.compute.wait_stream(other)
+        messages.post_send(SEND, tensor)
+        messages.free_sent(SEND)
+        del tensor
+        with torch.cuda.stream(other):
+            torch.ones(4)  # may take its place
+    assert gpu.kinds() == (set() if is_cuda else {"free"})
+
+
+def test_a_failed_step_keeps_the_memory_that_its_messages_use(monkeypatch, gpu):
+    """Another rank may still send, and what the caller computes next must not be overwritten."""
+    placement = Placement.linear(2)
+    pipeline = Pipeline(None, placement, 0, range(2), {edge: Group(f"{edge}") for edge in edges(placement)})
+    messages = transport.Transport(pipeline, MessageFormat((4,), torch.float32, torch.device("cpu")))
+    messages.post_send(SEND, torch.ones(4))
+    received = StorageWeakRef(messages.post_receive(Action(Kind.RECV_I, 0, 0)).untyped_storage())
+    messages.finish()
+    del messages
+    assert not received.expired()
+    (left,) = pipeline.unfinished
+    left.take_in()
+    del left
+    assert received.expired() and not pipeline.unfinished
 
 
 ASKING = [

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lanes import rest_nightly
 from refusals import refused
+from streams import is_of_allocator
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.runtime import transport
-from megatron_pipemem.runtime.executor import rank_program
+from megatron_pipemem.runtime.executor import Executor, rank_program
 from megatron_pipemem.runtime.transport import (
     MessageFormat,
     Pipeline,
@@ -183,15 +185,89 @@ def test_the_edges_of_a_pipeline_open_in_a_few_rounds(monkeypatch, name, p):
 
 def test_a_send_that_waits_keeps_no_other_edge_from_letting_go(monkeypatch):
     """An early activation that the next rank is slow to receive, and gradients that the one before has received."""
-    left = {2: False, 0: True}
-    group = SimpleNamespace(send=lambda tensors, peer, tag: SimpleNamespace(is_completed=lambda: left[peer]))
+    left, waited = {2: False, 0: True}, []
+    group = SimpleNamespace(
+        send=lambda tensors, peer, tag: SimpleNamespace(
+            is_completed=lambda: left[peer], wait=lambda: waited.append(peer)
+        )
+    )
     monkeypatch.setattr(transport.dist, "get_group_rank", lambda group, rank: rank)
     message = MessageFormat((1,), torch.float32, torch.device("cpu"))
     channels = {(1, 2): group, (1, 0): group}
     messages = Transport(Pipeline(None, Placement.linear(3), 1, range(3), channels), message)
     messages.post_send(Action(Kind.SEND_F, 1, 0), torch.zeros(1))
     messages.post_send(Action(Kind.SEND_I, 1, 0), torch.zeros(1))
-    assert [*messages._sends] == [Action(Kind.SEND_F, 1, 0)]
+    assert [*messages._sends] == [Action(Kind.SEND_F, 1, 0)] and waited == [0]
+
+
+class Backend:
+    """A process group that records its stream for the tensors of its messages, and a host that sees no event done.
+
+    The allocator has that stream only for memory that it frees itself. Such memory is late when it is freed.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: list[StorageWeakRef] = []
+        self.messages = 0
+
+    def post(self, tensors: list[torch.Tensor], peer: int, tag: int) -> SimpleNamespace:
+        self.messages += 1
+        self.recorded += [StorageWeakRef(t.untyped_storage()) for t in tensors if is_of_allocator(t)]
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
+
+    send = recv = post
+
+    @property
+    def late(self) -> int:
+        return sum(block.expired() for block in self.recorded)
+
+
+class Blank:
+    """A stage whose results are new memory, and any actions of features, which do nothing."""
+
+    def forward(self, microbatch, input, will_recompute=False):
+        return torch.empty(2)
+
+    def recompute(self, microbatch, input):
+        return torch.empty(2)
+
+    def release_output(self, output):
+        pass
+
+    def backward(self, microbatch, input, output, output_gradient):
+        return torch.empty(2)
+
+    def reduce_gradients(self):
+        pass
+
+    def extend(self, executor):
+        return {
+            kind: lambda instruction: None
+            for kind in {instruction.action.kind for instruction in executor.instructions} - executor.handlers.keys()
+        }
+
+
+@pytest.mark.parametrize("p", [4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_memory_of_messages_comes_back_late(monkeypatch, name, p):
+    monkeypatch.setattr(transport.dist, "get_group_rank", lambda group, rank: rank)
+    program = lower(build_schedule(name, num_devices=p, num_microbatches=2 * p))
+    message, blank = MessageFormat((2,), torch.float32, torch.device("cpu")), Blank()
+
+    def run(device: int) -> Backend:
+        backend = Backend()
+        channels = {edge: backend for edge in edges(program.placement) if device in edge}
+        pipeline = Pipeline(None, program.placement, device, range(p), channels)
+        stages = dict.fromkeys(program.placement.stages[device], blank)
+        Executor(program, device, stages, Transport(pipeline, message), [blank]).run()
+        assert backend.messages == sum(action.kind in MESSAGES for action in program.actions[device]) > 0
+        return backend
+
+    assert not any(run(device).late for device in range(p))
+    monkeypatch.setattr(transport, "unrecorded", lambda tensor: tensor)
+    for device in range(p):
+        backend = run(device)
+        assert backend.late == backend.messages  # all come back late
 
 
 def test_a_host_asks_what_has_left_where_no_answer_shows_it():
