@@ -249,7 +249,7 @@ def lower_bound(
 ) -> float:
     """Return a makespan in seconds that no schedule with this placement and cap can beat, whatever its order.
 
-    The result is the largest of three bounds over all devices:
+    The result is the largest of four bounds over all devices:
 
     - *Idle*: the work of a device plus its least idle time at the start and at the end. At the start, the device runs
       only forwards until the first gradient can arrive, and no more forwards than the cap admits. At the end, the
@@ -259,7 +259,11 @@ def lower_bound(
       up. The exception is the first bound of the end if all forwards fit the cap at once: then the larger idle time
       counts. For a V with equal costs ``u`` per pass and a cap of ``k`` stages the bound is at least
       ``(6m + 6p - 1 - 3k) u``, as in arXiv 2405.15362, appendix E.
-    - *Area*: the sum over all microbatches of memory times the least time that it is held, divided by the cap.
+    - *Area*: the sum over all microbatches of memory times the least time that it is held, divided by the cap. While
+      the first forwards start one after another, and while the last input gradients end, the device cannot fill its
+      cap. This unused area counts too.
+    - *Life*: from the start of F to the end of I on a device's ``j``-th stage, a microbatch holds ``j`` stages there.
+      If the cap admits ``n`` such microbatches at once, ``m`` of them take at least ``ceil(m / n)`` times as long.
     - *Path*: the time of one microbatch forward through all stages and backward again.
 
     If I gives back a part of the activations (``M_B`` and ``M_W`` of arXiv 2401.10241), a microbatch that waits for W
@@ -360,8 +364,52 @@ class _Step:
                 continue  # a full backward, which takes less memory, leaves nothing after it
             after_last_input = min(c.after_input[stage] for c in self._first)
             idle = max(idle, head + after_last_input - self._left(stages, cap, stage))
-        lives = sum(c.count * c.lives(stages) for c in chains)
-        return max(work + idle, lives / cap if cap else 0.0, max(c.end for c in chains))
+        return max(work + idle, self._area(stages, cap), self._life(stages, cap), max(c.end for c in chains))
+
+    def _area(self, stages: Sequence[int], cap: float) -> float:
+        """Return a lower bound from the area of a device's memory over time, and from the cap."""
+        lives = sum(c.count * c.lives(stages) for c in self._chains)
+        most = max(c.memory[s].forward for c in self._chains for s in stages)
+        if not lives or not cap:
+            return 0.0
+        # No more steps than passes: then a step is long enough for both ramps, one after the other.
+        steps = min(math.floor(cap / most), len(stages) * sum(c.count for c in self._chains))
+
+        def ramp(seconds: float) -> float:
+            """Return the unused area while passes of ``seconds`` fill the cap one after another."""
+            return seconds * (steps * cap - most * steps * (steps + 1) / 2)
+
+        def least(times: Callable[[Chain], Sequence[float]]) -> float:
+            return min(times(c)[s] for c in self._chains for s in stages)
+
+        rising = least(lambda c: c.forward_start) * cap + ramp(least(lambda c: c.forward))
+        # After the last I, only W hold memory, one at a time. The n-th I from the end has n - 1 others after it, and a
+        # W that runs before them all holds the memory of one more.
+        falling = least(lambda c: c.after_input) * max(0.0, cap - most) + ramp(least(lambda c: c.input))
+        return (lives + rising + falling) / cap
+
+    def _life(self, stages: Sequence[int], cap: float) -> float:
+        """Return a lower bound from the number of microbatches that a device can hold at once."""
+        if any(min(c.memory[s]) < 0 for c in self._chains for s in stages):
+            return 0.0
+        last, sliced = self._last, len(self._chains) > len(self._last)
+        taken, release = [0.0] * len(last), math.inf
+        bound = 0.0
+        for stage in stages:
+            taken = [
+                before + sum(c.memory[stage].forward for c in step)
+                for before, step in zip(taken, self._steps, strict=True)
+            ]
+            at_once = _most([(1.0, memory, c.count) for memory, c in zip(taken, last, strict=True)], cap)
+            turns = math.ceil(sum(c.count for c in last) / int(loosened(at_once)))
+            # The first memory after I is released by the W of this stage, or on a stage before it.
+            by_input = sliced or any(c.memory[stage].input < c.memory[stage].forward for c in last)
+            release = min(release, 0.0 if by_input else min(c.weight[stage] for c in last))
+            start, after = min(c.forward_start[stage] for c in last), min(c.after_input[stage] for c in last)
+            life = min(c.alive[stage] for c in last) + release
+            bound = max(bound, start + turns * life + max(0.0, after - release))
+            release += min(c.input[stage] for c in last)
+        return bound
 
     def _left(self, stages: Sequence[int], cap: float, done: int) -> float:
         """Return the most seconds of backward work that a device can still hold within the cap after all its forwards.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
+from math import ceil
 
 import oracle
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from lanes import examples
 from random_schedules import random_schedules
@@ -23,6 +25,8 @@ from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.search.exact import solve
+from megatron_pipemem.search.problem import make_problem
 
 UNIT_V = Costs(2, 2, 2)
 PRICE = st.floats(0.01, 10)
@@ -43,8 +47,10 @@ def test_equal_costs_give_the_papers_formula(p: int, extra: int) -> None:
     for k in range(max(2, p), 2 * p + 1):
         m = 2 * p + extra
         # With much memory only the wait for the first backward, then only that for the first forward, remains.
-        expected = 6 * m + max(6 * p - 1 - 3 * k, 3 * p - 1 - k, p - 1)
-        assert lower_bound(Placement.v_shape(p), m, UNIT_V, k / (2 * p)) == pytest.approx(expected)
+        papers = 6 * m + max(6 * p - 1 - 3 * k, 3 * p - 1 - k, p - 1)
+        # With k // 2 microbatches at once on both stages of device d, each from F of the upper stage to its W.
+        lives = (ceil(m / (k // 2)) * (2 * d + 3) + 2 * (2 * p - 1 - d) for d in range(p))
+        assert lower_bound(Placement.v_shape(p), m, UNIT_V, k / (2 * p)) == pytest.approx(max(papers, *lives))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,93 @@ def test_bubbles_at_the_bound(p: int, m: int, costs: tuple[float, ...], p2p: flo
     for cap, rate in zip((0.5, 0.625, 0.75, 1.0), rates, strict=True):
         bound = lower_bound(Placement.v_shape(p), m, Costs(*costs, p2p=p2p / 2), cap)
         assert 1 - m * sum(costs) / bound == pytest.approx(rate, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "cap", "p2p", "bound", "optimum"),
+    [
+        (4, 6, (1, 1.7, 0.9), 0.4, 0.1, 44.7, 46.7),
+        (4, 8, (1, 1.5, 0.5), 0.4, 0.1, 52.4, 56.4),
+        (4, 8, (1, 1.2, 0.8), 0.4, 0.1, 48.2, 52.1),
+        (4, 8, (1, 1, 1), 0.4, 0, 40, 43),
+        (3, 9, (1, 1.2, 0.8), 0.5, 0.1, 40.6, 44.1),
+    ],
+)
+def test_a_small_cap_admits_few_microbatches_at_once(
+    p: int, m: int, costs: tuple[float, ...], cap: float, p2p: float, bound: float, optimum: float
+) -> None:
+    """The bound was computed by hand; the optimum is the shortest order that any solver found."""
+    assert lower_bound(Placement.v_shape(p), m, Costs(*costs, p2p), cap) == pytest.approx(bound)
+    assert bound < optimum
+
+
+def shortest_makespan(placement: Placement, m: int, costs: Costs, caps: Sequence[float]) -> float | None:
+    """Return the makespan of the best order with split backwards; ``None`` if there is none, or too much to try."""
+    problem = make_problem(placement, m, costs, caps)
+    solved = solve(problem, 1000 * max(problem.ticks), 5000)
+    return None if solved is None or solved.table is None else solved.table.makespan / problem.ticks_per_second
+
+
+@examples(100)
+@given(data=st.data())
+def test_the_exact_solver_never_beats_the_bound(data: st.DataObject) -> None:
+    placements = [Placement.v_shape(2), Placement.interleaved(2, 2), Placement.linear(2), Placement.linear(3)]
+    placement = data.draw(st.sampled_from(placements))
+
+    def several(*values: float) -> tuple[float, ...]:
+        return data.draw(st.tuples(*(st.sampled_from(values),) * placement.num_stages))
+
+    taken = several(1, 2)
+    by_input = tuple(f * share for f, share in zip(taken, several(0, -0.5, 0.5), strict=True))
+    by_weight = tuple(-f - i for f, i in zip(taken, by_input, strict=True))
+    memory = {Kind.F: taken, Kind.I: by_input, Kind.W: by_weight}
+    prices = [several(0.1, 0.5, 1, 2, 4) for _ in "FIW"]
+    costs = Costs(*prices, p2p=data.draw(st.sampled_from([0, 0.1])), memory=memory)
+    more = several(0, 1, 2)
+    caps = [sum(taken[s] for s in stages) + more[d] for d, stages in enumerate(placement.stages)]
+    m = data.draw(st.integers(2, 4))
+    optimum = shortest_makespan(placement, m, costs, caps)
+    assume(optimum is not None)
+    assert lower_bound(placement, m, costs, caps) <= optimum * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("placement", "m", "prices", "released_by_input", "caps"),
+    [
+        # A stage before the last one releases its memory first.
+        (
+            Placement.interleaved(2, 2),
+            4,
+            [(0.5, 1, 0.1, 4), (1, 1, 0.1, 1), (1, 0.1, 4, 1)],
+            (0, 0, 0, 0),
+            (3, 5),
+        ),
+        (
+            Placement.v_shape(2),
+            3,
+            [(4, 2, 4, 0.5), (4, 0.5, 0.5, 0.5), (2, 0.1, 4, 0.5)],
+            (0, 0, 0, 0),
+            (4, 3),
+        ),
+        # I releases half of it.
+        (Placement.linear(3), 2, [(0.1, 1, 0.1), (2, 1, 2), (2, 1, 1)], (0.5, 0, 0), (1.5, 1, 1.5)),
+        (Placement.linear(2), 2, [(0.5, 1), (2, 1), (4, 2)], (0.5, 0), (1.5, 1)),
+    ],
+)
+def test_memory_is_released_by_whatever_comes_first(
+    placement: Placement,
+    m: int,
+    prices: list[tuple[float, ...]],
+    released_by_input: tuple[float, ...],
+    caps: tuple[float, ...],
+) -> None:
+    memory = {
+        Kind.F: (1,) * placement.num_stages,
+        Kind.I: tuple(-share for share in released_by_input),
+        Kind.W: tuple(share - 1 for share in released_by_input),
+    }
+    costs = Costs(*prices, memory=memory)
+    assert lower_bound(placement, m, costs, caps) <= shortest_makespan(placement, m, costs, caps) * (1 + 1e-6)
 
 
 @examples(120)
