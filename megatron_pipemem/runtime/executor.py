@@ -389,6 +389,17 @@ class Executor:
         for finish in self.at_end:
             finish()
 
+    def close(self) -> None:
+        """Forget the handlers and the features' functions. Call it after the step, also if the step has failed.
+
+        They refer to this executor. The circle would keep the tensors of the step until Python collects garbage, which
+        some loops seldom do.
+        """
+        self.handlers.clear()
+        self.at_end.clear()
+        self.host_bytes = int
+        self._transport.note_finished()
+
     def drop(self, drain: Sequence[Action]) -> None:
         """Complete every message that has been started, and drop the received tensors. Do not run this executor again.
 

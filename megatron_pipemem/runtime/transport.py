@@ -365,16 +365,17 @@ class Transport:
             while channel.receives:
                 self._take_next(channel)
         taken, self._arrived = self._arrived, {}
-        self._note_finished()
+        self.note_finished()
         return taken
 
     def finish(self) -> None:
         """Wait for the sends whose memory is not free yet, and free it. With NCCL the stream waits, not the host."""
         for action in list(self._sends):
             self.free_sent(action)
-        self._note_finished()
+        self.note_finished()
 
-    def _note_finished(self) -> None:
+    def note_finished(self) -> None:
+        """Let the pipeline forget this transport, unless messages are under way."""
         if not self._sends and not any(channel.receives for channel in self._channels.values()):
             self.pipeline.unfinished.discard(self)
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+from collections import Counter
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from quantised import Quantised, WithEmptyStorage, eight_bits
 from refusals import refused
 
+import megatron_pipemem
 from megatron_pipemem.features.vocabulary.megatron.step import LastStage
 from megatron_pipemem.gates import StepGates
+from megatron_pipemem.mcore import plugin
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.mcore.plugin import programs_for
+from megatron_pipemem.mcore.report.run_report import RecordedStep
 from megatron_pipemem.mcore.step import forward_backward as step
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.request import Request
@@ -29,6 +36,7 @@ from megatron_pipemem.runtime.transport import (
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
 
 
@@ -124,3 +132,63 @@ def test_weights_that_the_first_forward_quantises_are_no_activations(monkeypatch
         stage.forward(microbatch, torch.ones(1))
         ledger.record(Action(Kind.F, 0, microbatch))
     assert [entry.bytes for entry in ledger.entries] == [0, 0]
+
+
+def living() -> Counter:
+    """Tensors and objects of this package, by type."""
+    types = map(type, gc.get_objects())
+    return Counter(t for t in types if issubclass(t, torch.Tensor) or t.__module__.startswith("megatron_pipemem."))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("recorded", ["nothing", "times", "times and bytes"])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2)])
+def test_steps_leave_nothing_behind(world, monkeypatch, tmp_path, name, chunks, recorded, fails):
+    """A loop may collect garbage seldom (``--manual-gc``). A step that fails may have run a part of its passes."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", world)
+    monkeypatch.setattr(parallel_state, "_PIPELINE_GLOBAL_RANKS", [0])
+    monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", chunks if chunks > 1 else None)
+    from stock_steps import tiny_step
+
+    class Stops(Exception):
+        pass
+
+    def read(data):
+        if next(data) == 3 and fails:
+            raise Stops
+        return {}
+
+    call = tiny_step(1, chunks, 8, lambda: torch.zeros(2, 1, 8), read)
+
+    def step():
+        with suppress(Stops):
+            call(
+                data_iterator=[iter(range(4)) for _ in range(chunks)],
+                num_microbatches=4,
+                seq_length=2,
+                micro_batch_size=1,
+            )
+
+    if recorded == "times and bytes":
+        monkeypatch.setattr("megatron_pipemem.mcore.report.run_record.RunRecord.counts", lambda record, program: True)
+    megatron_pipemem.enable(name, report=None if recorded == "nothing" else str(tmp_path / "report"))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            step()
+        gc.collect()
+        before = living()
+        for _ in range(20):
+            step()
+        assert gc.collect() == 0
+        more = living()
+        more.subtract(before)
+        more = {kind: number for kind, number in more.items() if number}
+        assert more == ({} if recorded == "nothing" or fails else {RecordedStep: 20})
+    finally:
+        gc.enable()
+        plugin.disable()

@@ -196,6 +196,7 @@ class ForwardBackward(Feature):
             extension.prepare(step)
         self._equip(step, extensions)
         with ExitStack() as stack:
+            stack.callback(lambda: step.executor.close())  # a trial may replace it
             stack.enter_context(no_gradient_sync(config))
             stack.enter_context(torch.no_grad() if step.forward_only else nullcontext())
             if not step.forward_only:
@@ -231,6 +232,7 @@ class ForwardBackward(Feature):
         if trial.stands():
             return
         step.executor.drop(trial.drain)
+        step.executor.close()
         trial.start_over()
         self._equip(step, extensions)
         _start_parameter_gather(step.context.config, step.chunks)

@@ -7,7 +7,7 @@ The program says when to start each collective. The pass that uses the result wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -157,19 +157,6 @@ class VocabularyPasses:
             Kind.T: (self._gathered, self._sent_loss_gradients),
             Kind.EMBED_B: (self._sent_embedding_gradients,),
         }
-        self._perform = {
-            Kind.EMBED_F: self._look_up,
-            Kind.REDUCE_E: self._reduce_embedding,
-            Kind.BCAST_X: self._broadcast_head_input,
-            Kind.S: self._score,
-            Kind.STATS: self._gather_statistics,
-            Kind.LOSS: self._loss,
-            Kind.BCAST_G: self._broadcast_loss_gradient,
-            Kind.T: self._head_gradients,
-            Kind.REDUCE_X: self._reduce_input_gradient,
-            Kind.BCAST_E: self._broadcast_embedding_gradient,
-            Kind.EMBED_B: self._embedding_weight_gradient,
-        }
 
     @property
     def _own_last_stage(self) -> HeadStage:
@@ -227,7 +214,7 @@ class VocabularyPasses:
 
     def perform(self, action: Action) -> None:
         """Run the pass, or start the collective, of this action."""
-        self._perform[action.kind](action.microbatch)
+        _PERFORM[action.kind](self, action.microbatch)
 
     def finish(self) -> None:
         """Wait for the collectives whose results this rank does not use, so that their buffers can be reused."""
@@ -439,3 +426,20 @@ class VocabularyPasses:
     def _released(self, tensor: torch.Tensor) -> None:
         if self.ledger is not None:
             self.ledger.release(tensor)
+
+
+# The functions of a class, and not the methods of an object: an object that refers to its own methods is a circle, which
+# would keep the tensors of a step until Python collects garbage.
+_PERFORM: dict[Kind, Callable[[VocabularyPasses, int], None]] = {
+    Kind.EMBED_F: VocabularyPasses._look_up,
+    Kind.REDUCE_E: VocabularyPasses._reduce_embedding,
+    Kind.BCAST_X: VocabularyPasses._broadcast_head_input,
+    Kind.S: VocabularyPasses._score,
+    Kind.STATS: VocabularyPasses._gather_statistics,
+    Kind.LOSS: VocabularyPasses._loss,
+    Kind.BCAST_G: VocabularyPasses._broadcast_loss_gradient,
+    Kind.T: VocabularyPasses._head_gradients,
+    Kind.REDUCE_X: VocabularyPasses._reduce_input_gradient,
+    Kind.BCAST_E: VocabularyPasses._broadcast_embedding_gradient,
+    Kind.EMBED_B: VocabularyPasses._embedding_weight_gradient,
+}
