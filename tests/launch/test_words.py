@@ -139,6 +139,7 @@ def test_a_file_changes_arguments_of_its_base(tmp_path):
         ("precision: bf16", "old-key", ("precision", "bf16")),
         ("tp: 2\ntensor_model_parallel_size: 2", "given-twice", ("tensor_model_parallel_size",)),
         ("globl_batch: 2", "unknown-key", ("globl_batch", "global_batch")),
+        ("colour_of_the_hat: 2", "unknown-key", ("colour_of_the_hat", "script")),
         ("pp: 0", "bad-number", ("pp",)),
         ("pipemem_memory_cap: [1]", "bad-type", ("pipemem_memory_cap",)),
         ("disable_bias_linear: 1", "bad-type", ("disable_bias_linear",)),

@@ -21,6 +21,7 @@ from megatron_pipemem.tools.config.loading import (
     _public_models,
     known_model,
     load,
+    model_within,
     settings_of,
     typed,
     unpriced_part,
@@ -224,6 +225,25 @@ def test_the_arguments_of_a_model_give_the_model(name):
     assert typed(settings_of(model), Model) == model
     arguments = {key: value for key, value in arguments_of(model).items() if value is not None}
     assert model_of(SimpleNamespace(**arguments), tower=model.tower, source=model.source).kinds == model.kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("run_qwen3_30b_a3b_sft", "qwen3-30b-a3b"),
+        ("run_moonlight16b_a3b_gsm8k", "moonlight-16b-a3b"),
+        ("deepseek-v3-config-verl", "deepseek-v3"),
+        ("Qwen2.5-7B-Instruct-ours", "qwen2.5-7b"),
+        ("run_qwen3_8b_vl", None),
+        ("qwen3-8b-pruned-6b", None),
+        ("train_deepseek_v3", None),
+        ("run_qwen30b", None),
+        ("deepseek-v3-5layer", None),
+        ("", None),
+    ],
+)
+def test_a_model_in_a_longer_name(name, model):
+    assert model_within(name) == model
 
 
 @pytest.mark.parametrize(

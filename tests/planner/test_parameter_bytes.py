@@ -44,6 +44,14 @@ def test_bytes_by_flags(precision, flags, gradient, optimizer, ends, stepping):
     assert (of.gradient, of.optimizer, of.ends_optimizer, of.stepping) == (gradient, optimizer, ends, stepping)
 
 
+@pytest.mark.parametrize(
+    ("precision", "in_fp32", "gradient"), [("fp16", True, 4), ("fp16", False, 2), ("bf16", True, 4), ("bf16", False, 2)]
+)
+def test_gradients_of_a_configuration(precision, in_fp32, gradient):
+    flags = dict(flags_of_attributes({"grad_reduce_in_fp32": in_fp32}, frozen_flags()))
+    assert parameter_bytes(precision, flags).gradient == gradient
+
+
 def test_an_optimizer_with_other_tensors_is_refused():
     with refused("unknown-optimizer"):
         parameter_bytes("bf16", {"optimizer": "soap"})

@@ -40,6 +40,8 @@ _INVERTED = {
     "grad_reduce_in_fp32": "grad-reduce-in-bf16",
 }
 """Fields that are true by default, and the flag that sets each to false."""
+_BOTH_WAYS = {"grad_reduce_in_fp32": "accumulate-allreduce-grads-in-fp32"}
+"""Fields with a flag that sets each to true too: with fp16, gradients are summed in 16 bits without it."""
 _TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
 """Megatron's names of types in flags, by PyTorch's."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -139,16 +141,49 @@ def flag_value(flag: str, value: Any, properties: Mapping[str, Any]) -> Any:
     return value
 
 
-class UnknownValue(ConfigError):
-    """A size depends on a variable that has no value (``unknown-size``)."""
+class MissingValue(ConfigError):
+    """A size has no value (``unknown-size``).
+
+    Args:
+        message: what is missing, and the remedy.
+        key: the flag or setting of the size.
+        remedy: the words with which a user gives the value.
+    """
+
+    def __init__(self, message: str, key: str, remedy: str) -> None:
+        super().__init__("unknown-size", message, key=key)
+        self.remedy = remedy
+
+    def supplied(self, words: Sequence[str]) -> list[str]:
+        """Return the words of a command with some value in place of the missing one, so that they can be read on."""
+        raise NotImplementedError
+
+
+class UnknownValue(MissingValue):
+    """A size depends on a variable of the script that has no value, or on an argument, by its number."""
 
     def __init__(self, variable: str, key: str) -> None:
-        super().__init__(
-            "unknown-size",
-            f"needs a value that the script does not give; give --env {variable}=VALUE, or write the value into the script",
-            key=key,
-        )
+        remedy = f"argument {variable}" if variable.isdecimal() else f"--env {variable}=VALUE"
+        message = f"needs a value that the script does not give; give {remedy}, or write the value into the script"
+        super().__init__(message, key, remedy)
         self.variable = variable
+
+    def supplied(self, words: Sequence[str]) -> list[str]:
+        return [word.replace(f"{UNKNOWN}{self.variable}{UNKNOWN}", "1") for word in words]
+
+
+class MissingSetting(MissingValue):
+    """A flag or setting that a size follows from is missing, or names a model of unknown sizes.
+
+    ``word`` is a setting with some value, to read on with. ``metavar`` stands for the value in the remedy.
+    """
+
+    def __init__(self, message: str, key: str, word: str, metavar: str = "NUMBER") -> None:
+        super().__init__(message, key, f"{word.partition('=')[0]}={metavar}")
+        self._word = word
+
+    def supplied(self, words: Sequence[str]) -> list[str]:
+        return [*words, self._word]
 
 
 def ask_for(text: str, key: str) -> NoReturn:
@@ -168,6 +203,8 @@ def flags_of_attributes(values: Mapping[str, Any], flag_table: FlagTable) -> Ite
             value = _TYPES.get(str(value).removeprefix("torch."), value)
         if field in _INVERTED:
             yield _INVERTED[field], not value
+            if field in _BOTH_WAYS:
+                yield _BOTH_WAYS[field], bool(value)
         elif field in _RENAMED:
             yield _RENAMED[field], value
         elif field == LAYOUT:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.values import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part, refuse_if
@@ -84,6 +84,12 @@ class Cluster(Limited):
     @property
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def sized(self, nodes: int, devices_per_node: int) -> Self:
+        """Return the cluster with this number of nodes, of whose devices the first ones are used."""
+        groups = (tuple(device for device in group if device < devices_per_node) for group in self.switches)
+        switches = tuple(group for group in groups if group)
+        return replace(self, nodes=nodes, devices_per_node=devices_per_node, switches=switches)
 
     @property
     def flops(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError
@@ -17,7 +18,7 @@ from megatron_pipemem.model.model import BY_ACTION
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.config.arguments import flags_of_attributes, frozen_flags, setters
-from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.config.runs import ADAPTERS, FREEZES, RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.values import refuse_if
 
 SHORT = {
@@ -51,9 +52,6 @@ PLACES = {key: place for place, key in KEYS.items()}
 PLACES |= {argument: PLACES[key] for key, argument in SHORT.items()}
 FIELDS = ("base", *(field.name for field in fields(Run) if field.name not in ("parallelism", "schedule", "flags")))
 """Keys that are fields of ``Run`` themselves."""
-_TYPING_ERROR = 0.9
-"""Similarity to a known key above which an unknown one counts as mistyped. Others may be flags of the run's own script, or of
-another Megatron; ``pipemem launch`` asks the installed one."""
 _RECOMPUTE = RECOMPUTE_FLAG.replace("-", "_")
 _PATTERN = layout.PATTERN.replace("-", "_")
 _SECTIONS = "parallelism training megatron".split()
@@ -92,16 +90,26 @@ def _new_name(section: str, field: str) -> str:
     return _OLD.get(old, field.replace("-", "_") or "its keys")
 
 
-def misspelled(name: str) -> str | None:
-    """Return a hint if a flag of a run, without leading dashes, is unknown and looks like another key of its file."""
-    if f"--{name}" in frozen_flags():
+_OWN_FLAGS = (ADAPTERS, *FREEZES.values())
+"""Flags of a run that are not Megatron's: they stand for settings that other programs make."""
+
+
+def why_unknown(name: str) -> str | None:
+    """Return why a flag of a run, without leading dashes, is unknown; ``None`` if it is a flag of Megatron or of ours.
+
+    The installed Megatron is asked about flags that the one of ``frozen_flags`` lacks.
+    """
+    ours = [flag.name for flag in flags_of(Request).values()]
+    flag = f"--{name}"
+    if name in _OWN_FLAGS or flag in frozen_flags() or flag in ours:
         return None
-    key = name.replace("-", "_")
-    others = [
-        flag.lstrip("-").replace("-", "_") for flag in (*frozen_flags(), *(f.name for f in flags_of(Request).values()))
-    ]
-    near = difflib.get_close_matches(key, [*PLACES, *NAMES, *FIELDS, *others], n=1, cutoff=_TYPING_ERROR)
-    return f"did you mean {near[0]!r}?" if near and near[0] != key else None
+    # By name, because what asks an installed Megatron is built on this package.
+    if flag in import_module("megatron_pipemem.tools.megatron.known_flags").known_flags():
+        return None
+    others = [other.lstrip("-").replace("-", "_") for other in (*frozen_flags(), *ours)]
+    near = difflib.get_close_matches(name.replace("-", "_"), [*PLACES, *NAMES, *FIELDS, *others], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown key; {hint}it is no flag of Megatron either, and for a flag of your own script add script: FILE.py"
 
 
 def parts_of(raw: Mapping[str, Any]) -> dict[str, Any]:

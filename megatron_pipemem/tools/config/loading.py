@@ -35,7 +35,7 @@ from megatron_pipemem.model.arguments import ATTRIBUTES, NAMES
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.config.arguments import check_settings, model_from, model_settings
-from megatron_pipemem.tools.config.keys import KEYS, keys_of, misspelled, parts_of, place_of, synonyms
+from megatron_pipemem.tools.config.keys import KEYS, keys_of, parts_of, place_of, synonyms, why_unknown
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.values import converted, refuse_if
 
@@ -201,17 +201,17 @@ def override(raw: dict[str, Any], key: str, value: Any) -> None:
     here[last] = value
 
 
-def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
+def check_key(kind: type, key: str, user: str = "", file: Path | None = None, any_flag: bool = False) -> None:
     """Raise a ConfigError if a dataclass has no such dotted key. In a field of type ``dict``, any key is allowed.
 
+    The flags of a run are those of Megatron and of this package, unless ``any_flag``: the run's own script may have others.
     The error names ``file``, and the key with ``user`` before it.
     """
     here: Any = kind
     for part in place_of(key) if kind is Run else key.split("."):
         if get_origin(here) is dict:
-            near = misspelled(part) if kind is Run else None
-            if near is not None:
-                raise ConfigError("unknown-key", f"unknown key; {near}", key=f"{user}{key}", file=file)
+            if kind is Run and not any_flag and (why := why_unknown(part)) is not None:
+                raise ConfigError("unknown-key", why, key=f"{user}{key}", file=file)
             return
         hints = _hints(here) if isinstance(here, type) and is_dataclass(here) else {}
         if part != BASE and part not in hints:
@@ -375,8 +375,8 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
             return model_from(settings, **arguments)
         if kind is Run and raw.get("script") is None:
             for name in raw.get("flags", ()):
-                hint = misspelled(name)
-                refuse_if(hint, "unknown-key", name.replace("-", "_"), f"unknown key; {hint}")
+                why = why_unknown(name)
+                refuse_if(why, "unknown-key", name.replace("-", "_"), str(why))
         return kind(**arguments) if is_whole else None
     except ConfigError as error:
         raise ConfigError(
@@ -459,6 +459,32 @@ def unpriced_part(name: str) -> str | None:
     """Return the part of this model that has no price, for example ``a vision tower``, or ``None``."""
     key = _name_of_shape(name)
     return next((part for part, names in _public_models()["unpriced"].items() if key.startswith(tuple(names))), None)
+
+
+_OTHER_SHAPE = re.compile(
+    r"\d(\.\d+)?[bm]\b|(^|[-_.])(vl|omni|moe|eagle|draft|embed|rerank|distill|audio|prun|lite|tiny|mini|\d*layer|vision)"
+)
+"""Words after a model's name with which it is the name of another shape."""
+
+
+def model_within(text: str) -> str | None:
+    """Return the public model whose name stands in a text, such as a script's name; ``None`` if it has none.
+
+    Separators do not matter: ``run_qwen3_30b_a3b.sh`` has ``qwen3-30b-a3b``. The longest name counts. Names without a size
+    in billions do not, unless they are the beginning of the text.
+    """
+    text = text.lower()
+    best: tuple[int, str] | None = None
+    for name in _public_models()["shapes"]:
+        parts = map(re.escape, re.findall(r"[a-z]+|[\d.]+", name))
+        match = re.search(rf"(?<![a-z0-9]){'[-_.]*'.join(parts)}(?![a-z0-9])", text)
+        if match is None or (match.start() > 0 and not re.search(r"\db", name)):
+            continue
+        if _OTHER_SHAPE.search(text, match.end()):
+            continue
+        if best is None or match.end() - match.start() > best[0]:
+            best = (match.end() - match.start(), name)
+    return best and best[1]
 
 
 def _name_of_shape(name: str) -> str:

@@ -1,5 +1,7 @@
 """Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.tools.megatron.bridge_recipe NAME``.
 
+Words ``FILE.yaml`` and ``KEY=VALUE`` change the settings of all recipes, as those of Megatron-Bridge's own programs do.
+
 This runs in a separate process, because it imports Megatron-Bridge. The sizes of models that ``config.loading``
 knows come from that module, so that nothing is downloaded.
 """
@@ -10,14 +12,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_pipemem.model.model import Model
-from megatron_pipemem.tools.config.loading import known_model
+from megatron_pipemem.tools.config.loading import known_model, read_raw, read_yaml
 from megatron_pipemem.tools.config.runs import FREEZES
 from megatron_pipemem.tools.megatron.asking import MARK
 
@@ -36,8 +38,8 @@ def _own(name: str) -> Callable[[], Any]:
     return getattr(import_module(module), function)
 
 
-def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
-    """Run a recipe and return the settings that it changes from Megatron-Bridge's defaults, as JSON values.
+def evaluated(recipe: Callable[[], Any], changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings that a recipe changes from Megatron-Bridge's defaults, as JSON values, after ``changes``.
 
     The entry ``name`` is the name of the recipe's function. ``model`` is the name on Hugging Face of a model
     with known sizes, and ``unknown`` that of a model without. ``vocabulary`` and ``tokenizer`` are the tokens and the
@@ -46,9 +48,13 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     ``images`` the number and sides of a sequence's images, and ``frozen`` the parts of the model that are not trained.
     """
     config = recipe()
+    _change(config, changes)
     values: dict[str, Any] = {}
     for name in _SECTIONS:
         values |= _changed(getattr(config, name, None))
+    in_fp32 = getattr(config.mixed_precision, "grad_reduce_in_fp32", None)  # it replaces the setting of ``ddp``
+    if in_fp32 is not None:
+        values["grad_reduce_in_fp32"] = in_fp32
     provider, peft, tokenizer = (getattr(config, name, None) for name in ("model", "peft", "tokenizer"))
     values["seq_length"] = getattr(provider, "seq_length", None)
     return {
@@ -62,6 +68,55 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
         "values": values,
         **_vision(provider, getattr(config, "dataset", None)),
     }
+
+
+def _change(config: Any, changes: Sequence[str]) -> None:
+    """Change the settings of a recipe, in the order of ``changes``: files, and texts like ``model.num_layers=2``.
+
+    A change of the pipeline's ranks or chunks makes the recipe's layout anew, and the length of the data is the model's.
+    """
+    overrides: dict[str, Any] = {}
+    for text in changes:
+        if text.endswith((".yaml", ".yml")):
+            overrides |= dict(_flat(read_raw(text)))
+        else:
+            key, _, value = text.lstrip("+").partition("=")
+            overrides[key] = read_yaml(value)
+    for key, value in overrides.items():
+        _resolve_precision(config)
+        here = config
+        *parents, last = key.split(".")
+        for part in parents:
+            here = here[part] if isinstance(here, dict) else getattr(here, part)
+        if isinstance(here, dict):
+            here[last] = value
+        elif hasattr(here, last):
+            setattr(here, last, value)
+        else:
+            raise AttributeError(f"there is no setting {key}")
+    _resolve_precision(config)
+    build = getattr(config.model, "_pipeline_model_parallel_layout_builder", None)
+    ranks, chunks = "model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size"
+    if build is not None and {ranks, chunks} & {*overrides} and "model.pipeline_model_parallel_layout" not in overrides:
+        layout = build(config.model.pipeline_model_parallel_size, config.model.virtual_pipeline_model_parallel_size)
+        config.model.pipeline_model_parallel_layout = layout
+    if "dataset.seq_length" in overrides:
+        config.model.seq_length = overrides["dataset.seq_length"]
+
+
+def _flat(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _resolve_precision(config: Any) -> None:
+    """Replace the name of a precision by its settings."""
+    if isinstance(config.mixed_precision, str):
+        module = import_module("megatron.bridge.training.mixed_precision")
+        config.mixed_precision = module.get_mixed_precision_config(config.mixed_precision)
 
 
 _SIZES = {
@@ -165,18 +220,20 @@ def _provider(model: Any, known_name: str | None = None, unknown_name: str | Non
     return provider
 
 
-def main(names: list[str]) -> None:
-    """Print the configuration of each recipe as a line of JSON.
+def main(words: list[str]) -> None:
+    """Print the configuration of each recipe among the words as a line of JSON. The other words change its settings.
 
     The line of a recipe that fails has its ``error``. The line of a recipe that does not exist has the ``names`` of
     all. A name with a colon is a user's own function, ``package.module:function``.
     """
+    changes = [word for word in words if "=" in word or word.endswith((".yaml", ".yml"))]
+    names = [word for word in words if word not in changes]
     functions = recipes()
     _with_known_models(import_module("megatron.bridge").AutoBridge)
     for name in names:
         try:
             recipe = _own(name) if ":" in name else functions.get(name)
-            facts = {"names": sorted(functions)} if recipe is None else evaluated(recipe)
+            facts = {"names": sorted(functions)} if recipe is None else evaluated(recipe, changes)
         except (Exception, SystemExit) as error:  # a recipe is foreign code
             facts = {"name": name, "error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(MARK + json.dumps(facts | {"asked": name}, default=str) + "\n")

@@ -334,7 +334,7 @@ def at_start(run: Run) -> Balance:
     A run does not know its cluster, so the prices are those of ``PRICED_FOR``, for as many nodes and devices.
     """
     nodes, devices = run.cluster.nodes, run.cluster.devices_per_node
-    cluster = replace(load(PRICED_FOR, Cluster), nodes=nodes, devices_per_node=devices)
+    cluster = load(PRICED_FOR, Cluster).sized(nodes, devices)
     return balance(replace(without_layout(run), cluster=cluster))
 
 

@@ -142,6 +142,12 @@ def _gradient_bytes(precision: str, args: Arguments) -> int:
 
 
 def _moments(optimizer: str) -> int:
+    if optimizer == "soap":
+        raise UnsupportedError(
+            "unknown-optimizer",
+            "--optimizer soap keeps two square matrices for each side of a weight: their bytes follow from the sides of "
+            f"every matrix, and prices here are per parameter; compare the run with one of {', '.join(_MOMENTS)}",
+        )
     if optimizer not in _MOMENTS:
         raise UnsupportedError(
             "unknown-optimizer",

@@ -92,7 +92,8 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     base = locate(grid.run, Run, user=grid_file, key="run", siblings=True)
     changed_run = partial(_run_of, base, read_raw(base))
     override_values = dict(map(parse_override, overrides))
-    _check_keys(grid, override_values, grid_file)
+    base_run = changed_run({})
+    _check_keys(grid, override_values, grid_file, isinstance(base_run, Run) and base_run.script is not None)
     common = flat(grid.set) | override_values
     count = max(1, len(grid.points)) * math.prod(map(len, grid.product.values()))
     if count > _MOST_POINTS:
@@ -153,15 +154,19 @@ def _run_of(file: Path, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> R
         return error
 
 
-def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
-    """Raise a ConfigError if the grid or ``overrides`` have a key that runs do not have."""
-    for key in overrides:
-        check_key(Run, key)
+def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path, has_script: bool) -> None:
+    """Raise a ConfigError if the grid or ``overrides`` have a key that runs do not have.
+
+    With a training script of the user's own (``has_script``, or a key ``script``), every flag may be one.
+    """
     products = [{key: value} for key, values in grid.product.items() for value in values]
     users = {"set": [grid.set], "product": products, "points": grid.points, "only": grid.only, "exclude": grid.exclude}
-    for user, mappings in users.items():
-        for key in (key for mapping in mappings for key in flat(mapping)):
-            check_key(Run, key, f"{user}.", file)
+    keys = [(user, key) for user, mappings in users.items() for mapping in mappings for key in flat(mapping)]
+    any_flag = has_script or "script" in overrides or any(key == "script" for _, key in keys)
+    for key in overrides:
+        check_key(Run, key, any_flag=any_flag)
+    for user, key in keys:
+        check_key(Run, key, f"{user}.", file, any_flag)
 
 
 def _filter(
