@@ -13,21 +13,23 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import LAYERS_PER_STAGE, VIRTUAL_STAGES, is_given
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.advise.advice import OURS, Way, changed_flags
-from megatron_pipemem.tools.config.arguments import ENDS, LAYOUT, UNKNOWN, VIRTUAL
+from megatron_pipemem.tools.config.arguments import ENDS, LAYOUT, UNKNOWN, VIRTUAL, MissingSetting
 from megatron_pipemem.tools.config.loading import known_model, unpriced_part
 from megatron_pipemem.tools.config.runs import ADAPTERS, EP_OVERLAP, FREEZES, Run
 from megatron_pipemem.tools.launch.command import model_flags
 from megatron_pipemem.tools.planner.pricing import STOCKS
 from megatron_pipemem.tools.planner.space import STOCKS_ALONE
 
+_KNOWN = "Qwen/Qwen3-8B"
+"""The model of examples in messages."""
 TOWER, IMAGES = "vision-tower", "vision-images"
 """Keys of a model's ``Tower`` and of its images (number, height, width) among its flags. Megatron has no such flags."""
 
 
-def flags_of_model(name: str, hint: str) -> dict[str, Any]:
+def flags_of_model(name: str, setting: str) -> dict[str, Any]:
     """Return the flags of a public model's shape, by its name on Hugging Face, or the path of a folder with that name.
 
-    ``hint`` ends the message if the shape is unknown.
+    Raise a MissingSetting about ``setting``, the name of the setting that names the model, if the shape is unknown.
     """
     if (part := unpriced_part(name)) is not None:
         raise ConfigError(
@@ -37,7 +39,10 @@ def flags_of_model(name: str, hint: str) -> dict[str, Any]:
     model = known_model(name)
     if model is None:
         name = name.replace(UNKNOWN, "")
-        raise ConfigError("unknown-size", f"the sizes of {name} are not known here; {hint}")
+        word = f"{setting}={_KNOWN}"
+        shown = f"the sizes of {name} are not known here" if name not in ("", "None") else "no model is named"
+        message = f"{shown}; give the name of a model on Hugging Face with these sizes, as in {word}"
+        raise MissingSetting(message, setting, word, "MODEL")
     if model.activation == "geglu":  # costs the same, and Megatron's parser has no flag for it
         model = replace(model, activation="swiglu")
     flags = {flag: value for flag, value in model_flags(model).items() if value is not None and value is not False}
@@ -170,6 +175,11 @@ VERL = Consumer(
     "in my_pipemem.py",
     _hydra("actor_rollout_ref.actor.megatron", [VIRTUAL], "override_transformer_config"),
     (*STOCKS, "zb-h1", "gis"),  # its names of weights follow from ranks
+)
+VERL_SFT = Consumer(
+    where="in my_pipemem.py, which VERL_USE_EXTERNAL_MODULES=my_pipemem in the environment imports",
+    setting=_hydra("engine", [VIRTUAL], "override_transformer_config"),
+    families=VERL.families,
 )
 SWIFT = Consumer(
     ("--external_plugins", "my_pipemem.py"),

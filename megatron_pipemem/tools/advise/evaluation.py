@@ -51,8 +51,9 @@ class Evaluation:
     Args:
         commands: the words of every program that the script starts, in their order.
         variables: for each command, the values of environment variables that programs take sizes from.
-        compared: variables and outputs without a value that a test depends on, with their lines.
-        exits: lines of the script at which it would have ended.
+        compared: the variables and outputs without a value that each test depends on, with the line of the test; line 0
+            is in a file that the script reads.
+        exits: lines of the script at which it would have ended; 0 is in a file that the script reads.
         errors: lines that bash could not evaluate, with its message.
         others: files that were read in place of those that the script names, by the names.
         unfinished: why the evaluation was ended; ``None`` if the script came to its end.
@@ -60,7 +61,7 @@ class Evaluation:
 
     commands: list[list[str]] = field(default_factory=list)
     variables: list[dict[str, str]] = field(default_factory=list)
-    compared: dict[str, int] = field(default_factory=dict)
+    compared: dict[tuple[str, int], None] = field(default_factory=dict)
     exits: list[int] = field(default_factory=list)
     errors: list[tuple[int, str]] = field(default_factory=list)
     others: dict[str, str] = field(default_factory=dict)
@@ -142,17 +143,9 @@ def evaluated(
 def _text_of(path: str, folder: Path | None) -> tuple[str, str | None]:
     """Return the text of a regular file, which is empty if there is none or it is too long, and the file if it is another.
 
-    If the path is not there, its end is looked for, as long as possible, in ``folder`` and the three above it. After an
-    unknown value, a path is that end.
+    If the path is not there, the file is looked for in ``other_places``. After an unknown value, a path is its end.
     """
-    folder = (folder or Path()).absolute()
-    parts = Path(_MARK.split(path)[-1]).parts
-    parts = tuple(part for part in parts if part not in ("/", ".."))
-    ends = [Path(*parts[place:]) for place in range(len(parts))]
-    others = [
-        above / end for end in ends for above in (folder, *folder.parents[:3]) if len(end.parts) > 1 or above == folder
-    ]
-    for file in (Path(path), *others):
+    for file in (Path(path), *other_places(path, folder)):
         try:
             # Looked at first: the mere opening of a device or a named pipe can act or wait.
             if not S_ISREG(file.stat().st_mode):
@@ -167,6 +160,17 @@ def _text_of(path: str, folder: Path | None) -> tuple[str, str | None]:
         except (OSError, ValueError):
             continue
     return "", None
+
+
+def other_places(path: str, folder: Path | None) -> list[Path]:
+    """Return where a file may be that is not at its path: ends of the path, in a folder and the three above it."""
+    folder = (folder or Path()).absolute()
+    parts = Path(_MARK.split(path)[-1]).parts
+    parts = tuple(part for part in parts if part not in ("/", ".."))
+    ends = [Path(*parts[place:]) for place in range(len(parts))]
+    return [
+        above / end for end in ends for above in (folder, *folder.parents[:3]) if len(end.parts) > 1 or above == folder
+    ]
 
 
 def _evaluated_once(
@@ -294,7 +298,7 @@ def _read_records(content: bytes, evaluation: Evaluation) -> tuple[list[str], in
             ended = ended or started  # a script that has trained and ends is at its end
             evaluation.exits += [] if started else [line]
         elif kind == "compared" and len(words) == 2:
-            evaluation.compared.setdefault(words[0], line)
+            evaluation.compared[words[0], line] = None
         elif kind == "run" and words and words[0].isdecimal() and not ended:
             place = int(words[0]) + 1
             evaluation.variables.append(dict(text.partition("=")[::2] for text in words[1:place]))

@@ -118,7 +118,7 @@ def _model_values(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     stem = Path(str(name)).stem
     for text in (stem, stem.replace("_", "-"), re.sub(r"^([a-z]+)([\d.]+)[_-]", r"\1-\2-", stem).replace("_", "-")):
         if known_model(text) is not None:
-            flags = flags_of_model(text, "")
+            flags = flags_of_model(text, "model")
             return {flag.replace("-", "_"): value for flag, value in flags.items()}
     raise ConfigError(
         "no-file", f"the model's file {name} is not there; give the settings in their own folder", file=path

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError, UpstreamError
@@ -24,20 +24,32 @@ from megatron_pipemem.tools.advise.consumers import (
     SWIFT,
     TOWER,
     VERL,
+    VERL_SFT,
     Consumer,
     adapter_flags,
     flags_of_model,
 )
+from megatron_pipemem.tools.advise.evaluation import other_places
 from megatron_pipemem.tools.advise.flat_settings import flags_in, has_flags_of_megatron, inherited
-from megatron_pipemem.tools.advise.reading import Context, Reading, named, parts, read_flags
+from megatron_pipemem.tools.advise.missing import collected
+from megatron_pipemem.tools.advise.reading import Context, Reading, launched, named, parts, read_flags, started
 from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS
-from megatron_pipemem.tools.config.arguments import ENDS, UNKNOWN, UnknownValue, ask_for, flags_of_attributes
-from megatron_pipemem.tools.config.loading import YamlError, known_model, override, read_yaml, typed
+from megatron_pipemem.tools.config.arguments import ENDS, UNKNOWN, MissingSetting, ask_for, flags_of_attributes
+from megatron_pipemem.tools.config.loading import (
+    BASE,
+    YamlError,
+    known_model,
+    model_within,
+    override,
+    read_raw,
+    read_yaml,
+    typed,
+    unpriced_part,
+)
 from megatron_pipemem.tools.megatron.asking import answers
 from megatron_pipemem.values import refuse_if, whole_number
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_UNSAID = "give the name of a model on Hugging Face with these sizes, as in {}Qwen/Qwen3-8B"
 _FULL = "every sequence has the greatest length, and forwards without a backward are not counted"
 _OF_VERL = {
     "actor_rollout_ref.rollout.n": 1,
@@ -49,15 +61,33 @@ _OF_VERL = {
     "trainer.nnodes": 1,
 }
 """verl's defaults of the settings that are read."""
+_SFT_OF_VERL = "verl.trainer.sft_trainer"
+_ENGINE = "engine=megatron"
+_OF_BRIDGE = {
+    **dict.fromkeys(("-gb", "--global_batch_size"), "train.global_batch_size"),
+    **dict.fromkeys(("-mb", "--micro_batch_size"), "train.micro_batch_size"),
+    **dict.fromkeys(("-sl", "--seq_length"), "dataset.seq_length"),
+    **dict.fromkeys(("-tp", "--tensor_model_parallel_size"), "model.tensor_model_parallel_size"),
+    **dict.fromkeys(("-pp", "--pipeline_model_parallel_size"), "model.pipeline_model_parallel_size"),
+    **dict.fromkeys(("-cp", "--context_parallel_size"), "model.context_parallel_size"),
+    **dict.fromkeys(("-vp", "--virtual_pipeline_model_parallel_size"), "model.virtual_pipeline_model_parallel_size"),
+    **dict.fromkeys(("-ep", "--expert_model_parallel_size"), "model.expert_model_parallel_size"),
+    **dict.fromkeys(("-etp", "--expert_tensor_parallel_size"), "model.expert_tensor_parallel_size"),
+}
+"""Settings of a recipe by the options of Megatron-Bridge's ``run_recipe.py``."""
+_TASKS = {"pretrain": "pretrain", "sft": "sft", "lora": "peft", "dora": "peft"}
+"""The part of a recipe's name by the mode of ``run_recipe.py``."""
 _OF_AREAL = ("gconfig", "actor")
 _COMMAND = "give the command of its training after --, or a file of pipemem plan"
 _RANK, _RANK_OF_SWIFT = 32, 8  # of adapters, unless a setting gives it
 PREFIX = "bridge:"
 SOURCES = {
-    "train.sh [ARGUMENTS]": "a launch script of Megatron-LM and its forks (also `--yaml-cfg`), slime, verl, ms-swift",
+    "train.sh [ARGUMENTS]": "a launch script of Megatron-LM and its forks (also `--yaml-cfg`), slime, verl (PPO, GRPO, SFT), "
+    "ms-swift (also its YAML files)",
     "FILE.yaml [KEY=VALUE]": "a run file; settings of NeMo-RL, verl, Primus or FlagScale, or any file with Megatron's flags "
     "in snake case",
-    "bridge:RECIPE": "a recipe of Megatron-Bridge, or your own as bridge:MODULE:FUNCTION",
+    "bridge:RECIPE [FILE.yaml] [KEY=VALUE]": "a recipe of Megatron-Bridge, or your own as bridge:MODULE:FUNCTION, with YAML "
+    "files and overrides; also a script that calls its `run_recipe.py`",
     "-- COMMAND": "a training command with its launcher: torchrun, srun, mpirun, deepspeed, accelerate",
 }
 """What a run is read from, by the form of the words. `advise --help` and the documents show it."""
@@ -69,9 +99,17 @@ _PRICED = ("gated_delta_net", "dsa")
 
 def is_settings(raw: Mapping[str, Any]) -> bool:
     """Return whether a YAML file holds settings of a program, and not a run of this package."""
-    return bool({"policy", "actor_rollout_ref", "defaults", "modules", *_OF_AREAL} & raw.keys()) or (
-        has_flags_of_megatron(raw) and "base" not in raw and not {"model", "cluster"} <= raw.keys()
+    keys = {"policy", "actor_rollout_ref", "defaults", "modules", *_OF_AREAL}
+    return (
+        bool(keys & raw.keys())
+        or _is_sft_of_verl(raw)
+        or (has_flags_of_megatron(raw) and "base" not in raw and not {"model", "cluster"} <= raw.keys())
     )
+
+
+def _is_sft_of_verl(raw: Mapping[str, Any]) -> bool:
+    engine = raw.get("engine")
+    return isinstance(engine, Mapping) and "data" in raw and "model" in raw
 
 
 def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Reading:
@@ -80,10 +118,18 @@ def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Rea
     Raises:
         ConfigError: the settings are of another program (``wrong-file``), or a size is missing.
     """
-    raw, overrides = inherited(path), [*overrides]
+    return collected(lambda own: _read_settings(path, own, context), overrides)
+
+
+def _read_settings(path: Path, overrides: list[str], context: Context) -> Reading:
+    raw = inherited(path)
     refuse_if(
         {*_OF_AREAL} <= raw.keys(), "wrong-file", str(path), "has AReaL's settings, which are not read; " + _COMMAND
     )
+    if _is_sft_of_verl(raw):
+        settings = _Settings(raw)
+        settings.change(overrides)
+        return _verl_sft(settings, {}, str(path), context)
     if not {"policy", "actor_rollout_ref"} & raw.keys():
         if not has_flags_of_megatron(raw) and not any("model" in key for key in raw.get("modules", {})):
             raise ConfigError("wrong-file", f"has no settings of a known program; {_COMMAND}", file=path)
@@ -107,30 +153,9 @@ def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Rea
 def read_program(words: Sequence[str], context: Context) -> Reading:
     """Return the run that a command starts, a script of Megatron or another program; see ``read_flags``.
 
-    A YAML file after ``--config`` is read by ``read_settings``. All unknown values that sizes depend on are asked for at once.
+    A YAML file after ``--config`` is read by ``read_settings``. All values that are missing are asked for at once.
     """
-    keys: dict[str, str] = {}  # by variable
-    words = [*words]
-    while True:
-        try:
-            reading = _read_program(words, context)
-        except UnknownValue as error:
-            keys[error.variable] = str(error.key)
-            words = [word.replace(f"{UNKNOWN}{error.variable}{UNKNOWN}", "1") for word in words]
-            continue
-        except ConfigError:
-            if not keys:
-                raise
-        if not keys:
-            return reading
-        if len(keys) == 1 and not next(iter(keys)).isdecimal():
-            raise UnknownValue(*keys.popitem())
-        values = [f"its argument {name}" if name.isdecimal() else f"--env {name}=VALUE" for name in keys]
-        raise ConfigError(
-            "unknown-size",
-            f"need values that the script does not give; give {', '.join(values)}, or write the values into the script",
-            key=", ".join(dict.fromkeys(keys.values())),
-        )
+    return collected(lambda own: _read_program(own, context), words)
 
 
 def _read_program(words: Sequence[str], context: Context) -> Reading:
@@ -138,12 +163,19 @@ def _read_program(words: Sequence[str], context: Context) -> Reading:
         settings = _Settings({})
         settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))
         return _verl(settings, "verl", context)
+    if _SFT_OF_VERL in words:
+        settings = _Settings({})
+        settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))
+        return _verl_sft(settings, launched(words), _SFT_OF_VERL, context)
+    if any(PurePosixPath(word).name == "run_recipe.py" for word in words):
+        return _bridge(*parts(words), context)
+    is_swift = any(word.startswith(SWIFT_PROGRAMS) for word in words)
     place = next((place for place, word in enumerate(words) if word == "--config"), len(words))
-    if place + 1 < len(words) and words[place + 1].endswith((".yaml", ".yml")):
+    if not is_swift and place + 1 < len(words) and words[place + 1].endswith((".yaml", ".yml")):
         return read_settings(Path(words[place + 1]), words[place + 2 :], context)
     launcher, program, rest = parts(words)
-    if program.startswith(SWIFT_PROGRAMS):
-        return _swift(named(rest, {}), launcher, program, context)
+    if is_swift:
+        return _swift(*_swift_settings(rest, context), launcher, program, context)
     flags = named(rest, context.flag_table)
     if isinstance(file := flags.get("yaml-cfg"), str) and UNKNOWN not in file:
         flags = flags_in(Path(file), (), context.flag_table)[0] | flags
@@ -184,9 +216,8 @@ class _Settings:
         if UNKNOWN in str(value):
             ask_for(str(value), key)
         if value is None:
-            raise ConfigError(
-                "unknown-size", f"is missing, and the run's shape follows from it; give {key}=NUMBER", key=key
-            )
+            missing = f"is missing, and the run's shape follows from it; give {key}=NUMBER"
+            raise MissingSetting(missing, key, f"{key}=1")
         if not isinstance(value, int):
             raise ConfigError("bad-number", f"is {shortened(value)}; give a whole number", key=key)
         return value
@@ -204,11 +235,16 @@ def _plus(text: str) -> str:
 
 
 def _reading(
-    flags: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context, consumer: Consumer
+    flags: Mapping[str, Any],
+    launcher: Mapping[str, str],
+    program: str,
+    context: Context,
+    consumer: Consumer,
+    assumed: Sequence[str] = (),
 ) -> Reading:
     set_flags = {name: value for name, value in flags.items() if value is not False}
     reading = read_flags(set_flags, launcher, program, context)
-    return replace(reading, assumed=(*reading.assumed, _FULL), consumer=consumer)
+    return replace(reading, assumed=(*assumed, *reading.assumed, _FULL), consumer=consumer)
 
 
 def _on(nodes: int, per_node: int) -> dict[str, str]:
@@ -231,8 +267,27 @@ def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> N
     flags["micro-batch-size"], flags["global-batch-size"] = micro, -(-samples // batch) * batch
 
 
-def _named_model(settings: _Settings, key: str) -> dict[str, Any]:
-    return flags_of_model(str(settings.get(key)), _UNSAID.format(f"{key}="))
+def _model_flags(name: str, setting: str, context: Context) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags of the model that ``setting`` names, and a sentence if the model is a guess.
+
+    A name that begins with a public model's is taken for it. Of a placeholder, which has no number, the model is the one in
+    the name of the script. Raise a MissingSetting if neither is a public model.
+    """
+    if known_model(name) is not None or unpriced_part(name) is not None:
+        return flags_of_model(name, setting), []
+    last = PurePosixPath(name.replace(UNKNOWN, "").rstrip("/")).name
+    model, where = model_within(last), "with whose name it begins"
+    if not any(letter.isdecimal() for letter in last):
+        model, where = (
+            model_within(PurePosixPath(context.source).stem),
+            f"by the name of {PurePosixPath(context.source).name}",
+        )
+    if model is None:
+        return flags_of_model(name, setting), []
+    shown = shortened(name.replace(UNKNOWN, "")) if name else "empty"
+    return flags_of_model(model, setting), [
+        f"the sizes of {model}, {where}, because {setting} is {shown}; {setting}=MODEL changes it"
+    ]
 
 
 def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
@@ -250,7 +305,8 @@ def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
         own |= group
     if settings.get(f"{policy}.fp8_cfg.enabled", False):
         own |= settings.fields(f"{policy}.fp8_cfg")
-    flags = _named_model(settings, "policy.model_name") | dict(flags_of_attributes(own, context.flag_table))
+    model_flags, assumed = _model_flags(str(settings.get("policy.model_name")), "policy.model_name", context)
+    flags = model_flags | dict(flags_of_attributes(own, context.flag_table))
     flags |= {
         "seq-length": settings.number("policy.max_total_sequence_length"),
         "micro-batch-size": settings.number("policy.train_micro_batch_size"),
@@ -268,28 +324,40 @@ def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
             if apart and nodes > 1
             else (nodes, per_node - settings.number(f"{others}.gpus_per_node"))
         )
-    return _reading(flags, _on(nodes, per_node), program, context, NEMO_RL)
+    return _reading(flags, _on(nodes, per_node), program, context, NEMO_RL, assumed)
 
 
-def _verl(settings: _Settings, program: str, context: Context) -> Reading:
-    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+def _verl_flags(
+    settings: _Settings, model: str, config: str, optimizer: str, context: Context
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags of verl's settings, and a sentence if the model is a guess.
 
-    def number(key: str) -> int:
-        return settings.number(key, _OF_VERL.get(key))
-
-    own = {"sequence_parallel": True, "use_distributed_optimizer": True, "bf16": True}
-    config = f"{actor}.megatron"
-    for group in (config, f"{config}.override_transformer_config", f"{actor}.optim.override_optimizer_config"):
+    ``model``, ``config`` and ``optimizer`` are the keys of the model, of Megatron's sizes, and of the optimizer.
+    """
+    own: dict[str, Any] = {"sequence_parallel": True, "use_distributed_optimizer": True}
+    for group in (config, f"{config}.override_transformer_config", f"{optimizer}.override_optimizer_config"):
         own |= settings.fields(group)
+    own |= {"fp16": True} if own.get("dtype") == "float16" else {"bf16": True}
     for name in [name for name, value in own.items() if UNKNOWN in str(value)]:
         value = own.pop(name)
         if name.endswith("_size") or name.startswith(("num_", "recompute")):
             ask_for(str(value), f"{config}.{name}")
     if own.get("recompute_granularity") is None:
         own.pop("recompute_modules", None)
-    flags = _named_model(settings, f"{model}.path") | dict(flags_of_attributes(own, context.flag_table))
+    flags, assumed = _model_flags(str(settings.get(f"{model}.path")), f"{model}.path", context)
+    flags |= dict(flags_of_attributes(own, context.flag_table))
     flags.pop("mtp-num-layers", None)  # verl trains without
     flags |= adapter_flags(settings.number(f"{model}.lora.rank", 0) or settings.number(f"{model}.lora_rank", 0))
+    return flags, assumed
+
+
+def _verl(settings: _Settings, program: str, context: Context) -> Reading:
+    actor = "actor_rollout_ref.actor"
+
+    def number(key: str) -> int:
+        return settings.number(key, _OF_VERL.get(key))
+
+    flags, assumed = _verl_flags(settings, "actor_rollout_ref.model", f"{actor}.megatron", f"{actor}.optim", context)
     flags["seq-length"] = number("data.max_prompt_length") + number("data.max_response_length")
     nodes, per_node = number("trainer.nnodes"), number("trainer.n_gpus_per_node")
     samples = number(f"{actor}.ppo_mini_batch_size") * number("actor_rollout_ref.rollout.n")
@@ -299,12 +367,35 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
     else:
         flags["micro-batch-size"] = number(f"{actor}.ppo_micro_batch_size_per_gpu")
         flags["global-batch-size"] = samples
-    return _reading(flags, _on(nodes, per_node), program, context, VERL)
+    return _reading(flags, _on(nodes, per_node), program, context, VERL, assumed)
+
+
+def _verl_sft(settings: _Settings, launcher: Mapping[str, str], program: str, context: Context) -> Reading:
+    """Return the run of verl's trainer for supervised fine-tuning, whose ``engine`` has to be Megatron."""
+    engine = settings.get("engine", {})
+    kind = engine.get(BASE, engine.get("strategy")) if isinstance(engine, Mapping) else engine
+    if UNKNOWN in str(kind):
+        ask_for(str(kind), "engine")
+    if f"engine={kind}" != _ENGINE:
+        raise ConfigError(
+            "wrong-file", f"trains with {kind or 'fsdp'}; give {_ENGINE}, if Megatron trains it", key="engine"
+        )
+    flags, assumed = _verl_flags(settings, "model", "engine", "optim", context)
+    flags["seq-length"] = settings.number("data.max_length", 1024)
+    samples = settings.number("data.train_batch_size", 256)
+    launcher = launcher or _on(settings.number("trainer.nnodes", 1), settings.number("trainer.n_gpus_per_node", 1))
+    if settings.get("data.use_dynamic_bsz", True):
+        tokens = settings.number("data.max_token_len_per_gpu", 8192) * (_number(flags, "context-parallel-size") or 1)
+        _packed(flags, samples, tokens, started(launcher, context) or 1)
+    else:
+        flags["micro-batch-size"] = settings.number("data.micro_batch_size_per_gpu", 4)
+        flags["global-batch-size"] = samples
+    return _reading(flags, launcher, program, context, VERL_SFT, assumed)
 
 
 def _slime(flag_values: Mapping[str, Any], program: str, context: Context) -> Reading:
     name = str(flag_values.get("hf-checkpoint"))
-    shape = flags_of_model(name, "") if known_model(name) is not None else {}
+    shape = flags_of_model(name, "--hf-checkpoint") if known_model(name) is not None else {}
     flags = {flag: shape.get(flag) if shape and UNKNOWN in str(value) else value for flag, value in flag_values.items()}
     flags |= {"bf16": "fp16" not in flag_values, "use-distributed-optimizer": True}
     nodes, per_node = _number(flag_values, "actor-num-nodes") or 1, _number(flag_values, "actor-num-gpus-per-node") or 8
@@ -326,7 +417,35 @@ def _slime(flag_values: Mapping[str, Any], program: str, context: Context) -> Re
     return _reading(flags, _on(nodes, per_node), program, context, SLIME)
 
 
-def _swift(flag_values: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
+def _swift_settings(words: Sequence[str], context: Context) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of ms-swift, and a sentence if their file is in another place than the command says.
+
+    They are flags, over those of a YAML file: the first word, or the value of ``--config``. Its group ``train`` has those
+    of the ranks that train, as ``--use_ray`` starts them.
+    """
+    flags = named(words, {})
+    named_file = words[0] if words and words[0].endswith((".yaml", ".yml")) else flags.pop("config", None)
+    if named_file is None:
+        return flags, []
+    folder = Path(context.source).parent if context.source else None
+    path = Path(str(named_file))
+    file = next((place for place in (path, *other_places(str(path), folder)) if place.is_file()), path)
+    raw = read_raw(file)
+    group = raw.pop("train", {})
+    settings = {key.replace("-", "_"): value for key, value in (raw | group).items() if not isinstance(value, Mapping)}
+    settings |= {name.replace("-", "_"): value for name, value in flags.items()}
+    return settings, [] if file == path else [f"{path} is not there; {file} is read"]
+
+
+def _swift(
+    flag_values: Mapping[str, Any],
+    notes: Sequence[str],
+    launcher: Mapping[str, str],
+    program: str,
+    context: Context,
+) -> Reading:
+    if (devices := flag_values.get("gpus")) is not None and not launcher:
+        launcher = {"nnodes": "1", "nproc-per-node": str(devices)}
     texts = {"true": True, "false": False, "none": None, "null": None}
     own: dict[str, Any] = {
         name.replace("-", "_"): texts.get(str(value).lower(), value) for name, value in flag_values.items()
@@ -338,15 +457,17 @@ def _swift(flag_values: Mapping[str, Any], launcher: Mapping[str, str], program:
     answers = _number(own, "max_completion_length")
     own["seq_length"] = longest and longest + (answers or 0)
     name = str(own.get("model", own.get("mcore_model", own.get("load"))))
-    flags = flags_of_model(name, _UNSAID.format("--model="))
+    flags, assumed = _model_flags(name, "--model", context)
     if not own.get("mtp_num_layers"):
         flags.pop("mtp-num-layers", None)
     if str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"):
         flags |= adapter_flags(_number(own, "lora_rank") or _RANK_OF_SWIFT)
     ends = {flag: own[name] for flag in ENDS if (name := flag.replace("-", "_")) in own}
-    return _reading(
-        flags | dict(flags_of_attributes(own, context.flag_table)) | ends, launcher, program, context, SWIFT
-    )
+    flags |= dict(flags_of_attributes(own, context.flag_table)) | ends
+    if (task := own.get("task_type")) not in (None, "causal_lm"):
+        assumed = [*assumed, f"the output layer of a language model, although --task_type {task} has another"]
+    reading = _reading(flags, launcher, program, context, SWIFT, assumed)
+    return replace(reading, not_read=(*notes, *reading.not_read))
 
 
 def _number(settings: Mapping[str, Any], name: str) -> int | None:
@@ -356,22 +477,24 @@ def _number(settings: Mapping[str, Any], name: str) -> int | None:
     return whole_number(value, name)
 
 
-def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def evaluate(names: Sequence[str], changes: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the settings of each recipe, in the order of the names, as ``tools.megatron.bridge_recipe.evaluated`` returns them.
+
+    ``changes`` are YAML files and overrides like ``model.num_layers=2``, for all of them.
 
     Raises:
         UpstreamError: Megatron-Bridge cannot be imported (``not-installed``), or a recipe takes too long
             (``no-answer``).
     """
     try:
-        yield from answers(["-m", _CHILD, *names], _SECONDS, "Megatron-Bridge")
+        yield from answers(["-m", _CHILD, *names, *changes], _SECONDS, "Megatron-Bridge")
     except UpstreamError as error:
         hint = "pip install megatron-bridge" if error.code == "not-installed" else "the recipe may wait for a network"
         raise UpstreamError(error.code, f"{error}; {hint}") from error
 
 
-def read_recipe(name: str, context: Context) -> Reading:
-    """Return the run that a recipe configures.
+def read_recipe(name: str, context: Context, changes: Sequence[str] = ()) -> Reading:
+    """Return the run that a recipe configures, after ``changes`` (``evaluate``).
 
     Args:
         name: a recipe of Megatron-Bridge, with or without ``_config``; or a user's recipe, as
@@ -383,8 +506,42 @@ def read_recipe(name: str, context: Context) -> Reading:
         UnsupportedError: the model cannot be priced (``unsupported-model``).
     """
     full_name = name if name.endswith("_config") or ":" in name else f"{name}_config"
-    (facts,) = evaluate([full_name])
+    for text in changes:
+        is_file = text.endswith((".yaml", ".yml"))
+        refuse_if(is_file and not Path(text).is_file(), "no-file", text, "is not there; give the path of a YAML file")
+        refuse_if(not is_file and "=" not in text, "bad-syntax", text, "is no override; write KEY=VALUE, or FILE.yaml")
+    (facts,) = evaluate([full_name], changes)
     return run_of(facts, context)
+
+
+def _bridge(launcher: Mapping[str, str], program: str, words: Sequence[str], context: Context) -> Reading:
+    """Return the run of Megatron-Bridge's ``run_recipe.py``."""
+    options: dict[str, str] = {}
+    overrides: list[str] = []
+    place = 0
+    while place < len(words):
+        name, equals, value = words[place].partition("=")
+        if not name.startswith("-"):
+            overrides += [words[place]] if equals else []
+        else:
+            following = "".join(words[place + 1 : place + 2])
+            takes_next = not equals and bool(following) and (following[0] != "-" and "=" not in following)
+            options[name] = following if takes_next else value
+            place += takes_next
+        place += 1
+    mode = options.get("--mode", "")
+    recipe = options.get("--recipe", f"{options.get('--model', '')}_{_TASKS.get(mode, mode)}_config")
+    if UNKNOWN in recipe:
+        ask_for(recipe, "--recipe")
+    changes = [f"{_OF_BRIDGE[name]}={value}" for name, value in options.items() if name in _OF_BRIDGE]
+    overrides = [*changes, *overrides]
+    for text in overrides:
+        if UNKNOWN in text and text.startswith(("model.", "train.", "dataset.seq")) and "_size" in text:
+            ask_for(text, text.partition("=")[0])
+    devices = context.devices or started(launcher, context)
+    kept = [text for text in overrides if UNKNOWN not in text]
+    reading = read_recipe(recipe, replace(context, devices=devices), kept)
+    return replace(reading, program=program)
 
 
 def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
@@ -401,7 +558,11 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
             "script or run file",
         )
     if facts["unknown"] is not None:
-        flags_of_model(facts["unknown"], "unset HF_HUB_OFFLINE to ask Hugging Face")
+        try:
+            flags_of_model(facts["unknown"], "model")
+        except MissingSetting as error:
+            hint = "are not known here; unset HF_HUB_OFFLINE to ask Hugging Face"
+            raise ConfigError("unknown-size", f"the sizes of {facts['unknown']} {hint}") from error
     values = facts["values"]
     variant = values.get("experimental_attention_variant", _PRICED[0])
     if variant not in _PRICED or values.get("enable_hyper_connections"):
@@ -420,7 +581,7 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     tokens = facts["vocabulary"] or (alike and alike.vocabulary)
     base = {} if tokens is None else {"vocab-size": tokens}
     if facts["model"] is not None:
-        base |= flags_of_model(facts["model"], "")
+        base |= flags_of_model(facts["model"], "model")
     flags = base | dict(flags_of_attributes(values, context.flag_table)) | dict.fromkeys(facts.get("frozen", ()), True)
     flags |= adapter_flags(facts["rank"] or 0)
     if flags.get("expert-model-parallel-size", 1) > 1:  # Megatron-Bridge does not cut experts by default
@@ -428,8 +589,10 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     _add_tower(flags, facts)
     match = re.search(r"_(\d+)gpu", facts["name"])
     devices = context.devices or (int(match[1]) if match else None)
-    launcher = {} if devices is None else {"nproc-per-node": str(min(devices, context.cluster.devices_per_node))}
-    reading = read_flags(flags, launcher, f"{PREFIX}{facts['name']}", replace(context, devices=devices))
+    launcher = {}
+    if devices is not None:
+        launcher = {"processes": str(devices), "nproc-per-node": str(min(devices, context.cluster.devices_per_node))}
+    reading = read_flags(flags, launcher, f"{PREFIX}{facts['name']}", context)
     return replace(reading, consumer=BRIDGE)
 
 

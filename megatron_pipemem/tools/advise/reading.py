@@ -18,7 +18,7 @@ from megatron_pipemem.model.model import BY_ACTION, Model, Tower
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
-from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, UnknownValue, ask_for
+from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, MissingSetting, MissingValue, ask_for
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
 from megatron_pipemem.tools.config.runs import ADAPTERS, FREEZES, RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
@@ -42,6 +42,8 @@ _VOCABULARIES = (
 """Tokens in the vocabulary by a pattern in the type, name or file of a tokenizer."""
 _TOKENIZERS = ("tokenizer-model", "tokenizer-name-or-path", "tokenizer-type", "vocab-file", "hf-checkpoint", "load")
 _VOCABULARY, _LENGTH = 128256, 4096  # assumed if nothing says them
+_STAND_INS = {"--num-layers": 96, "--hidden-size": 8192, "--num-attention-heads": 64}
+"""Values of missing sizes with which the rest of a command is read, to find all that is missing."""
 _NEAR = 0.9
 """Similarity to a flag of Megatron above which that flag is named beside an unknown one."""
 DECISIVE = {
@@ -102,6 +104,7 @@ class Context:
     devices: int | None = None  # of the whole run
     vocabulary: int | None = None  # tokens in the vocabulary
     images: int | None = None  # in a sequence, for a model with a vision tower
+    source: str = ""  # the name of the script or file
 
 
 _CLUSTERS = {
@@ -149,7 +152,7 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
         cut = replace(cut, sequence_parallel=True)
         assumed.append("--sequence-parallel, without which Megatron trains no experts on tensor-parallel ranks; add it")
     is_single = not (args.bf16 or args.fp16)
-    cluster = replace(context.cluster, nodes=nodes, devices_per_node=per_node)
+    cluster = context.cluster.sized(nodes, per_node)
     args.mark(*_OTHERS, "bf16", "fp16", TOWER, IMAGES)
     others = args.unread() | ({"bf16": False} if is_single else {"fp16" if args.fp16 else "bf16": True})
     if layout.is_cut(str(flags.get(layout.PATTERN, ""))):
@@ -300,6 +303,13 @@ def _whole(text: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
+def started(launcher: Mapping[str, str], context: Context) -> int | None:
+    """Return the number of devices that the user or a launcher gives; ``None`` if neither does."""
+    total = context.devices or _whole(launcher.get(_PROCESSES))
+    nodes, per_node = _whole(launcher.get(_NODES)), _whole(launcher.get(_PER_NODE))
+    return total or (nodes * per_node if nodes and per_node else None)
+
+
 def _devices(
     args: Arguments,
     flags: Mapping[str, Any],
@@ -315,7 +325,7 @@ def _devices(
     """
     per_node = _whole(launcher.get(_PER_NODE)) or _program_number(flags, args, "actor-num-gpus-per-node")
     nodes = _whole(launcher.get(_NODES)) or _program_number(flags, args, "actor-num-nodes")
-    total = context.devices or _whole(launcher.get(_PROCESSES))
+    total = started(launcher, context)
     if total is None and per_node is not None and nodes is not None:
         total = per_node * nodes
     if total is None:
@@ -324,6 +334,10 @@ def _devices(
         unknown = dict.fromkeys(text.split(UNKNOWN)[1] for text in launcher.values() if UNKNOWN in text)
         why = f"{', '.join(unknown)} not being known" if unknown else "as the command does not give their number"
         assumed.append(f"{total} devices, the fewest that the parallel sizes allow, {why}; --gpus N changes it")
+    elif context.devices is None and total < unit:
+        few = f"because its {total} are fewer than the parallel sizes need"
+        total = unit
+        assumed.append(f"{total} devices, {few}; --gpus N changes it")
     return total, min(per_node or context.cluster.devices_per_node, total)
 
 
@@ -411,10 +425,12 @@ def _model(args: Arguments, flags: Mapping[str, Any], assumed: list[str], vocabu
     size = {} if vocabulary is None else {"vocab_size": vocabulary}
     try:
         model = model_of(args, **size)
-    except UnknownValue:
+    except MissingValue:
         raise
     except ConfigError as error:
         key = error.key if error.key is None or error.key.startswith("--") else _flag(error.key)
+        if error.code == "unknown-size" and key in _STAND_INS:
+            raise MissingSetting(error.message, key, f"{key}={_STAND_INS[key]}") from error
         raise ConfigError(error.code, error.message, key=key) from error
     if model.experts:
         args.mark("no-bias-swiglu-fusion")

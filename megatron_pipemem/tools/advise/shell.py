@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.tools.advise.evaluation import Evaluation, evaluated
+from megatron_pipemem.tools.advise.missing import ScriptFacts
 
 SWIFT_PROGRAMS = "swift/cli/_megatron/"
 """Folder of the programs that ms-swift's command ``megatron`` starts."""
@@ -28,15 +29,26 @@ _SLURM = {
 }
 """Variables that Slurm sets for options of ``#SBATCH`` lines."""
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-J": "job-name", "-p": "partition", "-G": "gpus"}
+_NO_TRAINING = re.compile(
+    r"(?:^|[_.])(?:eval|evaluate|generate|generation|inference|server|convert|converter|export|preprocess)(?:[_.]|$)"
+)
+"""Words in the names of programs that run, convert or test a model, and train none."""
 _SIZES = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus")
 
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """The words of a command that trains, and sentences about lines of its script that were not evaluated."""
+    """The words of a command that trains.
+
+    Args:
+        words: the command.
+        not_read: sentences about lines of its script that were not evaluated.
+        script: the script that starts it; ``None`` for a command line.
+    """
 
     words: list[str]
     not_read: tuple[str, ...] = ()
+    script: ScriptFacts | None = None
 
 
 def training_command(
@@ -76,13 +88,20 @@ def training_command(
             f"the script or command starts no Python program{hint}; give the script that calls pretrain_gpt.py, or its "
             "command line after --",
         )
+    others = {_program(words) for words in started}
+    started = [words for words in started if not _NO_TRAINING.search(_program(words))]
+    if not started:
+        raise ConfigError(
+            "no-command",
+            f"the script or command starts {', '.join(sorted(others))}, which does not train; give a script that trains",
+        )
     chosen = max(started, key=lambda words: sum(word.startswith("--") or "=" in word for word in words))
     # One task per node starts a launcher, which has its own number of processes.
     options = {option: sizes[option] for option in _SIZES if option in sizes}
     if options.get("ntasks-per-node") == "1":
         del options["ntasks-per-node"]
     before = [f"--{option}={value}" for option, value in options.items()]
-    return TrainingCommand([*before, *chosen], not_read(evaluation))
+    return TrainingCommand([*before, *chosen], not_read(evaluation), ScriptFacts(text, [*evaluation.compared]))
 
 
 def command_of_words(words: Sequence[str], variables: Mapping[str, str] | None = None) -> TrainingCommand:
@@ -98,16 +117,31 @@ def not_read(evaluation: Evaluation) -> tuple[str, ...]:
     """Return sentences about parts of a script that have no known value."""
     sentences = []
     if evaluation.compared:
-        names = ", ".join(f"{name} (line {line})" for name, line in evaluation.compared.items())
+        lines: dict[str, int] = {}
+        for name, line in evaluation.compared:
+            lines.setdefault(name, line)
+        names = ", ".join(f"{name} ({_line(line)})" for name, line in lines.items())
         sentences.append(f"tests of {names} are evaluated as if not set; --env NAME=VALUE or an argument sets one")
     if evaluation.exits:
-        lines = ", ".join(str(line) for line in evaluation.exits)
-        sentences.append(f"the script would end at line {lines} on this machine, and is read on")
+        ends = ", ".join(dict.fromkeys(map(_line, evaluation.exits)))
+        sentences.append(f"the script would end on this machine ({ends}), and is read on")
     sentences += [f"{path} is not there; {other} is read" for path, other in evaluation.others.items()]
     sentences += [f"line {line}: {message}" for line, message in evaluation.errors[:4]]
     if evaluation.unfinished is not None:
         sentences.append(f"{evaluation.unfinished}; what follows is not read")
     return tuple(sentences)
+
+
+def _program(words: Sequence[str]) -> str:
+    """Return the name of the Python program or module that a command starts, without folders."""
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is None:
+        return words[words.index("-m") + 1].rpartition("examples.")[2]
+    return PurePosixPath(script).stem
+
+
+def _line(number: int) -> str:
+    return f"line {number}" if number else "in a file that it reads"
 
 
 def _started_by_swift(words: list[str], variables: Mapping[str, str]) -> list[str]:

@@ -8,8 +8,8 @@ builtin enable -n enable
 shopt -s extdebug
 FUNCNEST=200
 declare -A __forced=() __files=() __saved=()
-declare -a __marked=() __before=() __SOURCE=()
-__count=0 __inside=1 __target='' __instead='' __depth=0
+declare -a __marked=() __before=() __SOURCE=() __arguments=("$@")
+__count=0 __inside=1 __target='' __instead='' __depth=0 __numbered=1
 
 # Write one record: its kind, and words. Each word is a write of its own, so that records of two processes may mix.
 __put() {
@@ -89,11 +89,12 @@ __remote() {
 
 # Evaluate a text as a script of its own, with its name and its arguments.
 __evaluate() {
-    local __inside='' __depth=-1 __body=$1
+    local __inside='' __depth=-1 __numbered='' __body=$1
     shift
     BASH_ARGV0=${1-bash}
     __SOURCE=("${1-}")
     (($#)) && shift
+    local -a __arguments=("$@")
     eval "$__body"
 }
 
@@ -108,12 +109,27 @@ __fetch() {
     __text=${__files[$__path]}
 }
 
+# Without arguments of its own, a file has those of the function or script that reads it.
 source() {
-    local __inside=1 __text='' __path='' __body __depth=-1
+    local __inside=1 __text='' __path='' __body __depth=-1 __numbered='' __frame=1 __first __number
     __fetch "$1" || return 0
     local -a __SOURCE=("$__path" "${__SOURCE[@]}")
     __body=$__text
     shift
+    [[ ${FUNCNAME[1]-} == . ]] && __frame=2
+    if (($#)); then
+        local -a __arguments=("$@")
+    elif [[ ${FUNCNAME[__frame]-source} != source ]]; then
+        __first=0
+        for ((__number = 0; __number < __frame; __number++)); do __first=$((__first + BASH_ARGC[__number])); done
+        local -a __arguments=()
+        for ((__number = BASH_ARGC[__frame]; __number > 0; __number--)); do
+            __arguments+=("${BASH_ARGV[__first + __number - 1]}")
+        done
+    else
+        __depth=${#FUNCNAME[@]}
+    fi
+    set -- "${__arguments[@]}"
     __inside=''
     eval "$__body"
 }
@@ -126,7 +142,7 @@ function . {
 exit() {
     local __inside=1
     ((BASH_SUBSHELL)) && builtin exit "$@"
-    __put exit "${BASH_LINENO[0]}"
+    __put exit "${__numbered:+${BASH_LINENO[0]}}"
 }
 cd() {
     local __inside=1
@@ -332,7 +348,7 @@ __watch() {
         if [[ $__name == [1-9]* ]]; then
             (($3 == __depth && $2 < __name)) || continue
             if [[ $__kind == test ]]; then
-                __put compared "$__name" "$4"
+                __put compared "$__name" "${__numbered:+$4}"
             elif [[ $__reference != '${'* || $__reference == *'}' ]]; then
                 __text=${__text//"$__reference"/$'\2'$__name$'\2'} __skip=1
             fi
@@ -363,12 +379,12 @@ __watch() {
 __compare() {
     local __value
     if __is_unset "$1"; then
-        __put compared "$1" "$2"
+        __put compared "$1" "${__numbered:+$2}"
         return
     fi
     __value=${!1-}
     [[ $__value == *[$'\2\3']* ]] || return
-    __put compared "$(__named_in "$__value")" "$2"
+    __put compared "$(__named_in "$__value")" "${__numbered:+$2}"
     [[ $__value == *$'\2'* && -z ${__saved[$1]+saved} ]] || return
     __saved[$1]=$__value
     while [[ $__value =~ $'\2'[^$'\2']*$'\2' ]]; do

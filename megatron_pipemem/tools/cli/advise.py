@@ -46,7 +46,7 @@ def advise_command(
     source: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT.sh | FILE.yaml [KEY=VALUE ...] | bridge:RECIPE | -- COMMAND",
+            metavar="SCRIPT.sh | FILE.yaml [KEY=VALUE ...] | bridge:RECIPE [KEY=VALUE ...] | -- COMMAND",
             help="; ".join(f"{form}: {meaning}" for form, meaning in SOURCES.items()) + ".",
         ),
     ],
@@ -100,7 +100,7 @@ def advise_command(
         # a command line
         pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
         # a recipe of the installed Megatron-Bridge, or your own as bridge:package.module:function
-        pipemem advise bridge:llama3_70b_sft
+        pipemem advise bridge:llama3_70b_sft overrides.yaml model.pipeline_model_parallel_size=8
         # settings of NeMo-RL or verl, with overrides
         pipemem advise examples/configs/grpo_math_8B_megatron.yaml cluster.num_nodes=2
         # a run file, with prices that were measured
@@ -184,7 +184,7 @@ def _read(
     if cluster is None:
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         named = named_cluster(" ".join([*source, text]))
-    context = Context(known_flags(), load(cluster or named or _CLUSTER, Cluster), gpus, vocabulary, images)
+    context = Context(known_flags(), load(cluster or named or _CLUSTER, Cluster), gpus, vocabulary, images, source[0])
     reading = _read_on(context, source, path, variables)
     if named is None:
         return reading
@@ -197,8 +197,8 @@ def _read_on(context: Context, source: list[str], path: Path, variables: dict[st
     """Return the run of a script, a command, settings or a recipe."""
     if path.suffix in (".yaml", ".yml"):
         return read_settings(path, source[1:], context)
-    if len(source) == 1 and source[0].startswith(PREFIX):
-        return read_recipe(source[0].removeprefix(PREFIX), context)
+    if source[0].startswith(PREFIX):
+        return read_recipe(source[0].removeprefix(PREFIX), context, source[1:])
     if len(source) == 1 and not path.is_file():
         raise ConfigError("no-file", f"there is no file {path}; give a launch script, a run file, or -- and a command")
     if not _is_script(path, alone=len(source) == 1):
@@ -211,10 +211,11 @@ def _read_on(context: Context, source: list[str], path: Path, variables: dict[st
     try:
         reading = read_program([*command.words, *overrides], context)
     except ConfigError as error:
-        if error.code != "unknown-size" or not command.not_read:
-            raise
-        message = f"{error.message}; {'; '.join(command.not_read)}"
-        raise ConfigError(error.code, message, key=error.key, file=error.file) from error
+        own = error if command.script is None else command.script.asked(error)
+        if own.code != "unknown-size" or not command.not_read:
+            raise own from error
+        message = f"{own.message}; {'; '.join(command.not_read)}"
+        raise ConfigError(own.code, message, key=own.key, file=own.file) from error
     return replace(reading, not_read=(*command.not_read, *reading.not_read))
 
 
