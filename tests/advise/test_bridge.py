@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,11 +18,15 @@ from lanes import nightly
 
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.model import Model
+from megatron_pipemem.tools.advise import programs
 from megatron_pipemem.tools.advise.advice import advise
+from megatron_pipemem.tools.advise.consumers import BRIDGE
 from megatron_pipemem.tools.advise.programs import evaluate, run_of
 from megatron_pipemem.tools.advise.reading import Context
+from megatron_pipemem.tools.advise.shell import training_command
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.megatron.bridge_recipe import _change
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from tests.watching.refusals import refused
@@ -135,3 +140,61 @@ def test_adapters_leave_w_almost_nothing(recipes):
 def test_recipes_that_are_no_run_are_refused(recipes, name, told):
     with refused(*told):
         run(recipes[name])
+
+
+def recipe_config() -> SimpleNamespace:
+    def layout(ranks: int, chunks: int | None) -> str:
+        return f"{ranks}x{chunks}"
+
+    model = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, seq_length=8)
+    model.pipeline_model_parallel_layout, model._pipeline_model_parallel_layout_builder = "4x2", layout
+    dataset, train = SimpleNamespace(seq_length=8), SimpleNamespace(global_batch_size=1, micro_batch_size=1)
+    return SimpleNamespace(mixed_precision=None, model=model, dataset=dataset, train=train)
+
+
+def test_files_and_overrides_change_a_recipe(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("train: {global_batch_size: 32, micro_batch_size: 2}\ndataset: {seq_length: 16}\n")
+    config = recipe_config()
+    _change(config, [str(file), "train.global_batch_size=64", "++model.pipeline_model_parallel_size=8"])
+    assert (config.train.global_batch_size, config.train.micro_batch_size, config.model.seq_length) == (64, 2, 16)
+    assert config.model.pipeline_model_parallel_layout == "8x2"
+    _change(config, ["model.pipeline_model_parallel_layout=Et|tL", "model.virtual_pipeline_model_parallel_size=null"])
+    assert config.model.pipeline_model_parallel_layout == "Et|tL"
+    with pytest.raises(AttributeError, match="train.batch"):
+        _change(config, ["train.batch=3"])
+
+
+RUN_RECIPE = """
+torchrun --nproc_per_node=8 --nnodes=$N scripts/training/run_recipe.py --model llama31_405b --mode sft -pp 8 --lr 1e-4 \\
+    --seq_length=1024 train.global_batch_size=64 checkpoint.save=$SAVE --dry-run
+"""
+
+
+def test_a_script_that_runs_a_recipe_is_read(recipes, monkeypatch):
+    asked = []
+
+    def evaluate(names, changes):
+        asked.extend([*names, *changes])
+        return [recipes["llama31_405b_sft_config"]]
+
+    monkeypatch.setattr(programs, "evaluate", evaluate)
+    context = Context(known_flags(), H100)
+    command = training_command(RUN_RECIPE, {"N": "32"})
+    reading = programs.read_program(command.words, context)
+    assert asked == [
+        "llama31_405b_sft_config",
+        *("model.pipeline_model_parallel_size=8", "dataset.seq_length=1024", "train.global_batch_size=64"),
+    ]
+    assert reading.run.parallelism.ranks == 256 and reading.consumer is BRIDGE
+    with refused("unknown-size", "--recipe", "WHICH=VALUE"):
+        text = RUN_RECIPE.replace("--model llama31_405b", "--recipe $WHICH")
+        programs.read_program(training_command(text).words, context)
+
+
+def test_what_cannot_change_a_recipe_is_refused(tmp_path):
+    context = Context(known_flags(), H100)
+    with refused("no-file", "none.yaml"):
+        programs.read_recipe("llama31_405b_sft", context, [str(tmp_path / "none.yaml")])
+    with refused("bad-syntax", "tp4"):
+        programs.read_recipe("llama31_405b_sft", context, ["tp4"])

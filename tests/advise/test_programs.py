@@ -220,6 +220,46 @@ def test_what_is_missing_or_wrong_is_named(source, override, told, nemo):
         read(source, nemo, *override.split())
 
 
+SFT_SCRIPT = """
+torchrun --nnodes=2 --nproc-per-node=${NUM_TRAINERS:-8} -m verl.trainer.sft_trainer data.train_batch_size=96 \\
+    data.max_length=2048 data.use_dynamic_bsz=$DYNAMIC data.max_token_len_per_gpu=8192 data.micro_batch_size_per_gpu=3 \\
+    model.path=/models/Qwen3-8B engine=megatron optim=megatron engine.tensor_model_parallel_size=2 \\
+    engine.pipeline_model_parallel_size=4 engine.virtual_pipeline_model_parallel_size=null \\
+    engine.override_transformer_config.recompute_granularity=full trainer.nnodes=7
+"""
+
+
+@pytest.mark.parametrize(("dynamic", "micro", "batch"), [("True", 4, 96), ("False", 3, 96)])
+def test_verls_trainer_for_fine_tuning_is_read(dynamic, micro, batch):
+    found = read_program(training_command(SFT_SCRIPT, {"DYNAMIC": dynamic}).words, CONTEXT)
+    run, cut = found.run, found.run.parallelism
+    assert replace(run.model, source="") == replace(load("qwen3-8b", Model), sequence=2048, source="")
+    assert (cut.tp, cut.pp, cut.dp, cut.micro_batch, cut.global_batch, cut.chunks) == (2, 4, 2, micro, batch, None)
+    assert cut.sequence_parallel and run.precision == "bf16" and run.schedule.recompute == "full"
+    added, _ = changes(found.consumer, run, advise(run).proposals["same memory, chunks"], found.flags)
+    assert any(word.startswith("++engine.") for word in added)
+
+
+def test_another_engine_of_verl_is_refused():
+    words = training_command(SFT_SCRIPT.replace("engine=megatron", "engine=fsdp"), {"DYNAMIC": "True"}).words
+    with refused("wrong-file", "fsdp", "engine=megatron"):
+        read_program(words, CONTEXT)
+
+
+def test_settings_of_swift_in_a_file_are_under_its_flags(tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "sft.yaml").write_text(
+        "model: Qwen/Qwen3-8B\nmax_length: 2048\nglobal_batch_size: 8\ntrain: {gpus: 4, pipeline_model_parallel_size: 4}\n"
+    )
+    script = tmp_path / "train.sh"
+    for words in ("conf/sft.yaml", "--use_ray true --config conf/sft.yaml", "--config elsewhere/conf/sft.yaml"):
+        command = training_command(f"megatron sft {words} --global_batch_size 16", folder=tmp_path)
+        found = read_program(command.words, replace(CONTEXT, source=str(script)))
+        cut = found.run.parallelism
+        assert (found.run.model.sequence, cut.pp, cut.ranks, cut.global_batch) == (2048, 4, 4, 16)
+        assert any("is not there" in sentence for sentence in found.not_read)
+
+
 def test_settings_based_on_themselves_are_refused(nemo):
     (nemo.parent / "base.yaml").write_text("defaults: own.yaml\n", encoding="utf-8")
     with refused("based-on-itself"):

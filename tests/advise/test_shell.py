@@ -141,7 +141,7 @@ def test_arguments_are_the_script_s():
 def test_a_script_that_ends_for_want_of_a_file_is_read_on():
     text = "if [ ! -f /no/data ]; then\necho none\nexit 1\nfi\ntorchrun a.py --x\nexit 0\ntorchrun b.py --x --y"
     command = training_command(text)
-    assert command.words == ["torchrun", "a.py", "--x"] and "line 3 " in command.not_read[0]
+    assert command.words == ["torchrun", "a.py", "--x"] and "(line 3)" in command.not_read[0]
 
 
 @pytest.mark.parametrize(
