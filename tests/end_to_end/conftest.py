@@ -25,6 +25,7 @@ from comparing import (  # noqa: E402
     assert_predicted_bytes,
     assert_same_training,
 )
+from model_flags import as_hybrid  # noqa: E402
 from text_to_dataset import find_documents, write_dataset  # noqa: E402
 
 MAMBA = str(Path(__file__).parents[1] / "mamba")
@@ -216,14 +217,16 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
 def train_small(train, tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     """``train`` four layers with four microbatches on a pipeline of two ranks.
 
-    Stages have two ranks each if a flag shares their work or their optimizer, or with ``ranks=4``.
+    Stages have two ranks each if a flag shares their work or their optimizer, or with ``ranks=4``. ``model="hybrid"`` trains
+    the HybridModel with the layers of that GPT.
     """
     folders = [tmp_path_factory.mktemp("small") for _ in range(2)]
     two = Trainer(Ranks("training", folders[0], size=2), folders[0], text, DEFAULTS | SMALL)
     four = Trainer(train.ranks, folders[1], text, DEFAULTS | SMALL)
 
-    def run(schedule: str, *flags: str, ranks: int | None = None, **how: object) -> Run:
+    def run(schedule: str, *flags: str, ranks: int | None = None, model: str = "gpt", **how: object) -> Run:
         size = ranks or (4 if TWO_RANKS_A_STAGE & {*flags} else 2)
+        flags = as_hybrid(flags, int(SMALL["--num-layers"])) if model == "hybrid" else flags
         return (two if size == 2 else four)(schedule, *flags, ranks=size, **how)
 
     yield run

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+
+from megatron_pipemem.flags import values_by_flag
+
 PP2 = ("--pipeline-model-parallel-size", "2")
 PP4 = ("--pipeline-model-parallel-size", "4")
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -49,3 +54,33 @@ RECOMPUTED = ("--pipemem-recompute", "full")
 SMALL_TENSORS = ("--pipemem-offload-option", "min_bytes=1KiB")
 OFFLOADED = ("--pipemem-offload", "full", *SMALL_TENSORS)
 QUICK = ("--pipemem-option", "seconds=0.3")
+
+
+def hybrid(pattern: str, *more: str) -> tuple[str, ...]:
+    """Return flags of a HybridModel of local layers."""
+    spec = ("--spec", "megatron_pipemem.tools.cpu.hybrid_layers", "hybrid_stack_spec")
+    return (*spec, f"--hybrid-layer-pattern={pattern}", *more)
+
+
+def as_hybrid(flags: tuple[str, ...], layers: int) -> tuple[str, ...]:
+    """Return the flags of the HybridModel with the same layers as the GPT that ``flags`` describe.
+
+    ``layers`` is the number of layers without ``--num-layers``. A layer of a GPT is two of a HybridModel. Stages of a
+    layout become segments of the pattern.
+    """
+    values = {name: str(value) for name, value in values_by_flag(flags).items()}
+    layers = int(values.get("num-layers", layers))
+    attention = "+" if "multi-latent-attention" in values else "*"
+    has_experts = json.loads(values.get("moe-layer-freq", str([1] * layers)))
+    blocks = [attention + ("E" if "num-experts" in values and chosen else "-") for chosen in has_experts]
+    stages = re.sub("[EL]", "", values.get(LAYOUT.removeprefix("--"), "t" * layers))
+    assert stages.count("t") == layers and not {*stages} - {*"t|"}, f"{stages} is no layout of {layers} layers"
+    remaining = iter(blocks)
+    pattern = "".join(next(remaining) if symbol == "t" else symbol for symbol in stages)
+    ahead = [blocks[-1]] * int(values.get("mtp-num-layers", 0))
+    gone = ("--num-layers", "--moe-layer-freq", "--mtp-num-layers", LAYOUT)
+    kept, drops = [], False
+    for word in flags:
+        drops = word in gone if word.startswith(("--", "+--")) else drops
+        kept += [] if drops else [word]
+    return hybrid("/".join([pattern, *ahead]), "+--num-layers", *kept)

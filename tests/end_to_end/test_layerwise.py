@@ -6,8 +6,17 @@ from functools import partial
 
 import pytest
 from comparing import assert_close_training, assert_same_training
-from model_flags import DROPOUT, EXPERTS, MULTI_TOKEN, RECOMPUTE, RECOMPUTED, TP_AND_SP, UNTIED, VOCABULARY
-from test_hybrid import of
+from model_flags import (
+    DROPOUT,
+    EXPERTS,
+    MULTI_TOKEN,
+    RECOMPUTE,
+    RECOMPUTED,
+    TP_AND_SP,
+    UNTIED,
+    VOCABULARY,
+    hybrid,
+)
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ def test_forwards_of_a_later_batch_draw_that_batch_s_numbers(train_from_scratch,
 
 def test_a_hybrid_model_s_layers_have_their_numbers_in_every_cut(train_from_scratch):
     runs = [
-        train_from_scratch(name, *DROPOUT, *of(cut))
+        train_from_scratch(name, *DROPOUT, *hybrid(cut))
         for name, cut in (("v-half", "*-|*-|*-|*-"), ("stock", "*-*-|*-*-"))
     ]
     assert_same_training(*runs)

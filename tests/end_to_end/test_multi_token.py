@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from comparing import assert_close_gradients, assert_close_training, assert_predicted_bytes
-from model_flags import EVALUATION, LAYOUT, OVERLAP, PP4, RECOMPUTED, ROPE, TP_AND_SP, UNTIED, VOCABULARY
-from test_hybrid import CUTS, of
+from model_flags import EVALUATION, LAYOUT, OVERLAP, PP4, RECOMPUTED, ROPE, TP_AND_SP, UNTIED, VOCABULARY, hybrid
+from test_hybrid import CUTS
 from test_vocabulary import LATER
 
 COMMON = (*ROPE, "--tensorboard-dir", "unused")
@@ -71,7 +71,7 @@ def test_two_replicas(equals_stock):
 @pytest.mark.parametrize("cut", [(), (VOCABULARY, "2")], ids=["whole", "cut"])
 def test_hybrid_models_predict_further_too(train_small, cut):
     stock, run = (
-        train_small(schedule, *of(f"{CUTS[chunks]}/*-", *COMMON, UNTIED, *more))
+        train_small(schedule, *hybrid(f"{CUTS[chunks]}/*-", *COMMON, UNTIED, *more))
         for schedule, chunks, more in (("stock", 1, ()), ("v-half", 2, cut))
     )
     assert len(set(stock.losses)) > 1
