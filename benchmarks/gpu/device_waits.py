@@ -26,7 +26,7 @@ CONTROLS = {"synchronize()": True, "a kernel that is loaded": False}
 
 
 def main() -> int:
-    options = proof.arguments(__doc__, "device-waits")
+    options = proof.arguments(__doc__, "device_waits")
     report = proof.Report(options.output, options.rehearse)
     spin = sleep_on_cpu if options.rehearse else spin_on_gpu()
     for name, operation in operations(options.rehearse).items():

@@ -8,9 +8,12 @@ with ``CUDA_DEVICE_MAX_CONNECTIONS`` of 8 and 1, and with the default process gr
 The process of a rank runs all cases of a setting, so kernels are loaded early. ``FRESH`` schedules run once more in ranks of
 their own, where every kernel is launched for the first time among posted messages.
 
+In a part of its own, three schedules run with Megatron's timers of level 2, which make every host wait for its device
+around every pass.
+
 Claims: every case ends, and its losses are stock 1F1B's to the bit (to 1e-5 where sums have another order).
 
-    python benchmarks/gpu/four_ranks.py [--rehearse]
+    python benchmarks/gpu/four_ranks.py [--part families | timers] [--rehearse]
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ RANKS, MICROBATCHES, STEPS = 4, 8, 4
 FIRST_SECONDS, CASE_SECONDS = 120, 30
 """How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
 OTHER_ORDER = 1e-5
+PARTS = ("families", "timers")
+TIMED = {"1f1b": 1, "zb-h1": 1, "v-half": 2}
+"""Names and chunks per rank of schedules that run with timers of level 2."""
 FRESH = ("dualpipe", "gis", "v-half", "1f1b")
 PAIRED = {"1f1b": 1, "zb-h1": 1, "zbv": 2, "v-half": 2, "dualpipe-v": 2}
 """Names and chunks per rank of schedules that run with pairs."""
@@ -62,6 +68,7 @@ class Case:
     graph: bool = False
     experts: bool = False
     pairs: bool = False
+    timers: bool = False
 
     @property
     def peers(self) -> tuple[object, ...]:
@@ -73,6 +80,7 @@ class Case:
         name = self.schedule if self.layers == "local" else f"{self.schedule} of {self.layers} layers"
         cut += ", one graph" if self.graph else ", fresh ranks" if self.fresh else ""
         cut += ", pairs" if self.pairs else ""
+        cut += ", timers of level 2" if self.timers else ""
         if self.experts:
             return f"{name}{cut}, EP2"
         return f"{name}{cut}" + (f", DP{self.pipelines} overlapped" if self.pipelines > 1 else "")
@@ -89,10 +97,12 @@ class Setting:
         return f"connections {self.connections}" + (", bound" if self.bound else "")
 
 
-def cases(rehearse: bool) -> list[Case]:
+def cases(part: str, rehearse: bool) -> list[Case]:
     """Stock first: the others are compared with it."""
     from megatron_pipemem.schedule.registry import families
 
+    if part == "timers":
+        return [Case("stock"), *(Case(name, chunks, timers=True) for name, chunks in TIMED.items())]
     if rehearse:
         return [
             Case("stock"),
@@ -136,22 +146,22 @@ def _experts(schedule: str, chunks: int = 1, pairs: bool = False) -> Case:
     return Case(schedule, chunks, pipelines=2, experts=True, pairs=pairs)
 
 
-def settings(rehearse: bool) -> list[Setting]:
+def settings(part: str, rehearse: bool) -> list[Setting]:
     if rehearse:
         return [Setting(1, bound=False)]
+    if part == "timers":
+        return [Setting(8, bound=False)]
     return [Setting(connections, bound) for bound in (False, True) for connections in (8, 1)]
 
 
 def main() -> int:
     if "--rank" in sys.argv:
         return run_rank(json.loads(sys.argv[sys.argv.index("--rank") + 1]))
-    options = proof.arguments(__doc__, "four-ranks")
+    options = proof.arguments(__doc__, "four_ranks", PARTS)
     report = proof.Report(options.output, options.rehearse)
-    if not proof.can_share_gpu(report):
-        return 1
-    for setting in settings(options.rehearse):
+    for setting in settings(options.part, options.rehearse):
         reference: dict[tuple[int, str], list[str]] = {}
-        left = missing(cases(options.rehearse), setting, report)
+        left = missing(cases(options.part, options.rehearse), setting, report)
         for case, losses, seconds, failure in run_cases(left, setting, options.rehearse):
             if case.schedule == "stock":
                 reference[case.peers] = losses
@@ -297,7 +307,7 @@ def run_rank(plan: dict) -> int:
 def train(case: Case) -> list[str]:
     """Losses of every microbatch, exact, on the last ranks of the pipelines; nothing elsewhere."""
     import torch
-    from gpt_chunks import Size, batches, builder, forward_step, make_config, open_pipelines
+    from gpt_chunks import Size, batches, builder, forward_step, make_config, open_pipelines, same_values
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -307,6 +317,7 @@ def train(case: Case) -> list[str]:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.timers import Timers
 
     import megatron_pipemem
 
@@ -320,6 +331,8 @@ def train(case: Case) -> list[str]:
     try:
         open_pipelines(devices, chunks, experts=2 if case.experts else 1, graph=case.graph)
         config = make_config(size, devices, chunks, case.layers, finalize_model_grads_func=finalize_model_grads, **more)
+        if case.timers:
+            config.timers = Timers(2, "minmax")
         chunk = builder(size, config, case.layers)
 
         def build(**ends):  # before anything is cut or copied
@@ -363,22 +376,6 @@ def train(case: Case) -> list[str]:
     finally:
         megatron_pipemem.disable()
         parallel_state.destroy_model_parallel()
-
-
-def same_values(model) -> None:
-    """Values that depend on the global layer alone, so that every placement starts from the same model."""
-    import torch
-
-    for name, parameter in model.named_parameters():
-        key = name
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            key = f"{model.decoder.layers[int(local)].layer_number}.{rest}"
-        if parameter.dim() == 1:
-            continue
-        generator = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(key)) % 2**31)
-        with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,22 @@ def builder(
     return build
 
 
+def same_values(model: GPTModel, deviation: float = 0.1) -> None:
+    """Give a chunk weights that depend on the global layer alone, so that every placement starts from the same model."""
+    for name, parameter in model.named_parameters():
+        key = name
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            key = f"{model.decoder.layers[int(local)].layer_number}.{rest}"
+        if parameter.dim() == 1:
+            continue
+        generator = torch.Generator(parameter.device)
+        generator.manual_seed(sum(ord(c) * 31**i for i, c in enumerate(key)) % 2**31)
+        with torch.no_grad():
+            values = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            parameter.copy_(values * deviation)
+
+
 def training(
     size: Size, layers: str, devices: int, chunks: int, microbatches: int, position: str = "learned_absolute", **options
 ) -> Callable[[], None]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.util
 import json
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import needs
 
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore import on_cpu_ranks
@@ -90,29 +92,24 @@ def machine(rehearsal: bool) -> str:
 
     name = "CPU" if rehearsal else torch.cuda.get_device_name()
     nccl = (
-        "" if rehearsal or not torch.distributed.is_nccl_available() else f", NCCL {'.'.join(map(str, nccl_version()))}"
+        ""
+        if rehearsal or not torch.distributed.is_nccl_available()
+        else f", NCCL {'.'.join(map(str, needs.nccl_version()))}"
     )
     return f"{name}, torch {torch.__version__}{nccl}"
 
 
-def nccl_version() -> tuple[int, ...]:
-    """Of the library that is loaded. ``torch.cuda.nccl.version()`` is that of the headers with which torch was built."""
-    import torch  # noqa: F401, loads NCCL
-
-    number = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10000)
-    return major, *divmod(rest, 100)
-
-
-def arguments(description: str | None, experiment: str) -> argparse.Namespace:
+def arguments(description: str | None, experiment: str, parts: Sequence[str] = ()) -> argparse.Namespace:
     """``--rehearse`` and ``--output`` of an experiment that runs by itself too. Activates the CPU lane to rehearse.
 
-    Exits with status 2 where there is neither a GPU nor ``--rehearse``.
+    Exits with status 2 where the machine lacks what the experiment needs. ``parts`` are the values of ``--part``, the
+    default first.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="tiny, on CPU, to see that the program works")
     parser.add_argument("--output", type=Path, default=Path(f"out/benchmarks/prove/{experiment}.json"))
+    if parts:
+        parser.add_argument("--part", choices=parts, default=parts[0], help="rows to measure (default: %(default)s)")
     options = parser.parse_args()
     # Megatron warns of every package it misses, in every process.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -122,37 +119,10 @@ def arguments(description: str | None, experiment: str) -> argparse.Namespace:
 
         activate()
         return options
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.stderr.write("no CUDA GPU here, so there is nothing to measure; --rehearse runs the program on CPU\n")
+    if (fault := needs.fault(experiment)) is not None:
+        sys.stderr.write(f"{fault}\n")
         sys.exit(2)
     return options
-
-
-NCCL_NEEDED = (2, 30)
-"""The first NCCL that lets ranks share a GPU."""
-
-
-def nccl_fault(version: tuple[int, ...]) -> str | None:
-    """Return why this NCCL cannot run several ranks on one GPU, and what to do; ``None`` if it can."""
-    if version[:2] >= NCCL_NEEDED:
-        return None
-    return (
-        f"NCCL {'.'.join(map(str, version))} refuses ranks that share a GPU, 2.30 takes them: "
-        "pip install --no-deps --target nccl 'nvidia-nccl-cu13>=2.30', "
-        "then LD_PRELOAD=$PWD/nccl/nvidia/nccl/lib/libnccl.so.2; without a network build NCCL there with "
-        "make -j src.build NVCC_GENCODE=-gencode=arch=compute_90,code=sm_90"
-    )
-
-
-def can_share_gpu(report: Report) -> bool:
-    """Return whether NCCL lets ranks share the GPU. If not, add a row that says what to do."""
-    fault = None if report.rehearsal else nccl_fault(nccl_version())
-    if fault is not None:
-        report.measure("NCCL", lambda: ({}, [fault]))
-        say(fault)
-    return fault is None
 
 
 def kinds_of_layers() -> tuple[str, ...]:
@@ -170,8 +140,15 @@ HEAD_START = 5_000_000
 """Cycles, about 3 ms, by which the host is ahead of the device when a measurement begins."""
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Of the device. As in training, the host launches ahead, so that its own time is not counted."""
+class Taken(NamedTuple):
+    """Seconds of work on the device, and of its launches on the host."""
+
+    device: float
+    host: float
+
+
+def taken(work: Callable[[], object]) -> Taken:
+    """Return the times of work. As in training, the host launches ahead, so its time is no part of the device's."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -179,7 +156,14 @@ def seconds(work: Callable[[], object]) -> float:
     if not on_cpu_ranks():
         torch.cuda._sleep(HEAD_START)
     begin.record()
+    start = time.perf_counter()
     work()
+    host = time.perf_counter() - start
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return Taken(begin.elapsed_time(end) / 1e3, host)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the time of work on the device."""
+    return taken(work).device

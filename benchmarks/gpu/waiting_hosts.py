@@ -105,10 +105,8 @@ def predict(program: Program) -> Model:
 def main() -> int:
     if "--rank" in sys.argv:
         return run_rank(json.loads(sys.argv[sys.argv.index("--rank") + 1]))
-    options = proof.arguments(__doc__, "waiting-hosts")
+    options = proof.arguments(__doc__, "waiting_hosts")
     report = proof.Report(options.output, options.rehearse)
-    if not proof.can_share_gpu(report):
-        return 1
     for name in ["v-half"] if options.rehearse else SCHEDULES:
         model = predict(program_of(name, early=True))
         for device, position in model.hanging:
