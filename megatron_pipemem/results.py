@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -64,6 +64,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     if (peak := _most(ranks, "counted_peak_bytes")) is not None:
         share = f"; {peak / whole:.3g} of 1F1B's bytes" if (whole := report.get("bytes_of_1f1b")) else ""
         text.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
+    text += _of_allocator(ranks)
     if loads := {rank["rank"]: rank["expert_load"] for rank in ranks if rank.get("expert_load")}:
         rank = max(loads, key=loads.__getitem__)
         text.append(
@@ -93,6 +94,21 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         text.append(f"loss {losses[0]:.5g} in the first step, {losses[-1]:.5g} in the last of {len(report['losses'])}")
     text += [f"rank {rank['rank']}: {rank['failure']}" for rank in ranks if rank.get("failure")]
     return text
+
+
+def _of_allocator(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line on the memory of the fullest GPU; none for CPU ranks."""
+    on_gpus = [rank for rank in ranks if rank.get("allocated_bytes") is not None]
+    if not on_gpus:
+        return
+    rank = max(on_gpus, key=lambda rank: rank["allocated_bytes"])
+    predicted, gib = rank["predicted_allocated_bytes"], 1 / (_MIB << 10)
+    yield (
+        f"allocated {shown(rank['allocated_bytes'], gib, '.4g')} GiB on rank {rank['rank']}, the fullest; "
+        f"{shown(predicted, gib, '.4g')} GiB were predicted without the working memory of one action; "
+        f"reserved {shown(rank['reserved_bytes'], gib, '.4g')} GiB, and NCCL's buffers of messages take "
+        f"{shown(rank['nccl_bytes'], 1 / _MIB, '.4g')} MiB, {shown(rank['predicted_nccl_bytes'], 1 / _MIB, '.4g')} predicted"
+    )
 
 
 def _size(devices: int, chunks: int, microbatches: int) -> str:

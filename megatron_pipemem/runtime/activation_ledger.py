@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import accumulate, pairwise
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import Any, Concatenate, NamedTuple
 
 import torch
@@ -103,12 +103,22 @@ def bytes_per_action(
     return {kind: tuple(per_slice) for kind, per_slice in changes.items()}
 
 
-def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]], slices: int = 1) -> int:
+def predict_peak_bytes(
+    actions: Sequence[Action],
+    changes: Mapping[Kind, Sequence[int]],
+    slices: int = 1,
+    further: Sequence[int] | None = None,
+) -> int:
     """Return the most bytes that a rank holds after any of these actions, which it runs in order.
 
     It holds none before the first. ``changes`` is the result of ``bytes_per_action``, with the same ``slices``.
+    ``further`` has bytes to add after each action.
     """
-    return int(max(held_after(actions, changes, slices=slices), default=0))
+    return int(_peak(held_after(actions, changes, slices=slices), further))
+
+
+def _peak(held: Sequence[float], further: Sequence[int] | None) -> float:
+    return max(held if further is None else map(add, held, further), default=0)
 
 
 def _counting[**P, T](
@@ -358,11 +368,16 @@ class BytesBySize:
         for entry, (before, after) in zip(entries, pairwise(bytes_after), strict=True):
             self._changes.setdefault((entry.action.kind, entry.action.stage, entry.tokens), after - before)
 
-    def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], tuple[int, int]]) -> int:
+    def peak(
+        self,
+        actions: Sequence[Action],
+        tokens_of: Callable[[Action], tuple[int, int]],
+        further: Sequence[int] | None = None,
+    ) -> int:
         """Return the most bytes of a rank that runs these actions in order.
 
         ``tokens_of`` returns the number of sequences and their length of an action's microbatch. All sizes must have
-        been learnt.
+        been learnt. ``further`` has bytes to add after each action.
         """
         changes = (self._changes[action.kind, action.stage, tokens_of(action)] for action in actions)
-        return max(accumulate(changes), default=0)
+        return int(_peak(list(accumulate(changes)), further))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from megatron_pipemem.runtime.weight_gradients import (
     collecting,
 )
 from megatron_pipemem.schedule.action import RECEIVES, RECOMPUTE, SENDS, Action, Kind
-from megatron_pipemem.schedule.messages import Router
+from megatron_pipemem.schedule.message_memory import freed_sends
 from megatron_pipemem.schedule.schedule import Program
 
 Key = tuple[int, int]
@@ -70,40 +69,13 @@ def rank_program(program: Program, device: int) -> RankProgram:
     For each received message, they name the sent messages whose memory this device may then free. The cache compares
     programs by identity.
     """
-    uses, instructions = _uses_before_receives(program, device), []
-    num_freed: Counter[int] = Counter()  # of this device's messages to each peer
-    for instruction in _instructions(program, device):
-        if instruction.receive in uses:
-            peer, used, count = uses[instruction.receive]
-            # Earlier messages on the same edge have arrived, too, and count here.
-            if sent := tuple(used[num_freed[peer] : count]):
-                instruction = replace(instruction, frees_sent=sent)
-            num_freed[peer] = max(num_freed[peer], count)
-        instructions.append(instruction)
+    freed = freed_sends(program, device)
+    instructions = [
+        replace(instruction, frees_sent=freed[instruction.action]) if instruction.action in freed else instruction
+        for instruction in _instructions(program, device)
+    ]
     kinds = frozenset(instruction.action.kind for instruction in instructions)
     return RankProgram(tuple(instructions), not kinds.isdisjoint(_BACKWARDS), kinds)
-
-
-def _uses_before_receives(program: Program, device: int) -> dict[Action | None, tuple[int, list[Action], int]]:
-    """Return, for each receive of this device, the sender, this device's messages that the sender uses, in order, and
-    how many of them it has used before it sends.
-
-    When the receive ends, the memory of those messages can be freed without asking the backend whether they were sent.
-    """
-    router = Router(program.placement)
-    uses: dict[Action | None, tuple[int, list[Action], int]] = {}
-    sent = {message.receive: message.send for message in map(router.emitted, program.actions[device]) if message}
-    for peer in {source for source, destination in router.edges if destination == device}:
-        actions = program.actions[peer]
-        receives = {message.send: message for message in map(router.emitted, actions) if message}
-        used: list[Action] = []
-        for action in actions:
-            receive = router.awaited(action)
-            if receive is not None and receive in sent:
-                used.append(sent[receive])
-            elif action in receives and receives[action].edge[1] == device:
-                uses[receives[action].receive] = peer, used, len(used)
-    return uses
 
 
 @lru_cache(maxsize=128)

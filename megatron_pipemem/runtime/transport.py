@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,15 +25,14 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.message_memory import MESSAGE_CTAS
 from megatron_pipemem.schedule.messages import Edge, Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Program
 
-MESSAGE_CTAS = 4
-"""Thread blocks that NCCL may use for one group of messages. A posted receive occupies multiprocessors while it waits. NCCL's
-default is up to 32 thread blocks, which would slow the computation."""
 COLLECTIVE_CTAS = 8
-"""The same for a group whose collectives wait for other ranks while this one computes."""
+"""Thread blocks that NCCL may use for a group whose collectives wait for other ranks while this one computes, as
+``MESSAGE_CTAS`` for messages."""
 
 
 def new_groups(
@@ -133,6 +132,7 @@ class Pipeline:
     channels: Mapping[Edge, dist.ProcessGroup]  # the process group of each directed edge of this rank
     # Transports with messages under way. If a step fails, they keep the memory that a backend may still use.
     unfinished: set[Transport] = field(default_factory=set)
+    opened_bytes: int | None = None  # memory of the GPU that opening the channels took; ``None`` on a CPU
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -209,6 +209,13 @@ class MessageFormat:
     def shape_of(self, microbatch: int) -> tuple[int, ...] | None:
         """Return the shape of a microbatch's messages, or ``None`` if the receiver cannot know it."""
         return self.shape if self.shapes is None else self.shapes[microbatch]
+
+    @property
+    def bytes_of(self) -> Callable[[Action], int] | None:
+        """A function that returns the bytes of a send's or receive's message; ``None`` if shapes are unknown."""
+        if self.typical is None:
+            return None
+        return lambda action: prod(cast(Any, self.shape_of(action.microbatch))) * self.dtype.itemsize
 
     @property
     def typical(self) -> tuple[int, ...] | None:

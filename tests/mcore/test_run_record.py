@@ -19,6 +19,7 @@ from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.mcore import plugin
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.report import recording
+from megatron_pipemem.mcore.report.action_bytes import ActionBytes
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
 from megatron_pipemem.mcore.report.run_report import _costs
@@ -27,7 +28,8 @@ from megatron_pipemem.request import Request
 from megatron_pipemem.results import lines, measured_bubble
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
+from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -165,6 +167,75 @@ def test_the_last_step_is_written_for_explain(record, world):
     assert case.schedule == PLAN.schedule and case.own.peak == record.peaks.counted_peak_bytes
     assert case.step.spans == (tuple((at * 10**9, (at + 1) * 10**9) for at in range(len(PLAN.schedule.orders[0]))),)
     assert explain(case)["idle"][0]["idle_ns"] == 0
+
+
+def test_memory_of_a_gpu_is_predicted_from_what_was_allocated_at_the_start(record, monkeypatch):
+    measured = {"max_memory_allocated": 9 << 30, "max_memory_reserved": 10 << 30}
+    for name, nbytes in measured.items():
+        monkeypatch.setattr(torch.cuda, name, lambda nbytes=nbytes: nbytes)
+    for allocated in (1 << 30, 8 << 30):  # the optimizer has its state from the second step on
+        seen = observed()
+        seen.allocated, seen.opened_bytes, seen.bytes_of_message = allocated, 5 << 20, lambda action: 1 << 20
+        record.add_step(PLAN, PROGRAM, 0, seen)
+    record.write()
+    report = json.loads(record.report.read_text())
+    (rank,) = report["ranks"]
+    assert rank["predicted_peak_with_messages"] == rank["predicted_peak_bytes"] == 4096
+    assert rank["predicted_allocated_bytes"] == (8 << 30) + 4096 and rank["predicted_nccl_bytes"] == 0
+    assert rank["nccl_bytes"] == 5 << 20
+    assert (rank["allocated_bytes"], rank["reserved_bytes"]) == tuple(measured.values())
+    (line,) = [line for line in lines(report) if "allocated" in line]
+    assert all(
+        number in line
+        for number in ("allocated 9 GiB", "8 GiB were predicted", "reserved 10 GiB", "take 5 MiB, 0 predicted")
+    )
+
+
+def test_what_a_gpu_held_before_a_step_is_read_when_it_begins(record, world, monkeypatch):
+    held = iter((3 << 30, 9 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
+    monkeypatch.setattr(recording, "device_of", lambda chunks: torch.device("cuda"))
+    monkeypatch.setattr(recording, "count_layers", lambda chunks, stages: {0: 3})
+    seen, pipeline = observed(), Pipeline(world, PROGRAM.placement, 0, [0], {}, opened_bytes=7)
+    step = SimpleNamespace(
+        pipeline=pipeline,
+        program=PROGRAM,
+        planned=PLAN,
+        observation=seen,
+        message=MessageFormat((2, 3), torch.bfloat16, 0),
+        chunks=[],
+        recorded_program=None,
+        own_plan=None,
+        overlaps=True,
+        overlap=Overlap,
+        counts_bytes=False,
+        leaves_in_flight=False,
+        offload_statistics=lambda: lambda: None,
+        weight_bytes=lambda: seen.weights,
+    )
+    recorder = Recording(record)
+    recorder.prepare(step)
+    assert step.counts_bytes and step.times_actions
+    recorder.after(step)
+    assert (seen.allocated, seen.opened_bytes) == (3 << 30, 7)
+    assert seen.bytes_of_message(Action(Kind.SEND_F, 0, 0)) == 12
+    assert record.peaks.predicted_allocated_bytes == (3 << 30) + 4096 and record.is_whole
+
+
+def test_sent_messages_add_to_the_predicted_peak():
+    program, learnt = lower(build_schedule("1f1b", num_devices=4, num_microbatches=8)), ActionBytes()
+    ledger, kept = ActivationLedger(), {}
+    for action in program.actions[0]:
+        if action.kind is Kind.F:
+            kept[action.microbatch] = torch.empty(25)
+            ledger.hold(kept[action.microbatch])
+        elif action.kind is Kind.B:
+            del kept[action.microbatch]
+        ledger.record(action)
+    learnt.learn(program, 0, ledger)
+    peaks = learnt.predict(program, 0, ledger, lambda action: 7)
+    assert (peaks.most, peaks.with_sent) == (400, 400 + 4 * 7)
+    assert learnt.predict(program, 0, ledger).with_sent is None
 
 
 def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):

@@ -53,15 +53,23 @@ def function(monkeypatch) -> ForwardBackward:
 
 def test_two_models_on_one_pipeline_have_each_their_channels(world, function):
     """Only the ring of two chunks joins the last device with the first."""
-    two = function._connect(world, TWO_CHUNKS, "cpu")
-    one = function._connect(world, ONE_CHUNK, "cpu")
+    two = function._connect(world, TWO_CHUNKS, "cpu", False)
+    one = function._connect(world, ONE_CHUNK, "cpu", False)
     assert (3, 0) in two.channels and (3, 0) not in one.channels
-    assert function._connect(world, Placement.interleaved(4, 2), "cpu") is two
+    assert function._connect(world, Placement.interleaved(4, 2), "cpu", False) is two
+
+
+def test_a_gpu_tells_the_memory_that_opening_the_channels_took(world, function, monkeypatch):
+    free, reserved = iter((900, 500)), iter((50, 70))  # the allocator takes 20 for the first messages
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
+    assert function._connect(world, TWO_CHUNKS, 0, True).opened_bytes == 400 - 20
+    assert function._connect(world, ONE_CHUNK, 0, False).opened_bytes is None
 
 
 @pytest.mark.parametrize("broken_off", [False, True])
 def test_closing_destroys_the_groups_unless_others_may_be_gone(world, function, broken_off):
-    channels = function._connect(world, ONE_CHUNK, "cpu").channels
+    channels = function._connect(world, ONE_CHUNK, "cpu", False).channels
     function._in_step = broken_off
     function.close()
     open_groups = dist.distributed_c10d._world.pg_map

@@ -30,6 +30,7 @@ from megatron_pipemem.runtime.transport import (
 )
 from megatron_pipemem.schedule.action import MESSAGES, SENDS, Action, Kind
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.message_memory import sent_bytes
 from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
@@ -259,7 +260,15 @@ def test_no_memory_of_messages_comes_back_late(monkeypatch, name, p):
         channels = {edge: backend for edge in edges(program.placement) if device in edge}
         pipeline = Pipeline(None, program.placement, device, range(p), channels)
         stages = dict.fromkeys(program.placement.stages[device], blank)
-        Executor(program, device, stages, Transport(pipeline, message), [blank]).run()
+        messages = Transport(pipeline, message)
+        executor = Executor(program, device, stages, messages, [blank])
+        held = []
+        for position in range(len(program.actions[device])):
+            executor.run(until=position + 1)
+            held.append(len(messages._sends))
+        assert held == sent_bytes(program, device, lambda action: 1)
+        executor.run()
+        assert not messages._sends and not pipeline.unfinished
         assert backend.messages == sum(action.kind in MESSAGES for action in program.actions[device]) > 0
         return backend
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_pipemem.runtime.activation_ledger import (
@@ -12,7 +12,8 @@ from megatron_pipemem.runtime.activation_ledger import (
     bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.schedule.action import Kind, place
+from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.message_memory import sent_bytes
 from megatron_pipemem.schedule.schedule import Program
 
 
@@ -22,6 +23,7 @@ class PredictedPeaks(NamedTuple):
     least: int  # for the least uneven routing to experts
     most: int  # for the most uneven routing; the same if nothing is routed
     on_host: int
+    with_sent: int | None  # with sent messages that no answer has freed; ``None`` if their bytes are unknown
 
 
 class ActionBytes:
@@ -78,18 +80,23 @@ class ActionBytes:
         if any(entry.routed for entry in ledger.entries):
             self._learn_routing(ledger.entries, stages)
 
-    def predict(self, program: Program, device: int, ledger: ActivationLedger) -> PredictedPeaks:
-        """Return the peaks of a step that has been learnt."""
+    def predict(
+        self, program: Program, device: int, ledger: ActivationLedger, bytes_of: Callable[[Action], int] | None = None
+    ) -> PredictedPeaks:
+        """Return the peaks of a step that has been learnt. ``bytes_of`` returns the bytes of a send's message."""
         actions, slices = program.actions[device], self._slices
+        sent = None if bytes_of is None else sent_bytes(program, device, bytes_of)
         if has_sizes(ledger):
             treatments = tuple(sorted(self._treatments.items()))
             by_size = self._by_size.setdefault(treatments, (BytesBySize(), BytesBySize(on_host=True)))
             for changes in by_size:
                 changes.learn(ledger.entries)
             on_device, on_host = (changes.peak(actions, ledger.tokens_of) for changes in by_size)
-            return PredictedPeaks(on_device, on_device, on_host)
+            with_sent = None if sent is None else by_size[0].peak(actions, ledger.tokens_of, sent)
+            return PredictedPeaks(on_device, on_device, on_host, with_sent)
         least, most = (predict_peak_bytes(actions, self._changes[most], slices) for most in (False, True))
-        return PredictedPeaks(least, most, predict_peak_bytes(actions, self._host_changes, slices))
+        with_sent = None if sent is None else predict_peak_bytes(actions, self._changes[True], slices, sent)
+        return PredictedPeaks(least, most, predict_peak_bytes(actions, self._host_changes, slices), with_sent)
 
     def _learn_routing(self, entries: Sequence[LedgerEntry], stages: int) -> None:
         """Extend the range of bytes to the routing of this step, because a later step may be as uneven."""

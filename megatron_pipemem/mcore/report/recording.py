@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
@@ -24,7 +25,7 @@ from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.programs import announce
 from megatron_pipemem.mcore.report.run_record import LOSSES, STEPS, RunRecord
 from megatron_pipemem.mcore.report.run_report import RecordedStep, count_layers
-from megatron_pipemem.mcore.step.extension import Extension, Observation, Step, count_weights, observe
+from megatron_pipemem.mcore.step.extension import Extension, Observation, Step, count_weights, device_of, observe
 from megatron_pipemem.mcore.symbols import (
     BACKWARD_STEP,
     FORWARD_STEP,
@@ -60,6 +61,7 @@ class Recording(Extension):
         self._record = record
         self._iteration: int | None = None
         self._overlaps = False
+        self._allocated: int | None = None
         self._unwritten: list[tuple[int, _Numbers | None]] = []
         self._is_due = False
 
@@ -68,11 +70,14 @@ class Recording(Extension):
         self._overlaps, self._record.overlap = step.overlaps, step.overlap
         step.counts_bytes |= step.leaves_in_flight or self._record.counts(step.program)
         step.times_actions = True
+        self._allocated = torch.cuda.memory_allocated() if device_of(step.chunks).type == "cuda" else None
 
     def after(self, step: Step) -> None:
         observation = step.observation
         with self._record.guarded(STEPS):
             observation.offload = step.offload_statistics()
+            observation.bytes_of_message, observation.opened_bytes = step.message.bytes_of, step.pipeline.opened_bytes
+            observation.allocated = self._allocated
             observation.layers = count_layers(step.chunks, step.pipeline.stages)
             observation.weights = step.weight_bytes()
             if observation.weights is None and observation.ledger is not None:

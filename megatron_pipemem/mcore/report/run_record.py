@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_pipemem.choose.knowledge import Choice
@@ -27,9 +28,9 @@ from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.report.action_bytes import ActionBytes, has_sizes
 from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.results import lines, measured_bubble
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action
+from megatron_pipemem.schedule.message_memory import nccl_bytes
 from megatron_pipemem.schedule.schedule import Program
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools_by_flag import load_tool
@@ -136,7 +137,7 @@ class RunRecord:
             return
         with self.guarded(STEPS):
             if observed.ledger is not None:
-                self._add_bytes(program, device, observed.ledger, predicts_peaks)
+                self._add_bytes(program, device, observed, predicts_peaks)
                 self._weights = observed.weights
             self._program, self._device = program, device
             self._layers.update(observed.layers)
@@ -147,18 +148,27 @@ class RunRecord:
                 self._plans.append((len(self.steps), plan))
             self._unread = (number, own_plan or plan, observed)
 
-    def _add_bytes(self, program: Program, device: int, ledger: ActivationLedger, predicts_peaks: bool) -> None:
+    def _add_bytes(self, program: Program, device: int, observed: Observation, predicts_peaks: bool) -> None:
+        ledger = observed.counter
         if ledger.failure is not None:
             raise ValueError(ledger.failure)
         self._bytes.learn(program, device, ledger)
         peaks, is_new = self.peaks, self._bytes.is_uneven or program is not self._program
         if has_sizes(ledger) or (predicts_peaks and is_new):
-            least, most, on_host = self._bytes.predict(program, device, ledger)
+            least, most, on_host, with_sent = self._bytes.predict(program, device, ledger, observed.bytes_of_message)
             peaks.predicted_peak_bytes = max(peaks.predicted_peak_bytes or 0, most)
             if has_sizes(ledger):  # no routing, and so no range
                 least = peaks.predicted_peak_bytes
             peaks.predicted_least_peak_bytes = max(peaks.predicted_least_peak_bytes or 0, least)
             peaks.predicted_host_peak_bytes = max(peaks.predicted_host_peak_bytes, on_host)
+            if with_sent is not None:
+                peaks.predicted_peak_with_messages = max(peaks.predicted_peak_with_messages or 0, with_sent)
+        if observed.allocated is not None:
+            peaks.predicted_nccl_bytes = nccl_bytes(program.placement, device)
+            peaks.nccl_bytes = observed.opened_bytes
+            if peaks.predicted_peak_with_messages is not None:
+                # The last counted step: the optimizer allocates its state after the first one.
+                peaks.predicted_allocated_bytes = observed.allocated + peaks.predicted_peak_with_messages
         loads = [entry.routed / entry.evenly for entry in ledger.entries if entry.evenly]
         peaks.expert_load = max([peaks.expert_load or 0.0, *loads]) if loads else peaks.expert_load
         peaks.counted_peak_bytes = max(peaks.counted_peak_bytes, ledger.peak)
@@ -262,6 +272,9 @@ class RunRecord:
             with self.guarded(STEPS):
                 assert self.last_plan is not None and self._weights is not None, "steps have been measured"
                 peaks = replace(self.peaks, **self.overlap()._asdict())
+                if peaks.predicted_nccl_bytes is not None:
+                    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+                    peaks = replace(peaks, allocated_bytes=allocated, reserved_bytes=reserved)
                 summary = replace(
                     summary,
                     measured=run_report.measured(

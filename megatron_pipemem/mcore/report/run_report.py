@@ -59,6 +59,14 @@ class OfRank:
     predicted_least_peak_bytes: int | None = None
     predicted_peak_bytes: int | None = None  # for the most uneven routing; ``None`` without a prediction
     counted_peak_bytes: int = 0
+    # with sent messages that no answer has freed; ``None`` without a prediction, or if their sizes are unknown
+    predicted_peak_with_messages: int | None = None
+    # These five are ``None`` on a CPU. The first one is the previous field and all that was allocated at the step's start.
+    predicted_allocated_bytes: int | None = None
+    allocated_bytes: int | None = None  # the most that PyTorch's allocator gave out at once, at any time of the run
+    reserved_bytes: int | None = None  # the most that it took from the device
+    predicted_nccl_bytes: int | None = None  # NCCL's buffers for the pipeline's messages, beside the allocator
+    nccl_bytes: int | None = None  # what the device had less when they were open
     predicted_weight_bytes: int | None = None  # ``None`` if a rank of the pipeline could not measure
     counted_weight_bytes: int = 0
     weight_versions: int = 1  # at once

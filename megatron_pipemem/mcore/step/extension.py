@@ -27,6 +27,7 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.trace import OffloadStatistics, Trace
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
+from megatron_pipemem.schedule.action import Action
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program
 
@@ -167,6 +168,9 @@ class Observation:
     offload: Callable[[], OffloadStatistics | None] = lambda: None  # reads the statistics of the step's offload
     weights: WeightBytes | None = None
     layers: Mapping[int, int] = field(default_factory=dict)  # their number, by stage of the rank
+    bytes_of_message: Callable[[Action], int] | None = None  # by send; ``None`` if unknown
+    opened_bytes: int | None = None  # see ``Pipeline``
+    allocated: int | None = None  # bytes of PyTorch's allocator at the start of the step; ``None`` on a CPU
 
     @property
     def clock(self) -> Trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -125,7 +125,7 @@ class ForwardBackward(Feature):
             ),
             chunks,
             groups,
-            self._connect(pp_group, placement, message.device),
+            self._connect(pp_group, placement, message.device, device_of(chunks).type == "cuda"),
             Shape(
                 pp_group.size(),
                 len(chunks),
@@ -294,10 +294,14 @@ class ForwardBackward(Feature):
             trace=step.observation.trace,
         )
 
-    def _connect(self, group: dist.ProcessGroup, placement: Placement, device: torch.device | int) -> Pipeline:
+    def _connect(
+        self, group: dist.ProcessGroup, placement: Placement, device: torch.device | int, is_gpu: bool
+    ) -> Pipeline:
         key = group, placement
         if key not in self._pipelines:
-            self._pipelines[key] = connect(placement, group, device)
+            free = _free_bytes(device) if is_gpu else 0
+            pipeline = connect(placement, group, device)
+            self._pipelines[key] = replace(pipeline, opened_bytes=free - _free_bytes(device)) if is_gpu else pipeline
         return self._pipelines[key]
 
     def close(self) -> None:
@@ -309,6 +313,11 @@ class ForwardBackward(Feature):
             destroy_groups([group for pipeline in self._pipelines.values() for group in pipeline.channels.values()])
         self._pipelines.clear()
         self.programs.clear()
+
+
+def _free_bytes(device: torch.device | int) -> int:
+    """Return the bytes of a GPU that nothing but PyTorch's allocator has taken."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
