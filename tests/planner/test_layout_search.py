@@ -13,8 +13,8 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import balance
-from megatron_pipemem.tools.planner.memory import request_of, schedule_of
 from megatron_pipemem.tools.planner.replay import Replay
+from megatron_pipemem.tools.planner.run_prices import request_of, schedule_of
 from megatron_pipemem.tools.planner.step import price
 
 CLUSTER = load("h100-80g", Cluster)

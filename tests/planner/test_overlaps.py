@@ -18,9 +18,9 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.tools.config.cluster import Link
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.tools.planner.memory import request_of
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import layer
+from megatron_pipemem.tools.planner.run_prices import request_of
 from megatron_pipemem.tools.planner.space import Limits, is_stocks
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.ways import run_files

@@ -36,12 +36,12 @@ from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.planning import SEARCHED, WAITS, plan
-from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, layer
+from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
 from megatron_pipemem.tools.planner.space import Limits, cuts, orders
 from megatron_pipemem.tools.planner.step import price
-from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant
+from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant, run_step
 from megatron_pipemem.tools.planner.ways import facts, gibibytes
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
@@ -58,7 +58,8 @@ def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
                     continue
                 try:
                     alone = build_schedule(order.name, **size, **family_options(order.chunks))
-                    step = variant.prepare(cut, placement, None) if variant else price(cut, placement)
+                    choice = cut.schedule if variant is None else variant.choice(cut.schedule)
+                    step = run_step(replace(cut, schedule=choice), placement)
                     if moves_weights(cut) and variant in (None, variants_module.IN_PAIRS):
                         alone = with_earlier_weights(alone, step.costs)
                     room = step.room(run.cluster.memory_bytes)
@@ -165,7 +166,7 @@ def test_a_plan_that_fails_in_full_gives_way_to_the_next(monkeypatch):
         return order
 
     monkeypatch.setattr(variants_module, "_VARIANTS", {})
-    register_variant(Variant("short", lambda choice: choice, lambda *asked: price(*asked[:2]), apply))
+    register_variant(Variant("short", lambda choice: choice, apply))
     limits = {"schedule": ("1f1b",), "tp": (4,), "pp": (2,), "recompute": ("none",), "micro_batch": (1,)}
     found = plan(replace(RUN, parallelism=Parallelism(global_batch=40)), limits=Limits(limits), top=2, search_seconds=0)
     assert [each.variant for each in found.plans] == [PLAIN]
@@ -375,21 +376,15 @@ def test_ends_that_all_devices_share_are_shared():
 
 
 def test_registered_variants_are_planned(monkeypatch):
-    def faster(run: Run, placement: Placement, pace: MeasuredSlowdown | None):
-        step = price(run, placement, pace=pace)
-        half = [[seconds / 2 for seconds in each] for each in (step.costs.forward, step.costs.backward_input)]
-        return replace(step, costs=replace(step.costs, forward=half[0], backward_input=half[1]))
-
     monkeypatch.setattr(variants_module, "_VARIANTS", {})
-    added = Variant("faster", lambda choice: replace(choice, offload="full"), faster, lambda order, step, room: order)
+    added = Variant("copies", lambda choice: replace(choice, offload="full"), lambda order, step, room: order)
     register_variant(added)
-    with refused("exists-already", "faster", kind=UnsupportedError):
+    with refused("exists-already", "copies", kind=UnsupportedError):
         register_variant(added)
-    limits = {"schedule": ("1f1b", "zbv"), "recompute": ("none",)}
+    limits = {"schedule": ("1f1b", "zbv"), "recompute": ("none",), "variant": ("copies",)}
     best = plan(RUN, limits=Limits(limits), top=1, search_seconds=0).plans[0]
-    assert best.variant == "faster" and best.run.schedule.offload == "full" and best.passes is not None
-    plain = plan(RUN, limits=Limits({**limits, "variant": (PLAIN,)}), top=1, search_seconds=0).plans[0]
-    assert plain.variant == PLAIN and plain.seconds > best.seconds
+    assert best.variant == "copies" and best.run.schedule.offload == "full" and best.passes is not None
+    assert best.step.costs.channel is not None
 
 
 @pytest.mark.parametrize("variant", ["plain", "vocabulary-1"])

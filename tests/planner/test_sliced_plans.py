@@ -27,7 +27,7 @@ from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.slices import run_slices, sliced_step, why_not_sliced, with_slices
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.step import price
-from megatron_pipemem.tools.planner.variants import vocabulary_step
+from megatron_pipemem.tools.planner.variants import run_step
 from megatron_pipemem.tools.planner.ways import facts
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
@@ -263,9 +263,7 @@ def test_slices_of_a_configuration():
 def test_what_a_run_of_slices_holds(algorithm: str, barriers: int):
     run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4, vocab_parallel=algorithm))
     placement, layers = Placement.v_shape(2), (2, 2, 2, 2)
-    plain = step = sliced_step(run, placement, layers)
-    if barriers:
-        step = vocabulary_step(barriers, run, placement, layers=layers)
+    plain, step = sliced_step(run, placement, layers), run_step(run, placement, layers)
     middle = slice(4, 12)
     assert step.costs.memory[Kind.F][middle] == plain.costs.memory[Kind.F][middle], (
         "keys and values with the first slice"

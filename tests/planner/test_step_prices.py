@@ -33,7 +33,7 @@ from megatron_pipemem.tools.planner.prices import all_reduce, embedding, head, l
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import measured
 from megatron_pipemem.tools.planner.step import price
-from megatron_pipemem.tools.planner.variants import vocabulary_step
+from megatron_pipemem.tools.planner.variants import run_step
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 
@@ -297,9 +297,8 @@ def test_what_predicts_ahead_stays_with_the_head_in_a_v_and_where_the_head_is_cu
     loaded = replace(run, model=replace(run.model, vocabulary=1_000_000))
     assert price(loaded, Placement.linear(4)).layers[-1] == 0
     assert price(loaded, Placement.v_shape(4)).layers[-1] >= 1
-    plain, ahead = (
-        vocabulary_step(1, replace(loaded, model=model), Placement.linear(4)) for model in (MODEL, run.model)
-    )
+    loaded = replace(loaded, schedule=ScheduleChoice("1f1b", vocab_parallel="2"))
+    plain, ahead = (run_step(replace(loaded, model=model), Placement.linear(4)) for model in (MODEL, run.model))
     assert ahead.layers[-1] >= 1
     costs = [each.costs.vocabulary for each in (plain, ahead)]
     for kind in (Kind.BCAST_X, Kind.REDUCE_E):  # messages have a latency, too

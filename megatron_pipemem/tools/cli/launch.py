@@ -45,7 +45,7 @@ from megatron_pipemem.tools.launch.grid.local import LocalRunner
 from megatron_pipemem.tools.launch.grid.points import GridPoint, label, load_points
 from megatron_pipemem.tools.launch.grid.store import Result, Store, store_of_point
 from megatron_pipemem.tools.launch.slurm import Options, batch_file, check_here, printed
-from megatron_pipemem.tools.planner.memory import request_of, schedule_of
+from megatron_pipemem.tools.planner.run_prices import request_of, schedule_of
 from megatron_pipemem.tools.planner.space import OF_REPLICAS
 
 Set = Annotated[

@@ -180,12 +180,9 @@ def _shown(answer: Answer, today: Way | None, stock: Way | None, notes: Sequence
 def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Way | None:
     """Return the plan of a run as it stands, or ``None``.
 
-    It is ``None`` if the run does not fill its cluster, is refused for another reason than memory, or has offload,
-    slices, vocabulary parallelism or steps without a barrier.
+    It is ``None`` if the run does not fill its cluster, or is refused for another reason than memory.
     """
-    choice = run.schedule
-    has_further = choice.overlap_steps or (choice.slices or 1) > 1 or {choice.offload, choice.vocab_parallel} != {OFF}
-    if has_further or run.parallelism.ranks != run.cluster.num_devices:
+    if run.parallelism.ranks != run.cluster.num_devices:
         return None
     try:
         way = as_it_stands(run, pace)

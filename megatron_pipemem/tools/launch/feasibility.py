@@ -20,8 +20,9 @@ from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Run, resolve_script
 from megatron_pipemem.tools.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.tools.planner.balance import laid_out
-from megatron_pipemem.tools.planner.memory import held, request_of, schedule_of
+from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.planning import check_asynchronous
+from megatron_pipemem.tools.planner.run_prices import request_of, schedule_of
 from megatron_pipemem.tools.planner.slices import run_slices
 from megatron_pipemem.tools.planner.space import check_stock_groups
 

@@ -13,42 +13,32 @@ find the same one, so the search ends after a number of trials and not after som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import inf
 from operator import ge
 
-from megatron_pipemem.choose.choice import choose, vocabulary_ways
-from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.choice import vocabulary_ways
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import LAYOUT, REPLACED_BY_LAYOUT
-from megatron_pipemem.part_costs import prices_of
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.early_weights import moves_weights
-from megatron_pipemem.tools.planner.memory import request_of, schedule_of, sliced
-from megatron_pipemem.tools.planner.planning import asynchronous_price
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, Timing, priced, shortest
-from megatron_pipemem.tools.planner.slices import step_of
-from megatron_pipemem.tools.planner.step import PlannedStep, loads_of, pieces_of, shared_out
-from megatron_pipemem.tools.planner.variants import vocabulary_step
+from megatron_pipemem.tools.planner.run_prices import RunPrices, request_of
+from megatron_pipemem.tools.planner.step import loads_of, pieces_of, shared_out
 from megatron_pipemem.tools.planner.ways import Way
 
 AS_GOOD = 0.005
 """The least gain for which pieces are moved from the best start, as a fraction of a step."""
 _SIMULATED = 300  # steps, at most
-_EFFORT, _UNLIMITED = 0.1, 1e9  # of the search for the order of ``auto``, in seconds
 _TOLERANCE = 1e-9
 
 
@@ -86,12 +76,12 @@ def balance(
     room = run.cluster.memory_bytes if room is None else room
 
     def weighed(request: Request) -> Balance:
-        scale = _Scale(run, request, room, pace)
-        counts = _requested_layout(run, layout_text, scale.placement.model_stages)
+        prices = RunPrices(run, request, pace, run.cluster.memory_bytes)
+        counts = _requested_layout(run, layout_text, prices.placement.model_stages)
         return Balance(
-            best=scale.layout(scale.best()),
-            even=scale.layout(layout.even(run.model, scale.placement.model_stages)),
-            own=None if counts is None else scale.layout(counts),
+            best=prices.way(_LayoutSearch(prices, room).best()),
+            even=prices.way(layout.even(run.model, prices.placement.model_stages)),
+            own=None if counts is None else prices.way(counts),
         )
 
     request = _request(run)
@@ -101,71 +91,14 @@ def balance(
     return min(ways.values(), key=lambda way: way.best.seconds)
 
 
-def as_cut(
-    run: Run,
-    order: Order,
-    layers_of: Callable[[Placement], tuple[int, ...] | None],
-    pace: MeasuredSlowdown | None = None,
-) -> Way:
-    """Predict the times and bytes of a run whose schedule is ``order``, with an uncut vocabulary.
+class _LayoutSearch:
+    """Searches the layers per stage with which the steps of a run are shortest."""
 
-    Its pieces per stage are those that ``layers_of`` returns for the run's placement; if it returns ``None``, those of
-    the planner's partition. ``pace`` has the ratios of measured to predicted seconds.
-    """
-    scale = _Scale(run, _request(run).decided(0), run.cluster.memory_bytes, pace)
-    return replace(scale.layout(layers_of(scale.placement) or scale.partitioned), order=order)
-
-
-class _Scale:
-    """Predicts the times and bytes of one run with different layouts."""
-
-    def __init__(self, run: Run, request: Request, room: float, pace: MeasuredSlowdown | None) -> None:
-        self.run, self._room, self._pace, cut = run, room, pace, run.parallelism
-        self._barriers = request.barriers
-        # A schedule file fixes the number of microbatches, and vocabulary passes are fitted to all of them.
-        whole = request.file is not None or self._barriers
-        self._count = cut.microbatches if whole else shortest(cut.pp, cut.microbatches)
-        self._further = cut.microbatches - self._count
-        self._moves_weights = moves_weights(run) and request.family is not None
-        if request.searches:
-            request = replace(request, file=_searched_order(run, request, self._count))
-        self._request = request
-        self._replay = cache(lambda count: Replay(schedule_of(_with_microbatches(run, count), request)))
-        self._order = self._replay(self._count).schedule
-        self._cut = sliced(run, self._order.slices)
-        self._is_plain = not self._barriers and self._order.slices == 1 and not request.is_asynchronous
-        self.placement = self._order.placement
-        self.stages = self.placement.model_stages
-        self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
-
-    def layout(self, layers: tuple[int, ...]) -> Way:
-        """Predict the times and bytes of the run with these layers per stage."""
-        step = self._step(layers)
-        if self._request.is_asynchronous:
-            step, order_price = asynchronous_price(self.run, step)
-        elif self._barriers:
-            shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
-            whole = choose(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
-            order_price = Replay(whole).timing(step.costs).price
-        else:
-            order_price = self._price(step)
-        order = Order(self.run.schedule.name, self.run.parallelism.chunks)
-        return Way.of(self.run, order, step, order_price)
-
-    def _price(self, step: PlannedStep) -> OrderPrice:
-        def timing(count: int) -> Timing:
-            return self._with_earlier_weights(self._replay(count), step).timing(step.costs)
-
-        cut = self.run.parallelism
-        if self._request.file is None:
-            return priced(timing, cut.pp, cut.microbatches)
-        order_price = timing(self._count).price
-        return order_price._replace(seconds=order_price.seconds + self._further * max(step.work))
-
-    @cached_property
-    def partitioned(self) -> tuple[int, ...]:
-        """The pieces of every stage by the planner's partition."""
-        return self._step(None).layers
+    def __init__(self, prices: RunPrices, room: float) -> None:
+        self._prices, self._room, self._model = prices, room, prices.run.model
+        self._placement = prices.placement
+        self._stages = self._placement.model_stages
+        self._loads, self._stays = loads_of(prices.run, self._placement, prices.cuts_vocabulary)
 
     def best(self) -> tuple[int, ...]:
         """Search the layout with the shortest step that fits the memory, and return its number of pieces per stage.
@@ -173,12 +106,12 @@ class _Scale:
         If no start fits the memory, the search begins with a fast one that takes least. With vocabulary passes, slices
         or an asynchronous schedule, the best start is returned.
         """
-        own = self._step(None)
-        by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
+        own = self._prices.step()
+        by_hand = (layout.even(self._model, self._stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
-        starts = [self.layout(layers) for layers in cuts if self._lacking(layers) <= self._lacking(own.layers)]
+        starts = [self._prices.way(layers) for layers in cuts if self._lacking(layers) <= self._lacking(own.layers)]
         start = _shortest([way for way in starts if self._is_full(way.layers)] or starts, self._room)
-        if not self._is_plain:
+        if not self._prices.is_plain:
             return start.layers
         moved = self._moved(start, starts)
         return (moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start).layers
@@ -190,17 +123,17 @@ class _Scale:
         The number is the most that a rank can compute in ``slowest`` seconds per microbatch on all its stages, and at
         least 1. Embedding and head are not counted.
         """
-        share = slowest * self.placement.num_devices / self.stages
-        per_stage = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))
+        share = slowest * self._placement.num_devices / self._stages
+        per_stage = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self._model.layers])))
         left, counts = len(self._loads.seconds), []
-        for stage in range(self.stages):
-            counts.append(left if stage == self.stages - 1 else min(per_stage, left))
+        for stage in range(self._stages):
+            counts.append(left if stage == self._stages - 1 else min(per_stage, left))
             left -= counts[-1]
         return (*counts[:-1], counts[-1] + self._stays)
 
     def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """Return the layers per stage after single layers of ``layers`` have moved away from the slowest rank."""
-        return shared_out(self._loads, self._stays, self.placement, layers)
+        return shared_out(self._loads, self._stays, self._placement, layers)
 
     def _moved(self, start: Way, others: Sequence[Way]) -> Way:
         """Return the layout found from ``start`` by moving pieces between stages as long as a step gets faster.
@@ -210,32 +143,32 @@ class _Scale:
         """
         from megatron_pipemem.tools.planner.descent import Bounds, descend
 
-        replay = self._replay(self._count)
-        bounds = Bounds(pieces_of(self.run), self.placement, self._further)
+        replay, further = self._prices.replay, self._prices.further
+        bounds = Bounds(pieces_of(self._prices.run), self._placement, further)
         most, lacking = max(self._room, *start.peaks) if self._room else inf, self._lacking(start.layers)
 
         @cache
         def seconds(layers: tuple[int, ...]) -> float:
             tell(partial("{} layouts simulated".format, seconds.cache_info().misses))
-            step = self._step(layers)
+            step = self._prices.step(layers)
             timeline = replay.timeline(step.costs)
             bounds.add(replay.longest_chain(timeline))  # of one order, because bounds compare layouts
-            if (moved := self._with_earlier_weights(replay, step)) is not replay:
+            if (moved := self._prices.with_earlier_weights(replay, step)) is not replay:
                 timeline = moved.timeline(step.costs)
             fits = most == inf or max(step.held(timeline.peaks)) <= most
             fits = fits and self._lacking(layers) <= lacking
-            return timeline.makespan + self._further * max(step.work) + step.outside if fits else inf
+            return timeline.makespan + further * max(step.work) + step.outside if fits else inf
 
         for way in others:
             seconds(way.layers)
-        return self.layout(descend(start.layers, bounds, seconds, self._least, _SIMULATED))
+        return self._prices.way(descend(start.layers, bounds, seconds, self._least, _SIMULATED))
 
     @property
     def _least(self) -> list[int]:
         """Return the least number of pieces that each stage may have, in the order of the stages."""
         # An empty middle stage only forwards its input, and stock Megatron may hang there.
-        least = [int(0 < stage < self.stages - 1) for stage in range(self.stages)]
-        return [self.run.model.least_first, *least[1:-1], least[-1] + self._stays]
+        least = [int(0 < stage < self._stages - 1) for stage in range(self._stages)]
+        return [self._model.least_first, *least[1:-1], least[-1] + self._stays]
 
     def _is_full(self, layers: tuple[int, ...]) -> bool:
         return all(map(ge, layers, self._least))
@@ -243,19 +176,11 @@ class _Scale:
     def _lacking(self, layers: tuple[int, ...]) -> int:
         """Return the number of faults: ranks without a layer of the kind that all need, and layers cut from theirs."""
         ends = list(accumulate(layers, initial=0))
-        torn = sum(begin < end and begin in self.run.model.tied_layers for begin, end in pairwise(ends))
+        torn = sum(begin < end and begin in self._model.tied_layers for begin, end in pairwise(ends))
         if not any(self._loads.needed):
             return torn
         has = [any(self._loads.needed[a:b]) for a, b in pairwise(ends)]
-        return torn + sum(not any(has[stage % self.stages] for stage in owned) for owned in self.placement.stages)
-
-    def _step(self, layers: tuple[int, ...] | None) -> PlannedStep:
-        if self._barriers:
-            return vocabulary_step(self._barriers, self._cut, self.placement, self._pace, layers)
-        return step_of(self._cut, self.placement, layers, self._pace)
-
-    def _with_earlier_weights(self, published: Replay, step: PlannedStep) -> Replay:
-        return published.with_earlier_weights(step.costs) if self._moves_weights else published
+        return torn + sum(not any(has[stage % self._stages] for stage in owned) for owned in self._placement.stages)
 
 
 def _shortest(layouts: Sequence[Way], room: float) -> Way:
@@ -267,10 +192,6 @@ def _shortest(layouts: Sequence[Way], room: float) -> Way:
         return min(fitting, key=lambda way: way.seconds)
     most = min(way.seconds for way in layouts) * (1 + AS_GOOD)
     return min((way for way in layouts if way.seconds <= most), key=lambda way: (way.peak, way.seconds))
-
-
-def _with_microbatches(run: Run, count: int) -> Run:
-    return replace(run, parallelism=run.parallelism.with_microbatches(count))
 
 
 def _request(run: Run) -> Request:
@@ -285,20 +206,6 @@ def _request(run: Run) -> Request:
         )
     # The prices of layers include recomputation.
     return replace(request_of(run).without_offload(), recompute="none")
-
-
-def _searched_order(run: Run, request: Request, microbatches: int) -> Schedule:
-    """Return the order that ``auto`` finds for a step with that many microbatches, by the costs that the run begins with.
-
-    A memory cap in bytes is left out, because only the run counts bytes. A cap that no order keeps is left out
-    too. The vocabulary is uncut.
-    """
-    options = request.options | {"seconds": _UNLIMITED, "effort": min(_EFFORT, request.options.get("effort", _EFFORT))}
-    request = replace(request.decided(0), options=options)
-    uncapped, shape = replace(request, memory_cap=None), Shape(run.parallelism.pp, None, microbatches)
-    knowledge = Knowledge(*prices_of(request.costs))
-    choice = choose(uncapped if request.in_bytes else request, shape, knowledge)
-    return (choose(uncapped, shape, knowledge) if choice.notes else choice).schedule
 
 
 def _requested_layout(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:

@@ -52,15 +52,14 @@ from megatron_pipemem.tools.planner.replay import (
     OrderPrice,
     Replay,
     Timing,
+    extended,
     measured,
-    priced,
     same_passes,
     shortest,
 )
-from megatron_pipemem.tools.planner.slices import step_of
 from megatron_pipemem.tools.planner.space import SEARCHED, Limits, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.tools.planner.step import PlannedStep, least_seconds, least_static, price
-from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, built, variants
+from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, built, run_step, variants
 from megatron_pipemem.tools.planner.ways import Answer, Base, Entry, Group, Way
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
@@ -305,9 +304,8 @@ class _Planner:
 
     def _step(self, run: Run, placement: Placement, variant: Variant | None) -> PlannedStep:
         """Predict the step of a run on a placement with a variant."""
-        if variant is None:
-            return step_of(run, placement, pace=self._pace)
-        return variant.prepare(run, placement, self._pace)
+        own = run if variant is None else replace(run, schedule=variant.choice(run.schedule))
+        return run_step(own, placement, pace=self._pace)
 
     def _bound(self, run: Run, placement: Placement, candidates: list[Order], variant: Variant | None) -> None:
         """Queue the orders of a placement with a variant that a start accepts, by a lower bound of their seconds."""
@@ -455,7 +453,7 @@ class _Planner:
         def timing(count: int) -> Timing:
             return Replay(build(count)).timing(step.costs, overlaps)
 
-        return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
+        return self._plan(base, None, extended(timing, run.parallelism.pp, microbatches))
 
     def _plan_of_schedule(self, base: Base, schedule: Schedule) -> Way | None:
         """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""

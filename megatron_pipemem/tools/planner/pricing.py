@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import inf
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.model.counts import early_modules
-from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.tools.config import run_layout
-from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.balance import as_cut, balance
-from megatron_pipemem.tools.planner.early_weights import moves_weights, with_early_head
+from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Run, ScheduleChoice
+from megatron_pipemem.tools.planner.balance import balance
+from megatron_pipemem.tools.planner.early_weights import with_early_head
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.replay import Order, Replay, Timing, measured
-from megatron_pipemem.tools.planner.replay import priced as extended
-from megatron_pipemem.tools.planner.slices import step_of
+from megatron_pipemem.tools.planner.replay import Order
+from megatron_pipemem.tools.planner.run_prices import priced
 from megatron_pipemem.tools.planner.space import Limits, orders, why_not_in_chunks
-from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, built
+from megatron_pipemem.tools.planner.variants import HOST_MEMORY
 from megatron_pipemem.tools.planner.ways import Way
 
 STOCKS = ("1f1b", "interleaved")
 """Megatron's own schedules."""
+_RECOMPUTE = (
+    "recompute",
+    "recompute_modules",
+    "recompute_method",
+    "recompute_num_layers",
+    "early_weights",
+    "weight_inputs",
+)
+"""The settings of a run's schedule that Megatron's own schedules keep."""
 
 
 def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
@@ -39,33 +46,33 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
     name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
     order = Order(name, chunks)
     placements = orders(run, Limits({"schedule": [name], **({"chunks": [chunks]} if chunks else {})}), Counter())
-    placement = next((candidate for candidate, listed in placements.items() if order in listed), None)
-    if placement is None and run.schedule.name == STOCK:
+    if run.schedule.name == STOCK and not any(order in listed for listed in placements.values()):
         raise UnsupportedError(
             "does-not-fit",
             f"the run's schedule {name} does not go with its {run.parallelism.pp} pipeline ranks, {chunks or 1} chunks "
             "per rank, layers or flags for overlap; correct the one that is wrong",
         )
-    if placement is None:  # no family, or one whose passes are not those of whole microbatches
-        return as_cut(run, order, partial(run_layout.layers_of, run), pace)
-    layers = run_layout.layers_of(run, placement)
-    return priced(run, order, placement, layers, pace, inf)
+
+    way = priced(run, pace, partial(run_layout.layers_of, run))
+    is_known = run_layout.layers_of(run, way.step.placement) is not None
+    return way if is_known or run.schedule.name == AUTO else _cut_as_priced(way)
 
 
 def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
     """Yield a run under the family ``name``, for every number of chunks with its best layout.
 
-    Where I may compute the head's weight gradient to free memory, that follows. ``pace`` is as in ``priced``. Numbers of
-    chunks with which the schedule cannot run the model or the microbatches are skipped.
+    Where I may compute the head's weight gradient to free memory, that follows. ``pace`` has the ratios of measured to
+    predicted seconds. Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped, and
+    so are families that cannot have what the run adds. Megatron's own schedules run without what this package adds.
     """
     is_stock = name in STOCKS
     if is_stock and (run.schedule.slices or 1) > 1:
         return
-    choice = replace(run.schedule, name=STOCK if is_stock else name)
-    if choice.name != run.schedule.name:
-        choice = replace(choice, options={})
-    base, memory = replace(run, schedule=choice), run.cluster.memory_bytes
-    for placement, candidates in orders(base, Limits({"schedule": [name]}), Counter()).items():
+    base = _of_stock(run) if is_stock else replace(run, schedule=replace(run.schedule, name=name))
+    if base.schedule.name != run.schedule.name:
+        base = replace(base, schedule=replace(base.schedule, options={}))
+    memory = run.cluster.memory_bytes
+    for candidates in orders(base, Limits({"schedule": [name]}), Counter()).values():
         for order in candidates:
             chunked = (order.chunks or 1) > 1
             if is_stock and chunked and why_not_in_chunks(run) is not None:
@@ -73,59 +80,44 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[
             # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
             if is_stock and chunked and run.model.least_first:
                 continue
-            cut = replace(base.parallelism, chunks=order.chunks)
-            way = priced(replace(base, parallelism=cut), order, placement, None, pace, memory)
-            if is_stock and 0 in way.step.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
-                layers = balance(way.run, pace=pace).best.layers
-                way = priced(run_layout.with_cut(way.run, layers), order, placement, layers, pace, memory)
+            own = replace(base, parallelism=replace(base.parallelism, chunks=order.chunks))
+            try:
+                way = _cut_as_priced(priced(own, pace, memory=memory))
+                if is_stock and 0 in way.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
+                    way = _cut_as_priced(priced(own, pace, _layers(balance(way.run, pace=pace).best), memory))
+            except (ScheduleError, UnsupportedError):
+                continue
             yield way
             if (early := _with_early_head(way)) is not None:
-                yield priced(early, order, placement, way.step.layers, pace, memory)
+                yield priced(early, pace, _layers(way), memory)
+
+
+def _layers(way: Way) -> Callable[[Placement], tuple[int, ...]]:
+    """Return a function that gives the layers per stage of a way."""
+    return lambda placement: way.layers
+
+
+def _cut_as_priced(way: Way) -> Way:
+    """Return the way with flags that cut the run's model into the priced layers per stage."""
+    return replace(way, run=run_layout.with_cut(way.run, way.layers))
+
+
+def _of_stock(run: Run) -> Run:
+    """Return the run under Megatron's own schedule, without what only schedules of this package can add."""
+    kept = {key: getattr(run.schedule, key) for key in _RECOMPUTE}
+    flags = {flag: value for flag, value in run.flags.items() if flag not in (RECOMPUTE_FLAG, HOST_MEMORY)}
+    return replace(run, schedule=ScheduleChoice(**kept), flags=flags)
 
 
 def _with_early_head(way: Way) -> Run | None:
     """Return the run of a way, changed so that I computes the head's weight gradient, if that may free memory.
 
-    It may if the backward is split and the device of the head is the fullest. Otherwise the result is ``None``.
+    It may if the backward is split and the device of an uncut head is the fullest. Otherwise the result is ``None``.
     """
     fullest = max(range(len(way.peaks)), key=way.peaks.__getitem__)
     has_head = way.step.placement.devices[-1] == fullest
     early = early_modules(way.run.model, way.run.execution)
-    if way.is_stock or not (family(way.order.name).splits_backward and has_head) or "head" in early:
+    is_whole = way.run.schedule.vocab_parallel == OFF  # otherwise the schedule has passes for the head
+    if way.is_stock or not (family(way.order.name).splits_backward and has_head and is_whole) or "head" in early:
         return None
     return with_early_head(way.run)
-
-
-def priced(
-    run: Run,
-    order: Order,
-    placement: Placement,
-    layers: tuple[int, ...] | None,
-    pace: MeasuredSlowdown | None,
-    memory: float,
-) -> Way:
-    """Predict a run under the family of ``order``.
-
-    ``layers`` has the pieces of every stage, by default from the planner's partition. ``pace`` has the ratios of measured
-    to predicted seconds. Pairs keep the step within ``memory``, the bytes of a device.
-    """
-    cut = run.parallelism
-    step = step_of(run, placement, layers, pace)
-    if run.pairs:
-        step = step.in_pairs()
-
-    variant = IN_PAIRS if run.pairs else None
-
-    def timing(count: int) -> Timing:
-        return Replay(built(run, order, step, step.room(memory), variant, count)).timing(step.costs)
-
-    if run.pairs:
-        order_price = extended(timing, cut.pp, cut.microbatches)
-    elif (run.schedule.slices or 1) == 1:
-        passes = (order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
-        order_price = measured(*passes, moves_weights=moves_weights(run))
-    else:
-        order_price = timing(cut.microbatches).price
-    if layers is None:
-        run = run_layout.with_cut(run, step.layers)
-    return Way.of(run, order, step, order_price, variant=variant.name if variant else PLAIN)

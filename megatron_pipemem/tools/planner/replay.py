@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, simulated
+from megatron_pipemem.schedule.simulator import Timeline, peaks, simulated
 from megatron_pipemem.schedule.stream import stream
 
 _SHORT = 3  # microbatches per device of the shortest step that may have a rhythm
@@ -50,6 +50,7 @@ class OrderPrice(NamedTuple):
     seconds: float  # of the step; the period if no barrier stands between steps
     peaks: tuple[float, ...]  # peak memory of every device
     hidden: tuple[float, ...] = ()  # seconds by which the pairs of every device shorten its work; empty without pairs
+    host: tuple[float, ...] = ()  # peak memory of activations on every device's host; empty without offload
 
 
 class Timing(NamedTuple):
@@ -60,8 +61,10 @@ class Timing(NamedTuple):
 
     @property
     def price(self) -> OrderPrice:
-        hidden = _hidden(self.timeline) if self.timeline.schedule.pairs else ()
-        return OrderPrice(self.seconds, self.timeline.peaks, hidden)
+        schedule, costs = self.timeline.schedule, self.timeline.costs
+        hidden = _hidden(self.timeline) if schedule.pairs else ()
+        host = tuple(peaks(schedule, costs, host=True)) if schedule.offloads else ()
+        return OrderPrice(self.seconds, self.timeline.peaks, hidden, host)
 
 
 def _hidden(timeline: Timeline) -> tuple[float, ...]:
@@ -71,7 +74,7 @@ def _hidden(timeline: Timeline) -> tuple[float, ...]:
     return tuple(whole - work for whole, work in zip(apart, timeline.work, strict=True))
 
 
-def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
+def extended(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
     """Return the time and peaks of a step of any length, from short steps if the step is long.
 
     ``run`` simulates a step with a given number of microbatches. A step with few microbatches per device is simulated
@@ -108,16 +111,22 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
     Peaks are those of the longer step. If a device holds all microbatches at once, its peak grows with their number.
     """
-    before, peaks_before, hidden_before = shorter.price
-    after, peaks_after, hidden_after = longer.price
+    before, after = shorter.price, longer.price
     few, many = (timing.timeline.schedule.num_microbatches for timing in (shorter, longer))
     more = (num_microbatches - many) / (many - few)
-    hidden = (b + more * (b - a) for a, b in zip(hidden_before, hidden_after, strict=False))
-    peaks = (
-        b * num_microbatches / many if isclose(b * few, a * many) else b
-        for a, b in zip(peaks_before, peaks_after, strict=True)
+
+    def later(a: float, b: float) -> float:
+        return b + more * (b - a)
+
+    def peak(a: float, b: float) -> float:
+        return b * num_microbatches / many if isclose(b * few, a * many) else b
+
+    return OrderPrice(
+        later(before.seconds, after.seconds),
+        tuple(map(peak, before.peaks, after.peaks)),
+        tuple(map(later, before.hidden, after.hidden)),
+        tuple(map(peak, before.host, after.host)),
     )
-    return OrderPrice(after + more * (after - before), tuple(peaks), tuple(hidden))
 
 
 def _rhythm(num_devices: int) -> int:
@@ -240,4 +249,4 @@ def measured(
         published = replay(name, num_devices, count, chunks)
         return (published.with_earlier_weights(costs) if moves_weights else published).timing(costs, overlaps)
 
-    return priced(run, num_devices, num_microbatches)
+    return extended(run, num_devices, num_microbatches)

@@ -27,6 +27,7 @@ from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
+from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
@@ -46,10 +47,8 @@ class Variant:
 
     name: str  # for ``--only variant=NAME`` and tables
     choice: Callable[[ScheduleChoice], ScheduleChoice]
-    """Returns the schedule's part of a run's configuration, given that part without the variant."""
-    prepare: Callable[[Run, Placement, MeasuredSlowdown | None], PlannedStep]
-    """Returns the step with other costs and bytes, given placement and pace. Its costs must be a lower bound for orders
-    from ``apply``, so that the planner may leave out slower ones."""
+    """Returns the schedule's part of a run's configuration, given that part without the variant. ``run_step`` prices it, and
+    these costs must be a lower bound for orders from ``apply``, so that the planner may leave out slower ones."""
     apply: Callable[[Schedule, PlannedStep, tuple[float, ...]], Schedule]
     """Returns the order with further actions, within the given bytes per device, or raises a PipememError."""
     frees_memory: bool = False
@@ -58,8 +57,8 @@ class Variant:
     cuts_vocabulary: bool = False  # which a model with a vision tower does not allow
 
 
-PLAIN = "plain"
-"""The name of a run without a variant."""
+PLAIN, OFFLOAD = "plain", "offload"
+"""The names of a run without a variant, and of the variant that copies activations to the host."""
 _VARIANTS: dict[str, Variant] = {}
 
 
@@ -82,14 +81,34 @@ HOST_MEMORY = "pipemem-host-memory"
 """The flag for the host memory of a node that its ranks may use for activations; by default a share of all."""
 
 
-def offload_step(
-    run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
+def run_step(
+    run: Run,
+    placement: Placement,
+    layers: tuple[int, ...] | None = None,
+    pace: MeasuredSlowdown | None = None,
 ) -> PlannedStep:
-    """Predict a step with offload: with the link to the host, the bytes of copies, and the memory of the host.
+    """Predict a run's step, with all that its schedule adds: slices, pairs, a cut vocabulary, or offload.
 
     ``layers`` has the pieces of every stage, by default from the planner's partition.
     """
-    step = price(run, placement, layers, pace)
+    choice = run.schedule
+    if choice.vocab_parallel not in (OFF, AUTO):
+        return _vocabulary_step(BARRIERS_OF_ALGORITHM[int(choice.vocab_parallel)], run, placement, layers, pace)
+    if choice.offload != OFF:  # copies are planned for whole microbatches
+        return _with_offload(run, price(run, placement, layers, pace))
+    step = step_of(run, placement, layers, pace)
+    return step.in_pairs() if run.pairs else step
+
+
+def variant_of(run: Run) -> str:
+    """Return the name of what a run's schedule adds to an order."""
+    if run.schedule.vocab_parallel not in (OFF, AUTO):
+        return f"vocabulary-{run.schedule.vocab_parallel}"
+    return OFFLOAD if run.schedule.offload != OFF else IN_PAIRS.name if run.pairs else PLAIN
+
+
+def _with_offload(run: Run, step: PlannedStep) -> PlannedStep:
+    """Return the step with the link to the host, the bytes of copies, and the memory of the host."""
     host, moved = run.cluster.host, step.moved
     ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
     there, back = (tuple(nbytes / (speed * host.duplex * 1e9) for nbytes in moved) for speed in ways)
@@ -146,7 +165,6 @@ def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Ti
 IN_PAIRS = Variant(
     "pairs",
     choice=lambda choice: choice,
-    prepare=lambda run, placement, pace: price(run, placement, pace=pace).in_pairs(),
     apply=lambda schedule, step, room: paired(schedule, step, room).schedule,
 )
 """Forwards and backwards in pairs, for runs with ``--overlap-moe-expert-parallel-comm`` only."""
@@ -171,18 +189,17 @@ def built(
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
 
 
-def vocabulary_step(
+def _vocabulary_step(
     barriers: int,
     run: Run,
     placement: Placement,
-    pace: MeasuredSlowdown | None = None,
-    layers: tuple[int, ...] | None = None,
+    layers: tuple[int, ...] | None,
+    pace: MeasuredSlowdown | None,
 ) -> PlannedStep:
     """Predict a step with embedding and head cut over all devices, including the seconds and bytes of their passes.
 
-    ``barriers`` is the number of barriers per microbatch. ``layers`` has the pieces of every stage, by default from the
-    planner's partition. If microbatches are cut into slices, each slice has an equal part of these passes, and its own
-    costs of layers. Raise an UnsupportedError for a model with a vision tower.
+    ``barriers`` is the number of barriers per microbatch. If microbatches are cut into slices, each slice has an equal
+    part of these passes, and its own costs of layers. Raise an UnsupportedError for a model with a vision tower.
     """
     if run.model.tower is not None:
         raise UnsupportedError(
@@ -218,9 +235,8 @@ def vocabulary_step(
 
 register_variant(
     Variant(
-        "offload",
+        OFFLOAD,
         choice=lambda choice: replace(choice, offload="auto"),
-        prepare=offload_step,
         apply=offloaded,
         frees_memory=True,
     )
@@ -236,7 +252,6 @@ for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
         Variant(
             f"vocabulary-{_algorithm}",
             choice=partial(replace, vocab_parallel=str(_algorithm)),
-            prepare=partial(vocabulary_step, _barriers),
             cuts_vocabulary=True,
             apply=partial(_cut_vocabulary, _barriers),
         )

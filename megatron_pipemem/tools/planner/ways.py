@@ -44,6 +44,8 @@ class Way:
     peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
     hidden: tuple[float, ...] = field(default=(), repr=False)
     """Per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs."""
+    host: tuple[float, ...] = field(default=(), repr=False)
+    """Per pipeline rank, the bytes of activations on its host; empty without offload."""
     variant: str = PLAIN  # such as ``offload`` or ``vocabulary-2``
     passes: Schedule | None = field(default=None, repr=False)  # if a family's name is not enough
     memory_seconds: float = 0.0  # part of the seconds that is due to the memory limit, by a lower bound
@@ -51,7 +53,7 @@ class Way:
     @classmethod
     def of(cls, run: Run, order: Order, step: PlannedStep, price: OrderPrice, **more: Any) -> Way:
         """Return the way of an order with this time and these peaks of activations. ``more`` has further fields."""
-        return cls(run, order, step, price.seconds, step.held(price.peaks), price.hidden, **more)
+        return cls(run, order, step, price.seconds, step.held(price.peaks), price.hidden, price.host, **more)
 
     @property
     def schedule(self) -> str:
@@ -97,9 +99,10 @@ class Way:
     def gain_without_barrier(self) -> float | None:
         """The ratio of the makespan with a barrier between steps to the period without it.
 
-        Above 1, steps are faster without the barrier. ``None`` for a run with the barrier.
+        Above 1, steps are faster without the barrier. ``None`` for a run with the barrier, and for one whose order is
+        neither a family's nor among its ``passes``.
         """
-        if not self.run.schedule.overlap_steps:
+        if not self.run.schedule.overlap_steps or (self.passes is None and not self._is_family):
             return None
         cut, costs = self.run.parallelism, self.step.costs
         if self.passes is not None:
@@ -108,11 +111,14 @@ class Way:
         with_barrier = measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs, moves_weights=moves)
         return with_barrier.seconds / self.makespan
 
+    @property
+    def _is_family(self) -> bool:
+        return any(self.order.name == candidate.name for candidate in families())
+
     @cached_property
     def has_earlier_weights(self) -> bool:
         """Whether W run earlier than the family's schedule says (``schedule.earlier_weights``)."""
-        is_family = any(self.order.name == candidate.name for candidate in families())
-        if not (is_family and moves_weights(self.run) and self.variant in (PLAIN, IN_PAIRS.name)):
+        if not (self._is_family and moves_weights(self.run) and self.variant in (PLAIN, IN_PAIRS.name)):
             return False
         cut, order, costs = self.run.parallelism, self.order, self.step.costs
         priced = costs if self.slices == 1 and "costs" in family(order.name).options else None
