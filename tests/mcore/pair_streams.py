@@ -176,14 +176,14 @@ def run_device(schedule: Schedule, device: int, num_layers: int) -> None:
 
 def kinds(schedule: Schedule, planted: str) -> list[str]:
     """Return the kinds of hazards. A fault is planted in one layer of the last device, which saves time."""
-    found: set[str] = set()
+    kinds_of_faults: set[str] = set()
     for device in range(DEVICES)[-1 if planted else 0 :]:
         with mock.patch.object(pipeline_utils, "_COMM_STREAM", None), Streams() as gpu, PLANTED[planted]():
             pipeline_utils.set_streams()
             with mock.patch.object(token_dispatcher, "all_to_all", exchange_over(Group("experts"))):
                 run_device(schedule, device, num_layers=1 if planted else 2)
-        found |= gpu.kinds()
-    return sorted(found)
+        kinds_of_faults |= gpu.kinds()
+    return sorted(kinds_of_faults)
 
 
 def exchange_over(group: Group) -> Callable[..., torch.Tensor]:
@@ -201,5 +201,5 @@ def main() -> None:
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     alone = build_schedule("dualpipe-v", num_devices=DEVICES, num_microbatches=MICROBATCHES)
     schedule = with_pairs(alone, Costs().with_exchanges(0.4)).schedule
-    found = {each: kinds(schedule, each) for each in PLANTED}
-    json.dump({"pairs": len(schedule.pairs), "early": len(EARLY), "found": found}, sys.stdout)
+    faults = {fault: kinds(schedule, fault) for fault in PLANTED}
+    json.dump({"pairs": len(schedule.pairs), "early": len(EARLY), "found": faults}, sys.stdout)

@@ -56,7 +56,7 @@ def on_all_ranks(monkeypatch):
     """``on_all_ranks(act)``: what ``act(rank, groups)`` returned or raised on every rank. World rank is ``pp * TP + tp``."""
 
     def reduce(tensor, op, group):
-        tensor.copy_(torch.stack([each.clone() for each in group.exchange(tensor.clone())]).max(0).values)
+        tensor.copy_(torch.stack([passes.clone() for passes in group.exchange(tensor.clone())]).max(0).values)
 
     def gather(gathered, told, group):
         gathered[:] = group.exchange(told)
@@ -77,21 +77,21 @@ def on_all_ranks(monkeypatch):
         tensor = [_Line([pp * TP + tp for tp in range(TP)]) for pp in range(PP)]
         pipeline = [_Line([pp * TP + tp for pp in range(PP)]) for tp in range(TP)]
 
-        found: list = [None] * (TP * PP)
+        results: list = [None] * (TP * PP)
 
         def on(rank: int) -> None:
             groups = [_Group(tensor[rank // TP], rank), _Group(pipeline[rank % TP], rank)]
             try:
-                found[rank] = act(rank, groups)
+                results[rank] = act(rank, groups)
             except Exception as error:
-                found[rank] = error
+                results[rank] = error
 
         threads = [threading.Thread(target=on, args=(rank,), name=f"{rank}") for rank in range(TP * PP)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
-        return found
+        return results
 
     return run
 
@@ -119,7 +119,7 @@ def test_those_who_read_tell_all_others(on_all_ranks):
 )
 def test_what_is_wrong_is_told_on_every_rank(on_all_ranks, told, words):
     outcomes = on_all_ranks(_agreed(told))
-    assert all(isinstance(each, UnsupportedError) and words in str(each) for each in outcomes), outcomes
+    assert all(isinstance(outcome, UnsupportedError) and words in str(outcome) for outcome in outcomes), outcomes
 
 
 def test_a_rank_that_fails_says_why_everywhere(on_all_ranks):
@@ -128,8 +128,8 @@ def test_a_rank_that_fails_says_why_everywhere(on_all_ranks):
             raise CostsError("bad-number", "time[3] is negative")
 
     outcomes = on_all_ranks(_agreed(fail))
-    assert all("time[3] is negative" in str(each) for each in outcomes)
-    assert [isinstance(each, CostsError) for each in outcomes] == [rank == LAST for rank in range(TP * PP)]
+    assert all("time[3] is negative" in str(outcome) for outcome in outcomes)
+    assert [isinstance(outcome, CostsError) for outcome in outcomes] == [rank == LAST for rank in range(TP * PP)]
 
 
 def test_the_first_rank_decides(on_all_ranks):
@@ -140,7 +140,7 @@ def test_the_first_rank_decides(on_all_ranks):
         return on_all_ranks(lambda rank, groups: agreement.decided_by_first(lambda: decide(rank), groups))
 
     assert decided(lambda rank: f"by {rank}") == ["by 0"] * (TP * PP)
-    assert {(type(each), str(each)) for each in decided(refuse)} == {(CostsError, "no by 0")}
+    assert {(type(decision), str(decision)) for decision in decided(refuse)} == {(CostsError, "no by 0")}
 
 
 def test_a_crash_of_the_first_rank_leaves_nobody_waiting(on_all_ranks):
@@ -149,7 +149,7 @@ def test_a_crash_of_the_first_rank_leaves_nobody_waiting(on_all_ranks):
 
     first, *others = on_all_ranks(lambda rank, groups: agreement.decided_by_first(crash, groups))
     assert isinstance(first, ZeroDivisionError)
-    assert {each.code for each in others} == {"other-rank-failed"} and all("oops" in str(each) for each in others)
+    assert {other.code for other in others} == {"other-rank-failed"} and all("oops" in str(other) for other in others)
 
 
 def test_a_lone_process_decides_for_itself():
@@ -176,7 +176,7 @@ def test_a_failure_of_one_rank_is_an_error_on_all(on_all_ranks, failure, code, w
 
     outcomes = on_all_ranks(lambda rank, groups: agreement.done_by_all(lambda: act(rank), groups))
     assert outcomes.pop(3) is failure
-    assert {(type(each), each.code, str(each)) for each in outcomes} == {(UnsupportedError, code, words)}
+    assert {(type(outcome), outcome.code, str(outcome)) for outcome in outcomes} == {(UnsupportedError, code, words)}
     assert on_all_ranks(lambda rank, groups: agreement.done_by_all(lambda: rank, groups)) == [*range(TP * PP)]
 
 

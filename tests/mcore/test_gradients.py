@@ -176,7 +176,7 @@ def make(world, monkeypatch) -> Iterator:
 
         @wraps(ready)
         def noted_ready(group, param, *args, **kwargs):
-            events.append(f"ready {next(n for n, each in enumerate(weights) if each is param)}")
+            events.append(f"ready {next(n for n, weight in enumerate(weights) if weight is param)}")
             return ready(group, param, *args, **kwargs)
 
         monkeypatch.setattr(Group, "start_grad_sync", noted_start)
@@ -284,4 +284,4 @@ def test_megatron_judges_every_result_of_a_step_that_runs_again(make, state, que
 def test_weights_are_never_updated_before_the_check(name, checks_late):
     """A step of an asynchronous schedule updates weights itself."""
     features = _Enabled.of(Request(name)).features
-    assert any(isinstance(each, GradientReductions) for each in features) == checks_late
+    assert any(isinstance(feature, GradientReductions) for feature in features) == checks_late

@@ -60,9 +60,9 @@ def drawn(module: torch.nn.Module, microbatch: int) -> list[float]:
 
 def test_numbers_belong_to_layer_and_microbatch_whatever_ran_before():
     first, second = layer(1), layer(2)
-    in_order = [drawn(each, microbatch) for microbatch in (0, 1) for each in (first, second)]
+    in_order = [drawn(module, microbatch) for microbatch in (0, 1) for module in (first, second)]
     torch.rand(7)
-    assert [drawn(each, microbatch) for each in (layer(1), second) for microbatch in (1, 0)] == [
+    assert [drawn(module, microbatch) for module in (layer(1), second) for microbatch in (1, 0)] == [
         in_order[2],
         in_order[0],
         in_order[3],

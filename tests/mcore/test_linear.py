@@ -49,20 +49,20 @@ def run(function, queue=None, bias=True, requires_grad=True, passes=1, dtype=tor
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
     """What the layers communicate and compute, in order; with a group of one, communication is a copy."""
-    found: list[str] = []
+    events: list[str] = []
 
     class Work:
         def __init__(self, what):
-            found.append(what)
+            events.append(what)
             self.what = what
 
         def wait(self):
-            found.append(f"has {self.what}")
+            events.append(f"has {self.what}")
 
     def copies(what):
         def communicate(output, input, group, async_op=False):
             output.copy_(input)
-            return Work(what) if async_op else found.append(f"blocking {what}")
+            return Work(what) if async_op else events.append(f"blocking {what}")
 
         return communicate
 
@@ -73,11 +73,11 @@ def events(monkeypatch) -> list[str]:
 
     def noted(work):
         gradient = original(work)
-        found.append("W")
+        events.append("W")
         return gradient
 
     monkeypatch.setattr(linear._LinearWeightGradient, "gradient", noted)
-    return found
+    return events
 
 
 def sequence_parallel_layers(queue) -> list[torch.nn.Parameter]:
@@ -203,10 +203,10 @@ def test_hooks_on_autograds_nodes_are_found():
     assert hooks.hooked([hooked, before, free, frozen]) == []
     nodes[0].register_hook(lambda *_: None)
     handle = nodes[1].register_prehook(lambda gradients: None)
-    found = hooks.hooked([hooked, before, free, frozen])
-    assert [id(each) for each in found] == [id(hooked), id(before)]
+    modules = hooks.hooked([hooked, before, free, frozen])
+    assert [id(module) for module in modules] == [id(hooked), id(before)]
     handle.remove()
-    assert [id(each) for each in hooks.hooked([hooked, before, free])] == [id(hooked)]
+    assert [id(module) for module in hooks.hooked([hooked, before, free])] == [id(hooked)]
 
 
 def test_unplain_weights_have_names():

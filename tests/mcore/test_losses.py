@@ -123,9 +123,9 @@ SHAPES = [{"lm loss": torch.ones(3)}, {"lm loss": torch.zeros(3)}, [], {"lm loss
 def test_data_arrive_and_their_structure_travels_when_it_is_new(ends, sent, of_new_structure):
     """What looks the same as before travels as one message of tensors."""
     source, last = (LossCarrier(end) for end in ends(2))
-    for each in sent:
-        source.send(each, 1, "training")
-        assert same(last.receive(0, "training"), each)
+    for message in sent:
+        source.send(message, 1, "training")
+        assert same(last.receive(0, "training"), message)
         assert not any(ends.sent.values())
     assert len(ends.objects) == of_new_structure
 
@@ -152,7 +152,7 @@ def received(monkeypatch):
 
 def test_losses_arrive_on_one_stream_without_a_race(received):
     gpu = received()
-    assert not gpu.found
+    assert not gpu.findings
     assert len(gpu.streams) == 3, "of computing, of the group, and of all losses of the run"
 
 

@@ -46,9 +46,9 @@ def test_where_a_flag_is_said_to_be_it_is(section):
 
 
 def test_what_is_said_to_be_refused_is_in_a_list_of_refusals():
-    tables = [each for each in vars(refusals).values() if isinstance(each, refusals.Refusals)]
+    tables = [table for table in vars(refusals).values() if isinstance(table, refusals.Refusals)]
     told = [f"{attribute} {sentence}" for table in tables for attribute, sentence in table.sentences.items()]
-    told += [each for each in vars(refusals).values() if isinstance(each, str)]
+    told += [table for table in vars(refusals).values() if isinstance(table, str)]
     told += [rule.sentence for rule in vars(refusals).values() if isinstance(rule, refusals.Rule)]
     told += [Path(module.__file__).read_text() for module in (refusals_of_models, cut_flags, layout)]
     for names in TABLE["refused"].values():

@@ -28,15 +28,15 @@ def run() -> list[str]:
     """The actions of device 0, by handlers that do nothing but take note."""
     ran: list[str] = []
 
-    def handler(each: Instruction) -> None:
-        ran.append(str(each.action))
+    def handler(instruction: Instruction) -> None:
+        ran.append(str(instruction.action))
 
     instructions = rank_program(PROGRAM, 0).instructions
-    handlers = {each.action.kind: handler for each in instructions}
+    handlers = {instruction.action.kind: handler for instruction in instructions}
     for feature in Markers().extend_executor(SimpleNamespace()):
         handlers |= feature.extend(SimpleNamespace(handlers=handlers))
-    for each in instructions:
-        handlers[each.action.kind](each)
+    for instruction in instructions:
+        handlers[instruction.action.kind](instruction)
     return ran
 
 
@@ -94,8 +94,8 @@ def test_theoretical_memory_is_that_of_the_schedule(name, m, costs, of_1f1b, bas
     assert log._report_memory(report, args, m, verbose=True) == (100, 40, 140), "no step has run"
     log.after(SimpleNamespace(planned=Choice(build_schedule(name, num_devices=4, num_microbatches=m), costs)))
     with caplog.at_level("INFO"):
-        found = log._report_memory(report, args, m, verbose=True)
-    assert found == pytest.approx((100, 40 * of_1f1b, 100 + 40 * of_1f1b))
+        notice = log._report_memory(report, args, m, verbose=True)
+    assert notice == pytest.approx((100, 40 * of_1f1b, 100 + 40 * of_1f1b))
     assert asked == [(None, m, True)] * 2 and args.virtual_pipeline_model_parallel_size == 2
     assert f"schedule {name} holds {of_1f1b:.3g} times as much (by {basis}" in caplog.text
 

@@ -209,8 +209,8 @@ def test_bytes_replace_a_plan_that_does_not_keep_them():
     wanted = source("v-half", cap="420B", offload="auto", offload_options={"ratio": 0.5})
     wanted.measured(None, counted(8))
     everything = source("v-half").plan(SHAPE, "start")
-    found = wanted.plan(SHAPE, "bytes counted", everything, minimum_gain=0.9)
-    assert found.schedule != everything.schedule
+    offload_plan = wanted.plan(SHAPE, "bytes counted", everything, minimum_gain=0.9)
+    assert offload_plan.schedule != everything.schedule
 
 
 def program_peaks(schedule, changes) -> list[int]:

@@ -17,8 +17,8 @@ def test_padding_of_the_buckets_before_is_left_out():
     sizes = [(128, 100), (128, 28), (64, 64)]
     buckets = [SimpleNamespace(grad_data=torch.empty(all_), numel_unpadded=used) for all_, used in sizes]
     places = {"a": (0, 64, 0), "b": (64, 100, 0), "c": (128, 156, 1), "d": (256, 320, 2)}
-    found = compat.places_without_padding(SimpleNamespace(buckets=buckets, param_index_map=places))
-    assert found == {"a": (0, 64, 0), "b": (64, 100, 0), "c": (100, 128, 1), "d": (128, 192, 2)}
+    map_of_places = compat.places_without_padding(SimpleNamespace(buckets=buckets, param_index_map=places))
+    assert map_of_places == {"a": (0, 64, 0), "b": (64, 100, 0), "c": (100, 128, 1), "d": (128, 192, 2)}
 
 
 def test_a_megatron_that_does_it_itself_is_left_alone(monkeypatch):

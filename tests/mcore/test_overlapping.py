@@ -31,8 +31,14 @@ def norm(value: float, group, copies: int = 1) -> LateNorm:
 
 
 def test_a_norm_reads_as_the_number_that_it_becomes(world):
-    found = norm(3.0, world)
-    assert (float(found), f"{found:.1f}", found > 2, found == 3.0, repr(found)) == (3.0, "3.0", True, True, "3.0")
+    total_norm = norm(3.0, world)
+    assert (float(total_norm), f"{total_norm:.1f}", total_norm > 2, total_norm == 3.0, repr(total_norm)) == (
+        3.0,
+        "3.0",
+        True,
+        True,
+        "3.0",
+    )
     third = LateNorm(late(0.1, world), late(0.1, world), 1)
     assert float(third.in_single()) == torch.tensor(float(third)).item() != float(third)
 
@@ -45,7 +51,7 @@ def test_a_norm_is_not_read_before_its_sum(monkeypatch):
         total = LateSum(own, Group("norm"))
         own.mul_(2)  # the gradients of the next step
         total.result() * 2
-    assert not gpu.found
+    assert not gpu.findings
     monkeypatch.setattr(Work, "wait", lambda work: None)
     with Streams() as gpu:
         LateSum(torch.ones(1), Group("norm")).result() * 2

@@ -58,12 +58,12 @@ def step_of(model: Model, execution: Execution) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_described_model_keeps_as_many_bytes(name):
     model, execution = MODELS[name]
-    same, found = described(step_of(model, execution), Request("zb-h1"), True)
+    same, description = described(step_of(model, execution), Request("zb-h1"), True)
     assert same.all_kinds == model.all_kinds and same.pieces == model.pieces
     for kind in dict.fromkeys(model.all_kinds):
-        assert layer_bytes(same, found, kind) == layer_bytes(model, execution, kind)
-    assert head_bytes(same, found) == head_bytes(model, execution)
-    assert embedding_bytes(same, found) == embedding_bytes(model, execution)
+        assert layer_bytes(same, description, kind) == layer_bytes(model, execution, kind)
+    assert head_bytes(same, description) == head_bytes(model, execution)
+    assert embedding_bytes(same, description) == embedding_bytes(model, execution)
 
 
 @pytest.mark.parametrize(("together", "kept"), [(True, "sharded"), (False, "gathered")])

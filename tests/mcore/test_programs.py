@@ -212,7 +212,7 @@ def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_onc
     alone.append(compile(programs, agree=digests.append))
     programs.queues = (False, True)
     both = programs.get(Shape(4, 2, 8), digests.append)
-    assert [both.order(False).actions, both.order(True).actions] == [each.actions for each in alone]
+    assert [both.order(False).actions, both.order(True).actions] == [choice.actions for choice in alone]
     assert both.order(False).schedule is both.order(True).schedule and len(set(digests)) == len(digests) == 3
     assert programs.get(Shape(4, 2, 8), digests.append) is both
     other = Programs(Request("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
@@ -304,4 +304,4 @@ def test_a_cap_holds_for_both_orders():
         queues: replace(known, queues=queues).device_peaks(schedule, costs)
         for queues in ((False,), (True,), (False, True))
     }
-    assert list(held[False, True]) == [max(each) for each in zip(held[False,], held[True,], strict=True)]
+    assert list(held[False, True]) == [max(levels) for levels in zip(held[False,], held[True,], strict=True)]

@@ -162,7 +162,7 @@ def test_a_rank_that_cannot_measure_keeps_the_plan_of_all(caplog):
     run = Run(Programs(Request("zb-h1")))
     _, first = run.step()
     assert steps_until_news(run, Broken()) is None
-    assert sum("its plan stays" in each.message for each in caplog.records) >= 1
+    assert sum("its plan stays" in record.message for record in caplog.records) >= 1
     assert run.step()[1] is first
     step, news, _ = steps_until_news(run)
     assert news.reason == "costs measured", "what can be measured again is"

@@ -129,8 +129,8 @@ def test_quantised_weights_are_not_copied_in_silence(world):
 def test_gradients_stand_in_main_grad_or_in_grad():
     chunk = torch.nn.Linear(2, 3)
     chunk.weight.main_grad = torch.ones(3, 2)
-    found = gradients(chunk)
-    assert found[0] is chunk.weight.main_grad and found[1] is chunk.bias.grad and not found[1].any()
+    computed = gradients(chunk)
+    assert computed[0] is chunk.weight.main_grad and computed[1] is chunk.bias.grad and not computed[1].any()
     chunk.bias.requires_grad_(False)
     assert len(gradients(chunk)) == 1
 

@@ -113,21 +113,21 @@ def test_a_run_is_told_and_written(record, caplog):
     assert {path.name for path in record.trace.iterdir()} == names
     assert PLAN.costs.memory is None, "bytes of the picture are those that were counted"
     events = json.loads((record.trace / "run.json").read_text())["traceEvents"]
-    held = [each["args"]["bytes"] for each in events if each.get("name") == "held by device 0"]
+    held = [event["args"]["bytes"] for event in events if event.get("name") == "held by device 0"]
     assert max(held) == rank["counted_peak_bytes"] == report["bytes_of_1f1b"] == 4096
     case = case_of_report(report)
-    shares = {share_of_1f1b(each) for each in (case.own, case.as_ran, case.as_planned)}
+    shares = {share_of_1f1b(timeline) for timeline in (case.own, case.as_ran, case.as_planned)}
     assert shares == {1.0} and case.peaks == (4096,) == (max(case.held[0]),)
     for name in ("plan", "run"):
         assert "peak 0.00391 MiB (1 of 1F1B's)" in (record.trace / f"{name}.html").read_text()
-    told = [each.getMessage() for each in caplog.records]
+    told = [record.getMessage() for record in caplog.records]
     assert told[: len(lines(report))] == lines(report)
     assert lines(report)[:2] == [
         "zb-h1, 1 pipeline rank with 1 chunk each, 2 microbatches: 2 steps measured",
         f"peak activations {rank['counted_peak_bytes'] / 2**20:.4g} MiB on the fullest rank, predicted = counted on every "
         "rank; 1 of 1F1B's bytes",
     ]
-    assert any(str(record.report) in each for each in told) and len(table(report)._rows) == 1
+    assert any(str(record.report) in message for message in told) and len(table(report)._rows) == 1
 
 
 def test_log_report_page_and_explain_name_one_bubble(record, caplog):
@@ -135,8 +135,8 @@ def test_log_report_page_and_explain_name_one_bubble(record, caplog):
     for idle in (95.0, 2.0, 1.0, 4.0):
         seen = observed()
         first, *rest = seen.trace.actions()
-        late = [TracedAction(each.action, each.start + idle, each.end + idle) for each in rest]
-        seen.trace = SimpleNamespace(actions=lambda found=[first, *late]: found)
+        late = [TracedAction(traced.action, traced.start + idle, traced.end + idle) for traced in rest]
+        seen.trace = SimpleNamespace(actions=lambda gathered=[first, *late]: gathered)
         record.begin(record.group)
         record.add_step(PLAN, PROGRAM, 0, seen)
     with caplog.at_level(logging.INFO):
@@ -145,7 +145,7 @@ def test_log_report_page_and_explain_name_one_bubble(record, caplog):
     work = len(PLAN.schedule.orders[0])
     assert report["ranks"][0]["measured_bubble_rate"] == measured_bubble(report) == 2 / (work + 2)
     told = f"{2 / (work + 2):.1%}"
-    (logged,) = [each.getMessage() for each in caplog.records if "measured, of the rank" in each.getMessage()]
+    (logged,) = [record.getMessage() for record in caplog.records if "measured, of the rank" in record.getMessage()]
     assert f"{told} measured" in logged and logged in lines(report)
     page = (record.trace / "run.html").read_text()
     assert f"bubble {told} " in page and f"bubble {4 / (work + 4):.1%}" not in page
@@ -255,7 +255,9 @@ def test_a_step_that_cannot_be_measured_costs_numbers_and_nothing_else(record, c
     assert report["losses"] == [3.0, 2.0, 1.0]
     assert "no measuring of steps: " in report["ranks"][0]["failure"]
     assert any("rank 0: no measuring of steps" in line for line in lines(report))
-    warned = [each for each in caplog.records if each.levelno >= logging.WARNING and "the run goes on" in each.message]
+    warned = [
+        record for record in caplog.records if record.levelno >= logging.WARNING and "the run goes on" in record.message
+    ]
     assert len(warned) == 1
 
 
@@ -272,7 +274,7 @@ def test_what_cannot_be_written_at_the_end_is_warned_of_and_the_rest_is_written(
     lost.mkdir(parents=True)
     record.add_step(PLAN, PROGRAM, 0, observed())
     record.write()
-    assert any(str(lost) in each.message and "it is a folder" in each.message for each in caplog.records)
+    assert any(str(lost) in record.message and "it is a folder" in record.message for record in caplog.records)
     assert record.report.is_file() == (what != "report")
     assert (record.trace / "run.html").is_file() == (what != "run.html") and (record.trace / "plan.png").is_file()
 
@@ -281,7 +283,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(record, caplog):
     record.report.parent.write_text("no folder")
     record.add_step(PLAN, PROGRAM, 0, observed())
     record.write()
-    (warned,) = (each.getMessage() for each in caplog.records if "the run goes on" in each.getMessage())
+    (warned,) = (record.getMessage() for record in caplog.records if "the run goes on" in record.getMessage())
     assert "without all of its files, which failed: OutputError: " in warned and str(record.report) in warned
 
 
@@ -349,8 +351,8 @@ class Loop:
 
     def __init__(self, monkeypatch, **arguments):
         self.written, self.logged = [], []
-        self.tensorboard = SimpleNamespace(add_scalar=lambda *each: self.written.append(each), flush=lambda: None)
-        self.wandb = SimpleNamespace(log=lambda *each: self.logged.append(each))
+        self.tensorboard = SimpleNamespace(add_scalar=lambda *values: self.written.append(values), flush=lambda: None)
+        self.wandb = SimpleNamespace(log=lambda *values: self.logged.append(values))
         module = SimpleNamespace(
             _GLOBAL_ARGS=SimpleNamespace(**arguments),
             get_tensorboard_writer=lambda: self.tensorboard,
@@ -387,7 +389,7 @@ def test_scalars_never_fail_a_run(record, monkeypatch, caplog):
     loop.tensorboard = None
     loop.wandb.log = None
     iterate(record, Recording(record), 3)
-    assert len([each for each in caplog.records if "without scalars" in each.message]) == 1
+    assert len([record for record in caplog.records if "without scalars" in record.message]) == 1
     assert record.report.is_file()
 
 

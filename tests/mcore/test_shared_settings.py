@@ -34,7 +34,7 @@ def meet(facts: dict[int, Facts]) -> dict[int, Facts]:
         meetings = [
             pool.submit(Meeting(store, rank, lines(rank), PATIENCE).exchange, own) for rank, own in facts.items()
         ]
-    for rank, incomplete in zip(facts, (each.result() for each in meetings), strict=True):
+    for rank, incomplete in zip(facts, (meeting.result() for meeting in meetings), strict=True):
         assert incomplete == [name for name, line in lines(rank).items() if not facts.keys() >= {*line}]
     return facts
 
@@ -44,15 +44,15 @@ def test_all_ranks_know_the_rank_with_other_settings(other):
     met = meet({rank: Facts({"that" if rank == other else "this": rank}) for rank in range(SIZE)})
     expected = {"that": other, "this": 1 if other == 0 else 0}
     assert [met[rank].settings for rank in range(SIZE)] == [expected] * SIZE
-    assert not any(each.missing or each.failures for each in met.values())
+    assert not any(error.missing or error.failures for error in met.values())
 
 
 @pytest.mark.parametrize("missing", [{0}, {5}, {7}, {0, 7}, {1, 2}, {0, 1, 2, 3}, {1, 2, 4, 7}])
 def test_all_ranks_miss_a_rank_that_does_not_come(missing):
     met = meet({rank: Facts({"this": rank}) for rank in range(SIZE) if rank not in missing})
-    assert all(each.missing and each.missing <= missing for each in met.values())
+    assert all(error.missing and error.missing <= missing for error in met.values())
     if len(missing) == 1:
-        assert all(each.missing == missing for each in met.values())
+        assert all(error.missing == missing for error in met.values())
 
 
 def test_all_ranks_know_the_ranks_of_their_model():
@@ -66,10 +66,10 @@ def test_all_ranks_know_the_ranks_of_their_model():
 def test_all_ranks_know_why_a_rank_cannot_go_on():
     failure = {3: ("cannot-write", "a full disk")}
     met = meet({rank: Facts({"this": rank}, failures=failure if rank == 3 else {}) for rank in range(SIZE)})
-    assert all(each.failures == failure for each in met.values())
-    for each in met.values():
+    assert all(error.failures == failure for error in met.values())
+    for error in met.values():
         with refused("cannot-write", kind=UnsupportedError):
-            shared_settings._refuse(each, {}.__getitem__, 1.0)
+            shared_settings._refuse(error, {}.__getitem__, 1.0)
 
 
 def settings(schedule: str = "zb-h1", **others: object) -> dict[str, str]:
@@ -110,9 +110,9 @@ def test_versions_are_compared(monkeypatch):
 
 
 def test_every_setting_is_compared_and_no_text_depends_on_the_process():
-    found = settings()
-    assert len(found) == len(fields(Request)) + 2
-    assert not any(" at 0x" in text for text in found.values())
+    digests = settings()
+    assert len(digests) == len(fields(Request)) + 2
+    assert not any(" at 0x" in text for text in digests.values())
 
 
 def test_contents_of_files_are_compared_and_their_folders_are_not(tmp_path):

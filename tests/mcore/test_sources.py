@@ -286,7 +286,7 @@ def test_measured_seconds_replace_those_of_parts_and_their_bytes_stay(tmp_path):
     assert source.costs.memory_changes(placement)[Kind.F] == (16,) * 4
 
 
-RUNNABLE = [each.name for each in families()]
+RUNNABLE = [family.name for family in families()]
 
 
 @pytest.mark.parametrize("name", RUNNABLE)

@@ -70,7 +70,7 @@ def train(biases: bool, scaled: bool, selective: bool):
         output = layer(x, scale)
     recorder.run_again()
     output.square().sum().backward()
-    return [each.grad for each in (*layer.parameters(), *([scale] if scaled else []))], sum(kept.values())
+    return [parameter.grad for parameter in (*layer.parameters(), *([scale] if scaled else []))], sum(kept.values())
 
 
 @pytest.mark.parametrize("biases", [True, False])

@@ -17,7 +17,7 @@ from megatron_pipemem.mcore import symbols
 from megatron_pipemem.mcore.symbols import PatchSet, Symbol
 
 LISTED = {*symbols.USED, *(value for value in vars(symbols).values() if isinstance(value, Symbol))}
-INSTALLED = [each for each in LISTED if find_spec(".".join(each.module.split(".")[:2])) is not None]
+INSTALLED = [symbol for symbol in LISTED if find_spec(".".join(symbol.module.split(".")[:2])) is not None]
 
 
 @pytest.mark.parametrize("symbol", sorted(INSTALLED, key=str), ids=str)
@@ -32,8 +32,8 @@ def test_a_function_is_called_or_says_what_it_is_replaced_for():
         if isinstance(value, Symbol) and not value.purposes:
             used = [text for text in sources if f"{name}.resolve()" in text]
             assert used and not any(re.search(rf"\(\s*{name},", text) for text in used), name
-    assert all(each.purposes for each in LISTED - {*symbols.USED, symbols.COMBINED_STEP})
-    assert {each for each in LISTED if each.purposes} <= {*symbols.REPLACED}
+    assert all(symbol.purposes for symbol in LISTED - {*symbols.USED, symbols.COMBINED_STEP})
+    assert {symbol for symbol in LISTED if symbol.purposes} <= {*symbols.REPLACED}
 
 
 def test_no_symbol_is_named_elsewhere():

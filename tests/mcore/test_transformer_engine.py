@@ -95,15 +95,15 @@ def delayed_work(kept: list) -> DelayedWeightGradient:
 def test_shards_wait_and_are_gathered_again(kept):
     plain, quantized, quantizer = torch.arange(4.0), Quantized(torch.arange(2.0)), Quantizer()
     quantizer.set_usage(True, False)
-    found, _, usages = kept([(plain, None), (quantized, quantizer)], WeightGradientQueue())
-    work = delayed_work(found)
-    assert [each.data_ptr() for each in work.tensors] == [plain.data_ptr(), quantized.rows.data_ptr()]
+    tensors, _, usages = kept([(plain, None), (quantized, quantizer)], WeightGradientQueue())
+    work = delayed_work(tensors)
+    assert [tensor.data_ptr() for tensor in work.tensors] == [plain.data_ptr(), quantized.rows.data_ptr()]
     quantizer.set_usage(False, True)
     work.begin()
     work.run()
     assert usages == [(True, False)] * 2
-    assert torch.equal(found[0], torch.cat([plain] * 2)) and found[2] == ("experts",)
-    assert torch.equal(found[1].rows, torch.cat([quantized.rows] * 2)) and found[1].columnwise
+    assert torch.equal(tensors[0], torch.cat([plain] * 2)) and tensors[2] == ("experts",)
+    assert torch.equal(tensors[1].rows, torch.cat([quantized.rows] * 2)) and tensors[1].columnwise
 
 
 @pytest.mark.parametrize("queue", [WeightGradientQueue(), ImmediateWeightGradients(), None], ids=type)
@@ -113,8 +113,8 @@ def test_other_tensors_stay_gathered(kept, queue):
     gathers = [(torch.arange(4.0), quantizer)]
     if type(queue) is not WeightGradientQueue:
         gathers.append((torch.arange(4.0), None))
-    found, gathered, _ = kept(gathers, queue)
-    assert found[:-1] == gathered
+    tensors, gathered, _ = kept(gathers, queue)
+    assert tensors[:-1] == gathered
 
 
 class Stored(torch.nn.Linear):

@@ -85,13 +85,13 @@ def test_every_chunk_reads_the_batches_in_the_order_of_its_forwards(schedule, ch
     order = step.context.order
     assert sorted(order) == list(range(len(WEIGHTS))) and (order != tuple(sorted(order)) or schedule == "v-half")
     if known < chunks:  # the replicas share the positions of one stream
-        assert read == [[WEIGHTS[each] for each in order]]
+        assert read == [[WEIGHTS[microbatch] for microbatch in order]]
     else:
         for stage, batches in zip(step.pipeline.stages, read, strict=True):
             actions = (a for a in step.program.schedule.orders[0] if a.kind is Kind.F and a.stage == stage)
             assert batches == [WEIGHTS[order[action.microbatch]] for action in actions]
     plan = step.own_plan
-    assert plan.costs.microbatch.time == tuple(WEIGHTS[each] for each in order)
+    assert plan.costs.microbatch.time == tuple(WEIGHTS[microbatch] for microbatch in order)
     assert plan.timeline.makespan < plan.arrival_makespan and plan.bound <= plan.timeline.makespan
     assert step.plan.costs.microbatch is None, "the plan of the run is of equal microbatches"
 
@@ -132,7 +132,7 @@ def test_a_planner_that_fails_leaves_the_step_in_arrival_order_and_says_so_once(
         for _ in range(2):
             step = run.step(iter(WEIGHTS))
             assert run.begin(step) == [list(WEIGHTS)]
-    (told,) = (each.getMessage() for each in caplog.records)
+    (told,) = (record.getMessage() for record in caplog.records)
     assert told == ("could not plan for unequal microbatches (ZeroDivisionError: no time); they run in arrival order")
 
 
@@ -178,8 +178,8 @@ def test_weights_travel_whole():
 
 def test_measured_costs_are_those_of_the_median_microbatch():
     weights = MicrobatchWeights((1.0, 2.0, 4.0), (1.0, 1.0, 2.0), {Kind.W: (1.0, 2.0, 2.0)})
-    found = unequal._relative_to_median(weights)
-    assert found == MicrobatchWeights((0.5, 1.0, 2.0), (1.0, 1.0, 2.0), {Kind.W: (0.5, 1.0, 1.0)})
+    ratios = unequal._relative_to_median(weights)
+    assert ratios == MicrobatchWeights((0.5, 1.0, 2.0), (1.0, 1.0, 2.0), {Kind.W: (0.5, 1.0, 1.0)})
     assert unequal._relative_to_median(MicrobatchWeights((0.0, 0.0, 1.0))).time == (0.0, 0.0, 1.0)
 
 
@@ -190,6 +190,6 @@ def test_pipelines_that_sum_gradients_with_each_other_end_their_stages_in_one_or
     base = run.programs.get(step.shape, _agree, ALONE).plan
     weights = MicrobatchWeights(WEIGHTS)
     costs = replace(base.costs, microbatch=weights)
-    found = run.extension._planned(base.schedule, costs, weights, has_peers=True)
-    assert unequal._ends_of_stages(found.schedule) == unequal._ends_of_stages(base.schedule)
-    assert found.makespan <= found.arrival_makespan
+    step_plan = run.extension._planned(base.schedule, costs, weights, has_peers=True)
+    assert unequal._ends_of_stages(step_plan.schedule) == unequal._ends_of_stages(base.schedule)
+    assert step_plan.makespan <= step_plan.arrival_makespan

@@ -106,7 +106,9 @@ def test_a_forward_step_that_is_asked_comes_to_its_end(caplog, monkeypatch):
 
     calls, _ = ask(timed_step, samples([]), Model(), 2, as_output)
     assert [int(call.tokens) for call in calls] == [0, 1]
-    assert [tuple(each.shape) for each in outputs] == [(4,), (4,)] and all(each.requires_grad for each in outputs)
+    assert [tuple(output.shape) for output in outputs] == [(4,), (4,)] and all(
+        output.requires_grad for output in outputs
+    )
     assert caplog.records == []
 
 
@@ -325,10 +327,10 @@ def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {"seconds": 0.3, "placement": "linear"} if schedule == "auto" else {}
     source = programs_of(schedule, cap, "unit", options, vocab_parallel="auto")
-    found = source.ways(source.placement(4, 1), 1)
-    assert set(found) == allowed
+    ways = source.ways(source.placement(4, 1), 1)
+    assert set(ways) == allowed
     assert all(
-        each.vocabulary_barriers == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items()
+        way.vocabulary_barriers == barriers and simulate(way).peak <= cap + 1e-9 for barriers, way in ways.items()
     )
 
 

@@ -30,10 +30,10 @@ def weigh(asked, *batches, full: FullMicrobatch = FULL, iteration: int = 0):
 
 def test_tokens_are_of_a_full_microbatch_and_padding_that_a_mask_tells_does_not_count():
     padded = {"input_ids": torch.zeros(2, 8), "attention_mask": torch.tensor([[1] * 6 + [0] * 2, [1] * 2 + [0] * 6])}
-    found = weigh(
+    weights = weigh(
         "tokens", {"tokens": torch.zeros(2, 8)}, {"tokens": torch.zeros(1, 4)}, padded, full=FullMicrobatch(2, 8)
     )
-    assert found.time == found.memory == (1.0, 0.25, 0.5)
+    assert weights.time == weights.memory == (1.0, 0.25, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_flops_of_attention_go_by_the_square_of_every_document(documents):
     """Per token: linear layers 24 h^2 of two layers each, with an FFN of 2h 16 h^2; attention 4 h s."""
     linear, attention = 16 * 16**2, 4 * 16 * 8
     share = (2**2 + 6**2) / 8**2
-    found = weigh("FLOPs", {"tokens": WHOLE}, {"tokens": WHOLE, **documents})
+    weights = weigh("FLOPs", {"tokens": WHOLE}, {"tokens": WHOLE, **documents})
     expected = {Kind.F: (1, 1), Kind.I: (1, 2), Kind.W: (1, 0)}
     for kind, (linears, attentions) in expected.items():
         parts = linears * linear, attentions * attention
-        assert found.kinds[kind] == pytest.approx((1.0, (parts[0] + parts[1] * share) / sum(parts)))
-    assert found.memory == (1.0, 1.0) and found.time[1] == pytest.approx(found.kinds[Kind.F][1])
+        assert weights.kinds[kind] == pytest.approx((1.0, (parts[0] + parts[1] * share) / sum(parts)))
+    assert weights.memory == (1.0, 1.0) and weights.time[1] == pytest.approx(weights.kinds[Kind.F][1])
 
 
 def test_a_function_is_called_with_what_the_iterator_yields():
     assert weigh(lambda batch: batch, 1, 2.5).time == (1.0, 2.5)
-    found = weigh(lambda batch: (torch.tensor(batch), 0.5), 1, 3)
-    assert (found.time, found.memory) == ((1.0, 3.0), (0.5, 0.5))
+    weights = weigh(lambda batch: (torch.tensor(batch), 0.5), 1, 3)
+    assert (weights.time, weights.memory) == ((1.0, 3.0), (0.5, 0.5))
 
 
 def test_a_function_is_named_in_a_module_or_a_file(tmp_path):
@@ -82,7 +82,7 @@ def test_a_function_is_named_in_a_module_or_a_file(tmp_path):
 def test_a_file_has_weights_for_all_steps_or_of_each(tmp_path, content, times):
     path = tmp_path / "weights.json"
     path.write_text(json.dumps(content))
-    assert [weigh(str(path), None, None, iteration=each).time for each in range(2)] == times
+    assert [weigh(str(path), None, None, iteration=sample).time for sample in range(2)] == times
 
 
 @pytest.mark.parametrize(

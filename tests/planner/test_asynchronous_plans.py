@@ -29,7 +29,7 @@ def best(name: str, run: Run = RUN, **limits):
 
 
 def test_versions_and_the_end_of_a_step_are_priced():
-    synchronous, late, each = best("1f1b"), best("pipedream-2bw"), best("pipedream")
+    synchronous, late, per_microbatch = best("1f1b"), best("pipedream-2bw"), best("pipedream")
     busiest = synchronous.step.work.index(max(synchronous.step.work))
     assert late.step.layers == synchronous.step.layers
     # It saves a fill of three forwards at least, and still ends with the backwards.
@@ -39,8 +39,8 @@ def test_versions_and_the_end_of_a_step_are_priced():
     weights = late.step.weights
     for rank in range(4):
         assert late.peaks[rank] - synchronous.peaks[rank] == pytest.approx(weights[rank])
-        assert each.peaks[rank] - synchronous.peaks[rank] == pytest.approx((3 - rank) * weights[rank])
-    assert each.step.optimizer == pytest.approx(32 * late.step.optimizer)
+        assert per_microbatch.peaks[rank] - synchronous.peaks[rank] == pytest.approx((3 - rank) * weights[rank])
+    assert per_microbatch.step.optimizer == pytest.approx(32 * late.step.optimizer)
 
 
 def test_without_a_barrier_the_drain_is_gone_and_a_second_batch_of_gradients_there():
@@ -60,21 +60,23 @@ def test_without_a_barrier_the_drain_is_gone_and_a_second_batch_of_gradients_the
         assert after.group.step.static[rank] - before.group.step.static[rank] == pytest.approx(gradients)
         assert held(late).device[rank] - held(drained).device[rank] == pytest.approx(gradients)
     refused = Counter()
-    each = replace(late, schedule=replace(late.schedule, name="pipedream"))
-    assert not list(asynchronous(each, Limits({"schedule": ["pipedream"]}), None, refused))
+    per_microbatch = replace(late, schedule=replace(late.schedule, name="pipedream"))
+    assert not list(asynchronous(per_microbatch, Limits({"schedule": ["pipedream"]}), None, refused))
     assert any("not once per step" in reason for reason in refused)
 
 
 def test_replicas_reduce_for_themselves():
-    late, each = (best(name, dp=2, pp=2) for name in ("pipedream-2bw", "pipedream"))
+    late, per_microbatch = (best(name, dp=2, pp=2) for name in ("pipedream-2bw", "pipedream"))
     assert "use-distributed-optimizer" not in late.run.flags and late.run.flags["overlap-grad-reduce"]
-    assert "overlap-grad-reduce" not in each.run.flags
-    assert each.step.reduction > late.step.reduction
+    assert "overlap-grad-reduce" not in per_microbatch.run.flags
+    assert per_microbatch.step.reduction > late.step.reduction
 
 
 def test_nobody_gets_one_without_asking():
-    found = plan(RUN, limits=Limits({"pp": [4], "recompute": ["none"], "variant": ["plain"]}), search_seconds=0, top=50)
-    assert not {"pipedream", "pipedream-2bw"} & {each.schedule for each in found.plans}
+    answer = plan(
+        RUN, limits=Limits({"pp": [4], "recompute": ["none"], "variant": ["plain"]}), search_seconds=0, top=50
+    )
+    assert not {"pipedream", "pipedream-2bw"} & {way.schedule for way in answer.plans}
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
@@ -96,10 +98,10 @@ def test_planned_flags_pass_the_refusals_of_the_run(name):
 def test_what_cannot_update_by_the_microbatch_is_not_planned(run, reason):
     refused = answer("pipedream", run)
     assert not refused.plans
-    assert [each for each in refused.rejected if each.startswith("pipedream: ") and reason in each]
+    assert [why for why in refused.rejected if why.startswith("pipedream: ") and reason in why]
     assert answer("pipedream-2bw", run).plans
 
 
 def test_two_versions_need_a_microbatch_for_every_rank():
     refused = answer("pipedream-2bw", replace(RUN, parallelism=Parallelism(global_batch=3)))
-    assert not refused.plans and any("as many microbatches per step as" in each for each in refused.rejected)
+    assert not refused.plans and any("as many microbatches per step as" in why for why in refused.rejected)

@@ -76,7 +76,7 @@ def test_what_waits_for_w_counts():
 def test_recomputed_stages_are_counted_as_if_they_were_not():
     schedule = built("zb-h1")
     changes = changes_of(schedule.placement)
-    inputs = [min(each, 1000.0) for each in changes[Kind.F]]
+    inputs = [min(change, 1000.0) for change in changes[Kind.F]]
     again = changes | {Kind.F: inputs, Kind.R: [f - kept for f, kept in zip(changes[Kind.F], inputs, strict=True)]}
     assert counted_bytes_of_1f1b(schedule, again, 0) == counted_bytes_of_1f1b(schedule, changes, 0)
 
@@ -96,7 +96,7 @@ def test_what_does_not_say_the_bytes_of_1f1b_has_no_share():
     assert counted_bytes_of_1f1b(stock, {Kind.F: changes[Kind.F]}, 0) is None, "messages of stock are not counted apart"
     sliced = built("seq1f1b", slices=2)
     changes = {
-        kind: [each for each in values for _ in range(2)] for kind, values in changes_of(sliced.placement).items()
+        kind: [value for value in values for _ in range(2)] for kind, values in changes_of(sliced.placement).items()
     }
     assert counted_bytes_of_1f1b(sliced, changes, 0) is None
     odd = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0\n")

@@ -80,10 +80,10 @@ def test_sparse_attention_grows_with_the_chosen_tokens_and_an_index_with_all():
 
 def test_experts_in_a_latent_are_narrow_and_add_two_projections():
     shape = gpt(experts=8, experts_per_token=2, expert_ffn=512)
-    narrow, whole = (layer_flops(each, ONE, "E").weight for each in (replace(shape, expert_latent=1024), shape))
+    narrow, whole = (layer_flops(model, ONE, "E").weight for model in (replace(shape, expert_latent=1024), shape))
     router = 2 * 4096 * 4096 * 8
     assert narrow - router == (whole - router) / 4 + 2 * 4096 * 2 * 4096 * 1024
-    inputs = {each.name: each.nbytes for each in layer_tensors(replace(shape, expert_latent=1024), ONE, "E")}
+    inputs = {tensor.name: tensor.nbytes for tensor in layer_tensors(replace(shape, expert_latent=1024), ONE, "E")}
     assert inputs["experts' inputs"] == 2 * 4096 * 1024 * 2 and inputs["experts' sum"] == 4096 * 1024 * 2
 
 
@@ -116,7 +116,7 @@ def test_recomputation_takes_its_time_in_the_input_gradient():
 )
 def test_bytes_per_element_of_the_papers(dropout, execution, per_element):
     shape = gpt(dropout=dropout)
-    statistics = sum(each.nbytes for each in layer_tensors(shape, execution) if each.statistic)
+    statistics = sum(tensor.nbytes for tensor in layer_tensors(shape, execution) if tensor.statistic)
     assert 0 <= layer_bytes(shape, execution).saved / 4096**2 - per_element <= statistics / 4096**2
     assert moved_bytes(shape, execution) == per_element * 4096**2
 
@@ -135,7 +135,9 @@ def test_bytes_per_element_of_the_papers(dropout, execution, per_element):
 )
 def test_tables_of_rotations_are_kept_unless_a_kernel_rotates(model, cluster, flags, channels):
     run = Run(load(model, Model), load(cluster, Cluster), flags=flags)
-    tables = [each.nbytes for each in layer_tensors(run.model, run.execution) if each.name == "tables of rotations"]
+    tables = [
+        tensor.nbytes for tensor in layer_tensors(run.model, run.execution) if tensor.name == "tables of rotations"
+    ]
     assert sum(tables) == 4 * run.model.sequence * channels * run.execution.element
 
 

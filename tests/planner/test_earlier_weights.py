@@ -102,21 +102,21 @@ def only(run: Run) -> Limits:
 
 def test_plans_and_advice_say_that_w_run_earlier_and_keep_auto():
     run = run_of("llama3-70b", 8)
-    (found,) = plan(run, memory=1e13, limits=only(run), search_seconds=0).plans
+    (way,) = plan(run, memory=1e13, limits=only(run), search_seconds=0).plans
     order = build_schedule("zb-h1", num_devices=8, num_microbatches=16)
-    timeline = simulate(with_earlier_weights(order, found.step.costs), found.step.costs)
-    assert (found.makespan, found.peaks) == (timeline.makespan, found.step.held(timeline.peaks))
-    assert found.makespan > simulate(order, found.step.costs).makespan
-    assert found.share_of_1f1b == pytest.approx(1.0) and found.run.schedule.early_weights == "auto"
-    assert [cells[0] for cells, _ in _table([found], None, None)._rows] == ["zb-h1, W earlier"]
+    timeline = simulate(with_earlier_weights(order, way.step.costs), way.step.costs)
+    assert (way.makespan, way.peaks) == (timeline.makespan, way.step.held(timeline.peaks))
+    assert way.makespan > simulate(order, way.step.costs).makespan
+    assert way.share_of_1f1b == pytest.approx(1.0) and way.run.schedule.early_weights == "auto"
+    assert [cells[0] for cells, _ in _table([way], None, None)._rows] == ["zb-h1, W earlier"]
     assert _held(as_it_stands(run)).endswith("GiB, W earlier")
 
 
 @pytest.mark.parametrize("asked", ["none", "head", "experts_fc2"])
 def test_a_users_choice_stays(asked):
     run = run_of("llama3-70b", 8, early_weights=asked)
-    (found,) = plan(run, memory=1e13, limits=only(run), search_seconds=0).plans
-    assert found.run.schedule.early_weights == asked and not found.has_earlier_weights
+    (way,) = plan(run, memory=1e13, limits=only(run), search_seconds=0).plans
+    assert way.run.schedule.early_weights == asked and not way.has_earlier_weights
 
 
 def test_the_memory_and_the_layouts_of_a_run_are_those_with_earlier_w():

@@ -29,7 +29,7 @@ FOUR = replace(ONE, tp=4, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
-    ("text", "width", "found"),
+    ("text", "width", "modules"),
     [
         ("auto", 8, {"experts_fc2"}),
         ("auto", 16, set()),
@@ -38,8 +38,8 @@ FOUR = replace(ONE, tp=4, sequence_parallel=True)
         ("head,experts_fc1", 16, {"head", "experts_fc1"}),
     ],
 )
-def test_narrow_experts_are_early_by_default(text, width, found):
-    assert early_weights(text, 16, width) == found
+def test_narrow_experts_are_early_by_default(text, width, modules):
+    assert early_weights(text, 16, width) == modules
 
 
 @pytest.mark.parametrize("text", ["", "embedding", "auto,head", "head, experts_fc1"])
@@ -93,7 +93,7 @@ def test_an_early_head_leaves_nothing_to_w():
     waiting, early = (replace(FOUR, early_weights=text) for text in ("auto", "head"))
     assert head_bytes(LLAMA, waiting).after_input > head_bytes(LLAMA, early).after_input == 0
     assert head_bytes(LLAMA, waiting).saved == head_bytes(LLAMA, early).saved
-    seconds = [prices.head(LLAMA, each, CLUSTER).seconds for each in (waiting, early)]
+    seconds = [prices.head(LLAMA, run, CLUSTER).seconds for run in (waiting, early)]
     assert seconds[1].weight == 0 and seconds[0].total == pytest.approx(seconds[1].total)
 
 

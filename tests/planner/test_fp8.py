@@ -34,11 +34,11 @@ def test_what_waits_for_w_is_quantised(recipe, element):
     wide, narrow = layer_bytes(LLAMA, PLAIN), layer_bytes(LLAMA, fp8(recipe))
     # Output gradients are quantised while they are gathered, and stay so.
     scattered = sum(
-        each.outputs for each in matrices(LLAMA, PLAIN, "*") + matrices(LLAMA, PLAIN, "-") if each.cut == "rows"
+        matrix.outputs for matrix in matrices(LLAMA, PLAIN, "*") + matrices(LLAMA, PLAIN, "-") if matrix.cut == "rows"
     )
     gathered = 2 * LLAMA.sequence * scattered * (1 - 1 / PLAIN.tp)
     assert narrow.after_input == pytest.approx((wide.after_input + gathered) * element / 2)
-    waiting = sum(each.nbytes for each in layer_tensors(LLAMA, PLAIN) if each.needed == "W")
+    waiting = sum(tensor.nbytes for tensor in layer_tensors(LLAMA, PLAIN) if tensor.needed == "W")
     # Attention needs its output in 16 bits too.
     output = LLAMA.sequence * LLAMA.query_width / 2 * 2
     assert narrow.saved == pytest.approx(wide.saved - waiting * (1 - element / 2) + output)
@@ -52,8 +52,8 @@ def test_linear_layers_are_faster_and_attention_is_not():
         assert 0.5 < getattr(quick.seconds, name) / getattr(plain.seconds, name) < 0.95
     longer = replace(LLAMA, sequence=8 * LLAMA.sequence)
     gains = [
-        layer(each, PLAIN, H100).seconds.total / layer(each, fp8("delayed"), H100).seconds.total
-        for each in (LLAMA, longer)
+        layer(model, PLAIN, H100).seconds.total / layer(model, fp8("delayed"), H100).seconds.total
+        for model in (LLAMA, longer)
     ]
     assert gains[0] > gains[1] > 1
 
@@ -62,7 +62,7 @@ def test_weights_have_copies_by_rows_and_by_columns():
     run = Run(LLAMA, H100, Parallelism(tp=2, pp=4, global_batch=16))
     narrow = replace(run, flags={"fp8-format": "hybrid"})
     assert narrow.execution.fp8 == "delayed"
-    weights = sum(each.parameters(2) for block in LLAMA.kinds[0] for each in matrices(LLAMA, PLAIN, block))
+    weights = sum(matrix.parameters(2) for block in LLAMA.kinds[0] for matrix in matrices(LLAMA, PLAIN, block))
     assert layer(LLAMA, fp8("delayed"), H100).cached == 2 * weights <= 2 * layer_parameters(LLAMA, PLAIN)
     assert least_static(narrow) > least_static(run)
 

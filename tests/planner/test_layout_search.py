@@ -42,8 +42,8 @@ def splits(pieces: int, stages: int) -> list[tuple[int, ...]]:
     """Return all splits without an empty middle stage."""
     free = pieces - max(0, stages - 2)
     bars = combinations(range(free + stages - 1), stages - 1)
-    found = [[b - a - 1 for a, b in pairwise((-1, *each, free + stages - 1))] for each in bars]
-    return [tuple(n + (0 < stage < stages - 1) for stage, n in enumerate(each)) for each in found]
+    layouts = [[b - a - 1 for a, b in pairwise((-1, *places, free + stages - 1))] for places in bars]
+    return [tuple(n + (0 < stage < stages - 1) for stage, n in enumerate(layout_counts)) for layout_counts in layouts]
 
 
 def excess(seed: int, most: int) -> float | None:
@@ -69,14 +69,14 @@ def excess(seed: int, most: int) -> float | None:
     ("cases", "most", "allowed"), [(25, 60, 1), pytest.param(100, 2000, 5, marks=pytest.mark.nightly)]
 )
 def test_within_one_percent_of_the_best_of_all_splits(cases, most, allowed):
-    found: list[float] = []
+    makespans: list[float] = []
     seed = 0
-    while len(found) < cases:
+    while len(makespans) < cases:
         seed += 1
         if (off := excess(seed, most)) is not None:
-            found.append(off)
-    assert min(found) > -1e-6
-    assert sum(off > 0.01 for off in found) <= allowed, sorted(found)[-6:]
+            makespans.append(off)
+    assert min(makespans) > -1e-6
+    assert sum(off > 0.01 for off in makespans) <= allowed, sorted(makespans)[-6:]
 
 
 def test_a_chain_is_as_long_as_its_step():

@@ -209,8 +209,8 @@ def test_a_shape_has_the_parameters_of_its_name(name):
     ],
 )
 def test_names_with_the_same_shape(name, layers):
-    found = known_model(name)
-    assert (found and found.layers) == layers
+    model = known_model(name)
+    assert (model and model.layers) == layers
 
 
 def test_parts_without_a_price_are_named():

@@ -44,12 +44,17 @@ def test_a_ring_shows_one_part_at_least_and_what_no_product_hides():
 
 
 def test_the_exchange_of_a_layer_follows_from_tokens_experts_and_link():
-    found = [layer(EXPERTS, Execution(ep=ep), replace(CLUSTER, intra_node=Link(50.0, 0.0))) for ep in (1, 2, 4)]
+    layer_prices = [layer(EXPERTS, Execution(ep=ep), replace(CLUSTER, intra_node=Link(50.0, 0.0))) for ep in (1, 2, 4)]
     # Two all-to-all of 1,024 tokens for 2 experts each, of 2,048 channels of 2 bytes.
     whole = 2 * 1024 * 2 * 2048 * 2 / 50e9
-    assert [each.exchange.forward for each in found] == pytest.approx([0, whole / 2, whole * 3 / 4])
-    for each in found:
-        assert each.exchange == each.communication and each.exchange.forward == each.exchange.input
+    assert [layer_price.exchange.forward for layer_price in layer_prices] == pytest.approx(
+        [0, whole / 2, whole * 3 / 4]
+    )
+    for layer_price in layer_prices:
+        assert (
+            layer_price.exchange == layer_price.communication
+            and layer_price.exchange.forward == layer_price.exchange.input
+        )
 
 
 def planned(megatron, **limits):
@@ -60,14 +65,14 @@ def planned(megatron, **limits):
 
 def test_megatrons_orders_keep_the_overlap_and_all_are_weighed_without():
     plans = planned({TP: True})
-    kept = [each for each in plans if each.hides_messages]
-    assert {each.schedule for each in kept} == {"1f1b", "interleaved"}
-    for each in plans:
-        assert (each.run.schedule.name == "stock") >= each.hides_messages
-        assert (TP in each.run.flags) == each.hides_messages
+    kept = [way for way in plans if way.hides_messages]
+    assert {way.schedule for way in kept} == {"1f1b", "interleaved"}
+    for way in plans:
+        assert (way.run.schedule.name == "stock") >= way.hides_messages
+        assert (TP in way.run.flags) == way.hides_messages
     alone = planned({})
-    assert sorted(each.seconds for each in plans if not each.hides_messages) == pytest.approx(
-        sorted(each.seconds for each in alone)
+    assert sorted(way.seconds for way in plans if not way.hides_messages) == pytest.approx(
+        sorted(way.seconds for way in alone)
     )
     assert plans[0].hides_messages and plans[0].seconds < alone[0].seconds
 
@@ -76,13 +81,13 @@ def test_pairs_of_microbatches_need_chunks_and_experts_on_several_ranks():
     run = replace(RUN, model=EXPERTS, parallelism=Parallelism(global_batch=32, ep=2), flags={EP: True})
     limits = {"tp": (1,), "pp": (2,), "micro_batch": (1,), "variant": ("plain", "pairs")}
     plans = plan(run, limits=Limits(limits), top=200, search_seconds=0).plans
-    kept = [each for each in plans if each.hides_messages and is_stocks(each.run)]
-    assert {each.schedule for each in kept} == {"interleaved"}
-    assert {each.run.schedule.recompute for each in kept} <= {"none", "selective"}
+    kept = [way for way in plans if way.hides_messages and is_stocks(way.run)]
+    assert {way.schedule for way in kept} == {"interleaved"}
+    assert {way.run.schedule.recompute for way in kept} <= {"none", "selective"}
     alone = plan(
         replace(run, parallelism=Parallelism(global_batch=32)), limits=Limits(limits), top=200, search_seconds=0
     )
-    assert not any(each.hides_messages for each in alone.plans)
+    assert not any(way.hides_messages for way in alone.plans)
 
 
 def test_documented_shares():
@@ -95,7 +100,7 @@ def test_documented_shares():
     for ep, share in zip((64, 8), shares, strict=True):
         step = price(replace(run, parallelism=replace(run.parallelism, ep=ep)), Placement.linear(16))
         passes = sum(map(sum, (step.costs.forward, step.costs.backward_input)))
-        assert round(100 * sum(each.total for each in step.exchange) / passes) == int(share)
+        assert round(100 * sum(passes.total for passes in step.exchange) / passes) == int(share)
 
 
 EXCHANGING = replace(RUN, model=EXPERTS, cluster=SLOW, parallelism=Parallelism(global_batch=32, ep=4), flags={EP: True})
@@ -105,25 +110,25 @@ EXCHANGING = replace(RUN, model=EXPERTS, cluster=SLOW, parallelism=Parallelism(g
 def test_pairs_are_planned_and_run_as_planned(tmp_path):
     limits = Limits({"tp": (1,), "pp": (2,), "micro_batch": (1,), "recompute": ("none",)})
     plans = plan(EXCHANGING, limits=limits, top=200, search_seconds=0).plans
-    paired = {each.schedule: each for each in plans if each.variant == "pairs" and not is_stocks(each.run)}
-    alone = {each.schedule: each for each in plans if each.variant == "plain"}
+    paired = {way.schedule: way for way in plans if way.variant == "pairs" and not is_stocks(way.run)}
+    alone = {way.schedule: way for way in plans if way.variant == "plain"}
     assert {"zbv", "dualpipe-v"} <= paired.keys() and "dualpipe-v" not in alone
     assert 0.2 < paired["zbv"].step.exchange_share < 0.5
-    for name, each in paired.items():
-        assert each.run.pairs and each.passes.pairs and each.hides > 0
-        assert each.makespan == simulate(each.passes, each.step.costs).makespan
-        assert sum(each.losses.values()) < each.seconds and min(each.losses.values()) > -1e-12
+    for name, way in paired.items():
+        assert way.run.pairs and way.passes.pairs and way.hides > 0
+        assert way.makespan == simulate(way.passes, way.step.costs).makespan
+        assert sum(way.losses.values()) < way.seconds and min(way.losses.values()) > -1e-12
         if name in alone:
-            assert each.seconds < alone[name].seconds
-        (order, text), (_, run) = run_files(each, tmp_path / f"{name}.yaml").items()
-        assert Schedule.from_csv(text).pairs == each.passes.pairs and order.name in run and EP.replace("-", "_") in run
+            assert way.seconds < alone[name].seconds
+        (order, text), (_, run) = run_files(way, tmp_path / f"{name}.yaml").items()
+        assert Schedule.from_csv(text).pairs == way.passes.pairs and order.name in run and EP.replace("-", "_") in run
     # The step in pairs takes no less than the bound by which the planner leaves out others.
-    for each in plans:
-        if each.variant == "pairs":
-            cut, step = each.run.parallelism, each.step
+    for way in plans:
+        if way.variant == "pairs":
+            cut, step = way.run.parallelism, way.step
             bound = lower_bound(step.placement, cut.microbatches, step.costs, pairs=True)
-            assert bound <= each.makespan * (1 + 1e-9)
-    assert not any(each.variant == "pairs" for each in plan(replace(EXCHANGING, flags={}), limits=limits).plans)
+            assert bound <= way.makespan * (1 + 1e-9)
+    assert not any(way.variant == "pairs" for way in plan(replace(EXCHANGING, flags={}), limits=limits).plans)
 
 
 def test_a_search_for_an_order_with_pairs_keeps_them():
@@ -131,8 +136,8 @@ def test_a_search_for_an_order_with_pairs_keeps_them():
         {"tp": (1,), "pp": (2,), "micro_batch": (1,), "recompute": ("none",), "schedule": ("zb-h1", "search")}
     )
     plans = plan(EXCHANGING, limits=limits, top=200, search_seconds=0.2).plans
-    found = [each for each in plans if each.schedule == "search" and each.run.pairs]
-    assert found and all(each.passes.pairs for each in found)
+    searched = [way for way in plans if way.schedule == "search" and way.run.pairs]
+    assert searched and all(way.passes.pairs for way in searched)
 
 
 def test_a_run_of_our_schedules_with_the_flag_runs_in_pairs():
@@ -162,8 +167,8 @@ def test_the_command_says_what_the_overlap_is_worth(tmp_path):
 
 def test_context_parallelism_is_chosen_where_it_is_left_open():
     free = planned({}, cp=(1, 2), tp=(1, 2))
-    assert {each.run.parallelism.cp for each in free} == {1, 2}
-    for each in free:
-        cut = each.run.parallelism
+    assert {way.run.parallelism.cp for way in free} == {1, 2}
+    for way in free:
+        cut = way.run.parallelism
         assert cut.tp * cut.cp * cut.pp * cut.dp == SLOW.num_devices
-    assert {each.run.parallelism.cp for each in planned({}, tp=(1, 2))} == {1}
+    assert {way.run.parallelism.cp for way in planned({}, tp=(1, 2))} == {1}

@@ -48,7 +48,7 @@ from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
     """Seconds and variant of all that fits, each simulated on its own and with all microbatches."""
-    found = []
+    fitting = []
     for cut in cuts(run, limits, Counter()):
         size = {"num_devices": cut.parallelism.pp, "num_microbatches": cut.parallelism.microbatches}
         for placement, several in orders(cut, limits, Counter()).items():
@@ -70,8 +70,8 @@ def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
                     continue
                 if fits(timeline, room):
                     seconds = timeline.makespan + step.reduction + step.optimizer
-                    found.append((seconds, PLAIN if variant is None else variant.name))
-    return sorted(found)
+                    fitting.append((seconds, PLAIN if variant is None else variant.name))
+    return sorted(fitting)
 
 
 def fits(timeline: Timeline, room: tuple[float, ...]) -> bool:
@@ -98,11 +98,11 @@ OF_REPLICAS = ALONE | {"schedule": ("1f1b", "v-half", "chimera", "gems", "dualpi
 def test_the_listed_plans_are_the_best_of_all_candidates(run, limits, memory_gib):
     run, limits = replace(run, cluster=replace(run.cluster, memory_gib=memory_gib)), Limits(limits)
     wanted = candidates(run, limits)[:12]
-    found = plan(run, limits=limits, top=12, search_seconds=0)
-    assert [each.seconds for each in found.plans] == pytest.approx([seconds for seconds, _ in wanted])
-    assert {each.variant for each in found.plans} >= {name for _, name in wanted[:10]}
-    assert all(each.peak <= run.cluster.memory_bytes for each in found.plans)
-    assert found.considered == len(found.plans) + found.rejected.total()
+    answer = plan(run, limits=limits, top=12, search_seconds=0)
+    assert [way.seconds for way in answer.plans] == pytest.approx([seconds for seconds, _ in wanted])
+    assert {way.variant for way in answer.plans} >= {name for _, name in wanted[:10]}
+    assert all(way.peak <= run.cluster.memory_bytes for way in answer.plans)
+    assert answer.considered == len(answer.plans) + answer.rejected.total()
 
 
 @settings(max_examples=3)
@@ -132,7 +132,7 @@ def test_the_first_plan_is_the_fastest_where_bounds_and_times_are_rounded_apart(
     run = Run(model, cluster, Parallelism(global_batch=96), flags={DISTRIBUTED: True})
     chosen = {"schedule": ("zb-h1", "v-half"), "recompute": ("none",), "micro_batch": (1,), "pp": (1,), "tp": (1,)}
     first, both = (plan(run, limits=Limits(chosen), top=top, search_seconds=0).plans for top in (1, 2))
-    assert {each.schedule for each in both} == {"v-half", "zb-h1"}
+    assert {way.schedule for way in both} == {"v-half", "zb-h1"}
     assert first == both[:1]
 
 
@@ -168,19 +168,21 @@ def test_a_plan_that_fails_in_full_gives_way_to_the_next(monkeypatch):
     monkeypatch.setattr(variants_module, "_VARIANTS", {})
     register_variant(Variant("short", lambda choice: choice, apply))
     limits = {"schedule": ("1f1b",), "tp": (4,), "pp": (2,), "recompute": ("none",), "micro_batch": (1,)}
-    found = plan(replace(RUN, parallelism=Parallelism(global_batch=40)), limits=Limits(limits), top=2, search_seconds=0)
-    assert [each.variant for each in found.plans] == [PLAIN]
-    assert found.rejected == {"short cannot be combined with 1f1b: not so many": 1}
+    answer = plan(
+        replace(RUN, parallelism=Parallelism(global_batch=40)), limits=Limits(limits), top=2, search_seconds=0
+    )
+    assert [way.variant for way in answer.plans] == [PLAIN]
+    assert answer.rejected == {"short cannot be combined with 1f1b: not so many": 1}
 
 
 def test_offload_that_does_not_suffice_says_what_is_in_the_way():
     cluster = replace(CLUSTER, memory_gib=2.4, host=HostChannel(200.0, 200.0), host_memory_gib=0.01)
     limits = {"schedule": ("1f1b",), "tp": (1,), "pp": (4,), "recompute": ("none",), "micro_batch": (2,)}
     limits = Limits({**limits, "variant": ("offload",)})
-    found = plan(replace(RUN, cluster=cluster), limits=limits, search_seconds=0)
-    assert not found.plans
-    assert found.rejected.total() == 1
-    assert NO_HOST_MEMORY in next(iter(found.rejected))
+    answer = plan(replace(RUN, cluster=cluster), limits=limits, search_seconds=0)
+    assert not answer.plans
+    assert answer.rejected.total() == 1
+    assert NO_HOST_MEMORY in next(iter(answer.rejected))
 
 
 def test_every_cut_of_the_devices_is_considered():
@@ -215,9 +217,9 @@ def test_a_search_starts_where_families_leave_time(tmp_path):
             "micro_batch": (1,),
         }
     )
-    found = plan(RUN, limits=limits, top=4, search_seconds=0.3)
-    best = found.plans[0]
-    assert best.schedule == SEARCHED and best.seconds < min(each.seconds for each in found.plans if each.passes is None)
+    answer = plan(RUN, limits=limits, top=4, search_seconds=0.3)
+    best = answer.plans[0]
+    assert best.schedule == SEARCHED and best.seconds < min(way.seconds for way in answer.plans if way.passes is None)
     assert best.passes is not None
     validate(best.passes, best.step.costs)
 
@@ -266,10 +268,10 @@ def test_what_a_start_refuses_is_not_planned():
 def test_plans_without_a_barrier_between_steps_launch_so():
     free = Limits({"pp": [4], "recompute": ["none"], "schedule": ["zbv", "chimera", "pipedream-2bw"]})
     asked = replace(RUN, schedule=replace(RUN.schedule, overlap_steps=True))
-    found = plan(asked, limits=free, search_seconds=0, top=50)
-    assert {each.schedule for each in found.plans} == {"zbv"} and {each.variant for each in found.plans} == {PLAIN}
-    assert found.rejected[WAITS]
-    best = found.plans[0]
+    answer = plan(asked, limits=free, search_seconds=0, top=50)
+    assert {way.schedule for way in answer.plans} == {"zbv"} and {way.variant for way in answer.plans} == {PLAIN}
+    assert answer.rejected[WAITS]
+    best = answer.plans[0]
     assert feasible(best.run) is None
     plain = replace(best.run, schedule=replace(best.run.schedule, overlap_steps=False))
     assert max(held(best.run).device) == pytest.approx(best.peak)
@@ -284,10 +286,10 @@ def test_a_plan_has_its_share_of_the_bytes_of_1f1b(name):
     (same,) = plan(RUN, limits=Limits(size | {"schedule": ["1f1b"]}), search_seconds=0).plans
     assert same.share_of_1f1b == pytest.approx(1)
     whole = max(peaks(family_schedule("1f1b", 4, same.run.parallelism.microbatches, None), same.step.costs))
-    for each in plan(RUN, limits=Limits(size | {"schedule": [name]}), search_seconds=0).plans:
-        schedule = family_schedule(name, 4, each.run.parallelism.microbatches, each.run.parallelism.chunks)
-        assert each.share_of_1f1b == pytest.approx(max(peaks(schedule, each.step.costs)) / whole)
-        assert facts(each)["share_of_1f1b"] == each.share_of_1f1b
+    for way in plan(RUN, limits=Limits(size | {"schedule": [name]}), search_seconds=0).plans:
+        schedule = family_schedule(name, 4, way.run.parallelism.microbatches, way.run.parallelism.chunks)
+        assert way.share_of_1f1b == pytest.approx(max(peaks(schedule, way.step.costs)) / whole)
+        assert facts(way)["share_of_1f1b"] == way.share_of_1f1b
 
 
 def test_the_command_writes_a_run_that_launches(tmp_path):
@@ -367,7 +369,7 @@ def test_a_measured_profile_sets_the_pace(tmp_path):
 
 def test_ends_that_all_devices_share_are_shared():
     run = replace(RUN, parallelism=Parallelism(pp=4, dp=2, global_batch=8))
-    whole, shared = (price(run, Placement.linear(4), shared_ends=each) for each in (False, True))
+    whole, shared = (price(run, Placement.linear(4), shared_ends=shares) for shares in (False, True))
     assert sum(shared.static) == pytest.approx(sum(whole.static), rel=1e-6)
     assert shared.layers == (2, 2, 2, 2) and max(shared.static) - min(shared.static) == 0
     # What the shares compute is work of the devices, but no part of the stages' costs.
@@ -394,13 +396,13 @@ def test_every_rank_of_a_planned_hybrid_model_has_experts_where_megatron_waits_f
     model = replace(MODEL, layers=len(pattern), pattern=pattern, experts=4, expert_ffn=64)
     limits = Limits({"pp": [2, 4, 8], "tp": [1], "micro_batch": [1], "recompute": ["none"], "variant": [variant]})
     run = replace(RUN, model=model, cluster=replace(CLUSTER, memory_gib=400.0))
-    found = plan(run, limits=limits, search_seconds=0)
-    assert {each.run.parallelism.pp for each in found.plans} <= {2, 4} and len(found.plans) > 5
-    assert any("fewer layers with experts" in reason for reason in found.rejected)
-    for each in found.plans:
-        check_experts(each.run.flags, each.run.flags[layout.PATTERN], each.step.placement)
+    answer = plan(run, limits=limits, search_seconds=0)
+    assert {way.run.parallelism.pp for way in answer.plans} <= {2, 4} and len(answer.plans) > 5
+    assert any("fewer layers with experts" in reason for reason in answer.rejected)
+    for way in answer.plans:
+        check_experts(way.run.flags, way.run.flags[layout.PATTERN], way.step.placement)
     free = plan(replace(run, flags={"moe-router-load-balancing-type": "none"}), limits=limits, search_seconds=0)
-    assert free.plans[0].seconds < found.plans[0].seconds
+    assert free.plans[0].seconds < answer.plans[0].seconds
     with refused("bad-layout", kind=UnsupportedError):
         check_experts({}, free.plans[0].run.flags[layout.PATTERN], free.plans[0].step.placement)
 
@@ -414,15 +416,15 @@ def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_pa
         "micro_batch": (1,),
         "recompute": ("none",),
     }
-    found = plan(run, limits=Limits(limits), top=6, search_seconds=0).plans
-    assert len(found) == 5 and all(each.run.schedule.overlap_steps for each in found)
-    for each in found:
-        cut = each.run.parallelism
-        order = family_schedule(each.schedule, cut.pp, cut.microbatches, cut.chunks)
-        expected = stream(with_earlier_weights(order, each.step.costs), each.step.costs)
-        assert each.seconds == pytest.approx(expected.period + each.step.outside)
-        assert each.gain_without_barrier == facts(each)["gain_without_barrier"] == pytest.approx(expected.gain)
-        assert (each.gain_without_barrier > LEAST_GAIN) == (each.schedule != "1f1b")
+    ways = plan(run, limits=Limits(limits), top=6, search_seconds=0).plans
+    assert len(ways) == 5 and all(way.run.schedule.overlap_steps for way in ways)
+    for way in ways:
+        cut = way.run.parallelism
+        order = family_schedule(way.schedule, cut.pp, cut.microbatches, cut.chunks)
+        expected = stream(with_earlier_weights(order, way.step.costs), way.step.costs)
+        assert way.seconds == pytest.approx(expected.period + way.step.outside)
+        assert way.gain_without_barrier == facts(way)["gain_without_barrier"] == pytest.approx(expected.gain)
+        assert (way.gain_without_barrier > LEAST_GAIN) == (way.schedule != "1f1b")
     source = tmp_path / "run.yaml"
     source.write_text(CONFIG)
     only = [f"--only={key}={','.join(map(str, values))}" for key, values in limits.items()]

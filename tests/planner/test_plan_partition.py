@@ -29,23 +29,23 @@ def compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 def devices(loads: Loads, placement: Placement, counts: tuple[int, ...]) -> list[float]:
     """Seconds of every device, added up one layer at a time."""
-    found, layer = [0.0] * placement.num_devices, 0
+    device_seconds, layer = [0.0] * placement.num_devices, 0
     for stage, count in enumerate(counts):
         for _ in range(count):
-            found[placement.devices[stage]] += loads.seconds[layer]
+            device_seconds[placement.devices[stage]] += loads.seconds[layer]
             layer += 1
-    found[placement.devices[0]] += loads.first
-    found[placement.devices[-1]] += loads.last
-    return found
+    device_seconds[placement.devices[0]] += loads.first
+    device_seconds[placement.devices[-1]] += loads.last
+    return device_seconds
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=7), SECONDS, SECONDS, st.integers(1, 4))
 def test_unequal_layers_one_stage_per_device(seconds, first, last, stages):
     loads, placement = Loads(seconds, first, last), Placement.linear(stages)
-    found = partition(loads, placement)
+    partitioned = partition(loads, placement)
     best = min(max(devices(loads, placement, counts)) for counts in compositions(len(seconds), stages))
-    assert sum(found) == len(seconds)
-    assert max(devices(loads, placement, found)) == pytest.approx(best)
+    assert sum(partitioned) == len(seconds)
+    assert max(devices(loads, placement, partitioned)) == pytest.approx(best)
 
 
 @given(
@@ -56,10 +56,10 @@ def test_unequal_layers_one_stage_per_device(seconds, first, last, stages):
 )
 def test_equal_layers_several_stages_per_device(layers, first, last, placement):
     loads = Loads([1.0] * layers, first, last)
-    found = partition(loads, placement)
+    partitioned = partition(loads, placement)
     best = min(max(devices(loads, placement, counts)) for counts in compositions(layers, placement.num_stages))
-    assert sum(found) == layers
-    assert max(devices(loads, placement, found)) == pytest.approx(best)
+    assert sum(partitioned) == layers
+    assert max(devices(loads, placement, partitioned)) == pytest.approx(best)
 
 
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=6), st.integers(2, 3))
@@ -72,9 +72,9 @@ def test_of_equally_fast_cuts_the_fullest_stage_is_least(static, stages):
 
     every = list(compositions(len(static), stages))
     fastest = min(max(counts) for counts in every)
-    found = partition(loads, placement)
-    assert max(found) == fastest
-    assert fullest(found) == min(fullest(counts) for counts in every if max(counts) == fastest)
+    partitioned = partition(loads, placement)
+    assert max(partitioned) == fastest
+    assert fullest(partitioned) == min(fullest(counts) for counts in every if max(counts) == fastest)
 
 
 def test_activations_weigh_more_where_more_microbatches_wait():

@@ -351,10 +351,10 @@ def test_formulas_agree_with_megatrons_modules(lane, name):
     assert formulas.first.parameters == seen.first.parameters and formulas.last.parameters == seen.last.parameters
     assert formulas.message_bytes == seen.message_bytes
     pairs = [(seen.layers[kind], formulas.layers[kind]) for kind in seen.layers]
-    for expected, found in (*pairs, (seen.last, formulas.last)):
-        assert found.parameters == expected.parameters
-        assert found.memory[Kind.F] == pytest.approx(expected.memory[Kind.F], rel=0.004)
-        assert found.memory[Kind.W] == pytest.approx(expected.memory[Kind.W])
+    for expected, measured in (*pairs, (seen.last, formulas.last)):
+        assert measured.parameters == expected.parameters
+        assert measured.memory[Kind.F] == pytest.approx(expected.memory[Kind.F], rel=0.004)
+        assert measured.memory[Kind.W] == pytest.approx(expected.memory[Kind.W])
 
 
 def test_what_cannot_be_profiled_is_refused(lane):

@@ -70,13 +70,13 @@ def test_all_slices_take_what_the_whole_takes_and_what_small_products_lose(recom
     placement, n = Placement.linear(2), 4
     step = sliced_step(sliced(n, recompute=recompute), placement, layers=(4, 4))
     whole = price(sliced(1, recompute=recompute), placement, layers=(4, 4))
-    for each, of_whole in zip(step.work, whole.work, strict=True):
-        assert of_whole < each < 1.5 * of_whole
+    for of_slices, of_whole in zip(step.work, whole.work, strict=True):
+        assert of_whole < of_slices < 1.5 * of_whole
     # Without latencies and half-empty waves nothing is lost: products as large as these make waves next to nothing.
     large = replace(GROUPED, layers=2, hidden=16384, heads=128, ffn=65536, sequence=2**17, vocabulary=256)
     quick = replace(CLUSTER, intra_node=replace(CLUSTER.intra_node, latency_us=0.0))
     cut = Parallelism(tp=4, pp=2, global_batch=4, sequence_parallel=True)
-    runs = [replace(sliced(each, cut, recompute), model=large, cluster=quick) for each in (n, 1)]
+    runs = [replace(sliced(count, cut, recompute), model=large, cluster=quick) for count in (n, 1)]
     step, whole = sliced_step(runs[0], placement, layers=(1, 1)), price(runs[1], placement, layers=(1, 1))
     assert step.work == pytest.approx(whole.work, rel=2e-3)
     assert step.again == pytest.approx(whole.again, rel=2e-3)
@@ -110,21 +110,21 @@ def test_a_plan_chooses_slices():
     assert best.run.schedule.slices == 4
     assert best.seconds < whole.seconds * 0.8
     assert (whole.run.schedule.slices or 1) == 1
-    for each in answer.plans:
-        if (n := each.run.schedule.slices or 1) == 1:
+    for way in answer.plans:
+        if (n := way.run.schedule.slices or 1) == 1:
             continue
-        cut = each.run.parallelism
-        options = each.run.schedule_options
+        cut = way.run.parallelism
+        options = way.run.schedule_options
         assert options["slices"] == n
-        schedule = build_schedule(each.schedule, num_devices=cut.pp, num_microbatches=cut.microbatches, **options)
-        schedule = with_earlier_weights(schedule, each.step.costs)
-        validate(schedule, each.step.costs)
-        timeline = simulate(schedule, each.step.costs)
-        assert each.makespan == pytest.approx(timeline.makespan)
-        assert each.peaks == pytest.approx(each.step.held(timeline.peaks))
-        bound = lower_bound(each.step.placement, cut.microbatches, each.step.costs, slices=n)
-        assert bound <= each.makespan * (1 + 1e-9)
-    assert {each.run.schedule.slices for each in answer.plans} >= {2, 4}
+        schedule = build_schedule(way.schedule, num_devices=cut.pp, num_microbatches=cut.microbatches, **options)
+        schedule = with_earlier_weights(schedule, way.step.costs)
+        validate(schedule, way.step.costs)
+        timeline = simulate(schedule, way.step.costs)
+        assert way.makespan == pytest.approx(timeline.makespan)
+        assert way.peaks == pytest.approx(way.step.held(timeline.peaks))
+        bound = lower_bound(way.step.placement, cut.microbatches, way.step.costs, slices=n)
+        assert bound <= way.makespan * (1 + 1e-9)
+    assert {way.run.schedule.slices for way in answer.plans} >= {2, 4}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_a_plan_tries_slices_by_itself_where_they_may_pay(changes: dict, propose
     if proposed:
         assert free.plans[0].run.schedule.slices in (2, 4, 8)
         assert free.plans[0].seconds < 0.8 * whole.plans[0].seconds
-        assert [facts(each) for each in free.plans] == [facts(each) for each in named.plans]
+        assert [facts(way) for way in free.plans] == [facts(way) for way in named.plans]
     else:
-        assert [facts(each) for each in free.plans] == [facts(each) for each in whole.plans]
+        assert [facts(way) for way in free.plans] == [facts(way) for way in whole.plans]
         assert (free.considered, free.rejected) == (whole.considered, whole.rejected)
 
 
@@ -168,8 +168,8 @@ def test_a_plan_says_why_there_can_be_no_slices(changes: dict):
     run = replace(run, **changes)
     limits = {"pp": [2], "tp": [2], "micro_batch": [1], "variant": ["plain"], "schedule": ["1f1b"]}
     answer = plan(run, memory=1e13, limits=Limits(limits), search_seconds=0.0)
-    assert answer.plans and all(each.run.schedule.slices is None for each in answer.plans)
-    (cut,) = {each.run.parallelism for each in answer.plans}
+    assert answer.plans and all(way.run.schedule.slices is None for way in answer.plans)
+    (cut,) = {way.run.parallelism for way in answer.plans}
     reason = why_not_sliced(with_slices(replace(run, parallelism=cut), 2))
     assert answer.rejected[reason] > 0
 
@@ -178,11 +178,11 @@ def test_a_searched_order_of_slices_is_no_slower_than_its_families():
     run = replace(RUN, parallelism=Parallelism(global_batch=4))
     only = {"pp": [2], "dp": [2], "tp": [2], "micro_batch": [1], "recompute": ["none"], "slices": [2]}
     known = plan(run, limits=Limits(only), top=1, search_seconds=0.0).plans[0]
-    found = plan(run, limits=Limits(only), top=1, search_seconds=0.3).plans[0]
-    assert found.seconds <= known.seconds * (1 + 1e-9)
-    if found.passes is not None:
-        assert found.passes.slices == 2
-        validate(found.passes, found.step.costs, found.step.room(run.cluster.memory_bytes))
+    way = plan(run, limits=Limits(only), top=1, search_seconds=0.3).plans[0]
+    assert way.seconds <= known.seconds * (1 + 1e-9)
+    if way.passes is not None:
+        assert way.passes.slices == 2
+        validate(way.passes, way.step.costs, way.step.room(run.cluster.memory_bytes))
 
 
 LONG = replace(GROUPED, sequence=2**16)
@@ -213,12 +213,12 @@ def test_slices_of_equal_flops_take_as_long_forward():
 def test_a_plan_chooses_how_to_cut():
     run = replace(RUN, model=LONG, parallelism=Parallelism(global_batch=2))
     limits = {"pp": [4], "dp": [1], "tp": [2], "variant": ["plain"], "slices": [8]}
-    found = {}
+    counted = {}
     for ways in (["tokens"], ["flops"], ["tokens", "flops"]):
-        found[len(ways), ways[0]] = plan(
+        counted[len(ways), ways[0]] = plan(
             run, limits=Limits(limits | {"slice_cut": ways}), top=1, search_seconds=0.0
         ).plans[0]
-    even, flops, best = found.values()
+    even, flops, best = counted.values()
     assert flops.seconds < even.seconds and best.seconds == pytest.approx(flops.seconds)
     assert best.run.schedule.slice_cut == "flops"
     assert "--pipemem-slice-cut flops" in " ".join(planned_flags(best.run))

@@ -93,9 +93,9 @@ def test_a_profile_by_formulas_and_the_planner_price_stages_alike(cut, recompute
     run = replace(RUN, parallelism=cut, schedule=ScheduleChoice("1f1b", recompute=recompute))
     planned = price(run, Placement.linear(3), layers=(3, 3, 2)).costs
     profiled = replace(from_formulas(run.model, run.execution, run.cluster).costs(), cut=(3, 3, 2))
-    expected, found = (costs.seconds(Placement.linear(3)) for costs in (planned, profiled))
+    expected, from_profile = (costs.seconds(Placement.linear(3)) for costs in (planned, profiled))
     for kind in (Kind.F, Kind.I, Kind.W):
-        assert found[kind] == pytest.approx(expected[kind])
+        assert from_profile[kind] == pytest.approx(expected[kind])
 
 
 def test_messages_between_nodes_are_slower():
@@ -120,7 +120,11 @@ def test_reduction_hides_behind_backwards_that_are_long_enough():
     assert reduction(1.0) == pytest.approx((4 + 2) * parameters / 2 / 1e9 - backward - forward)
 
 
-LONG = [each.name for each in families() if not each.asynchronous and each.slices == 1 and "costs" not in each.options]
+LONG = [
+    family.name
+    for family in families()
+    if not family.asynchronous and family.slices == 1 and "costs" not in family.options
+]
 
 
 @examples(60)
@@ -262,7 +266,7 @@ def test_uneven_routing_is_priced_at_its_worst():
     assert worse.execution.expert_load == 1.5
     assert replace(worse, flags={"moe-expert-capacity-factor": 1.25}).execution.expert_load == 1.25
     assert replace(worse, parallelism=replace(worse.parallelism, ep=1)).execution.expert_load == 1
-    even, uneven = (price(each, Placement.linear(2)) for each in (run, worse))
+    even, uneven = (price(loaded, Placement.linear(2)) for loaded in (run, worse))
     assert all(b > a for a, b in zip(even.costs.memory[Kind.F], uneven.costs.memory[Kind.F], strict=True))
 
 
@@ -271,7 +275,7 @@ def test_a_run_that_does_not_fit_at_its_worst_is_told_what_it_needs_at_its_best(
     run = replace(RUN, model=sparse, parallelism=Parallelism(pp=4, dp=2, ep=2, global_batch=64, expert_load=3.0))
     run = replace(run, schedule=ScheduleChoice("1f1b"), flags={"moe-expert-capacity-factor": 2.5})
     evenly = replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags={})
-    most, least = (max(held(each).device) / GIB for each in (run, evenly))
+    most, least = (max(held(loaded).device) / GIB for loaded in (run, evenly))
     assert least < most
     reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=(least + most) / 2)))
     assert (
@@ -300,7 +304,7 @@ def test_what_predicts_ahead_stays_with_the_head_in_a_v_and_where_the_head_is_cu
     loaded = replace(loaded, schedule=ScheduleChoice("1f1b", vocab_parallel="2"))
     plain, ahead = (run_step(replace(loaded, model=model), Placement.linear(4)) for model in (MODEL, run.model))
     assert ahead.layers[-1] >= 1
-    costs = [each.costs.vocabulary for each in (plain, ahead)]
+    costs = [step.costs.vocabulary for step in (plain, ahead)]
     for kind in (Kind.BCAST_X, Kind.REDUCE_E):  # messages have a latency, too
         assert 1.5 < costs[1].collectives[kind] / costs[0].collectives[kind] <= 2
     assert costs[1].seconds(4)[Kind.S][0] == pytest.approx(2 * costs[0].seconds(4)[Kind.S][0], rel=0.1)

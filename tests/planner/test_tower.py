@@ -40,10 +40,10 @@ def without(asked: Run) -> Run:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
 def test_the_first_stage_gets_fewer_layers(schedule):
     asked = run("qwen2.5-vl-32b", schedule)
-    found, plain = balance(asked), balance(without(asked))
-    assert sum(found.best.layers) == sum(plain.best.layers) == 64
-    assert found.best.layers[0] < plain.best.layers[0]
-    assert found.best.seconds < found.even.seconds
+    with_tower, plain = balance(asked), balance(without(asked))
+    assert sum(with_tower.best.layers) == sum(plain.best.layers) == 64
+    assert with_tower.best.layers[0] < plain.best.layers[0]
+    assert with_tower.best.seconds < with_tower.even.seconds
 
 
 def test_seconds_and_bytes_of_the_tower_are_those_of_the_first_stage():
@@ -70,8 +70,8 @@ def test_more_images_take_longer_and_need_no_more_parameters():
 
 def test_layers_to_which_the_tower_adds_stay_on_the_first_stage():
     asked = run("qwen3-vl-8b", "v-half", images=64)
-    found = balance(asked)
-    assert found.best.layers[0] == 3 and found.even.layers[0] >= 3
+    layouts = balance(asked)
+    assert layouts.best.layers[0] == 3 and layouts.even.layers[0] >= 3
     with refused("too-few-layers", "3"):
         price(asked, Placement.linear(4), (2, 11, 11, 12))
 
@@ -79,7 +79,7 @@ def test_layers_to_which_the_tower_adds_stay_on_the_first_stage():
 def test_what_is_frozen_has_no_weight_gradients():
     whole = run("qwen3-vl-8b")
     frozen = replace(whole, flags={FREEZES["language"]: True, FREEZES["tower"]: True})
-    step, plain = (price(each, Placement.linear(4), (9,) * 4) for each in (frozen, whole))
+    step, plain = (price(model, Placement.linear(4), (9,) * 4) for model in (frozen, whole))
     assert set(step.costs.backward_weight) == {0} != set(plain.costs.backward_weight)
     assert 0 < step.costs.backward_input[0] - step.costs.backward_input[1] < plain.costs.backward_weight[0] / 10
     assert all(a < b for a, b in zip(step.saved, plain.saved, strict=True))
@@ -92,8 +92,8 @@ def test_sequences_and_vocabulary_stay_whole():
     assert "whole sequences" in why_not_sliced(replace(asked, schedule=ScheduleChoice(name="auto", slices=2)))
     with refused("vocabulary-model"):
         held(replace(asked, schedule=ScheduleChoice(name="zb-h1", vocab_parallel="1")))
-    found = plan(asked, limits=Limits({"schedule": ["zb-h1"], "pp": [4], "tp": [4], "dp": [1]}))
-    assert found.plans and all("vocabulary" not in each.variant for each in found.plans)
+    answer = plan(asked, limits=Limits({"schedule": ["zb-h1"], "pp": [4], "tp": [4], "dp": [1]}))
+    assert answer.plans and all("vocabulary" not in way.variant for way in answer.plans)
 
 
 def test_our_own_script_trains_no_tower():

@@ -36,8 +36,8 @@ from megatron_pipemem.values import converted
     ],
 )
 def test_values(text, value):
-    found = read_yaml(text)
-    assert found == value and type(found) is type(value)
+    parsed = read_yaml(text)
+    assert parsed == value and type(parsed) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_any_text_is_read_or_refused(text):
     ],
 )
 def test_values_become_what_their_field_wants(hint, value, wanted):
-    found = converted(value, hint)
-    assert found == wanted and type(found) is type(wanted)
+    result = converted(value, hint)
+    assert result == wanted and type(result) is type(wanted)
 
 
 @pytest.mark.parametrize(

@@ -48,4 +48,4 @@ def gpu() -> Iterator[Streams]:
 
     with Streams() as streams:
         yield streams
-    assert not streams.found
+    assert not streams.findings

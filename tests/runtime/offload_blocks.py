@@ -80,18 +80,18 @@ def offloaded_gradients(model, engine, batches: list[torch.Tensor], look: Callab
 def saved_bytes(model: torch.nn.Module, x: torch.Tensor, min_bytes: int = MIN_BYTES) -> int:
     """What one forward keeps besides parameters and ``x``, in storages of at least ``min_bytes``: by bare autograd hooks."""
     permanent = {tensor.untyped_storage().data_ptr() for tensor in (x, *model.parameters())}
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in permanent and storage.nbytes() >= min_bytes:
-            found[storage.data_ptr()] = storage  # kept, so that no address comes twice
+            storages[storage.data_ptr()] = storage  # kept, so that no address comes twice
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         kept = model(x).float().square().sum()
     assert kept.grad_fn is not None
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @contextlib.contextmanager

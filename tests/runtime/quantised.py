@@ -29,7 +29,7 @@ class Quantised(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return cls(args[0].eight_bits)
-        plain = tree_map(lambda each: each.value() if isinstance(each, Quantised) else each, args)
+        plain = tree_map(lambda value: value.value() if isinstance(value, Quantised) else value, args)
         return function(*plain, **(kwargs or {}))
 
 

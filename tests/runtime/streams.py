@@ -56,15 +56,15 @@ def merge(into: Clock, other: Clock) -> None:
 
 def tensors(value: object) -> list[torch.Tensor]:
     """Return the tensors in lists, tuples and dicts. PyTorch's ``tree_leaves`` would take most of the time of a test."""
-    found, values = [], [value]
-    for each in values:  # it grows meanwhile
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, (tuple, list)):
-            values.extend(each)
-        elif isinstance(each, dict):
-            values.extend(each.values())
-    return found
+    tensors, values = [], [value]
+    for member in values:  # it grows meanwhile
+        if isinstance(member, torch.Tensor):
+            tensors.append(member)
+        elif isinstance(member, (tuple, list)):
+            values.extend(member)
+        elif isinstance(member, dict):
+            values.extend(member.values())
+    return tensors
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -167,7 +167,7 @@ class Streams(TorchDispatchMode):
     """Takes the place of ``torch.cuda``'s streams within its context.
 
     Attributes:
-        found: number of times of every ``(kind, description, place in our code)``.
+        findings: number of times of every ``(kind, description, place in our code)``.
         asked: number of times that the host has asked for a value or a state of the device, by what it has asked for.
         late: number of freed storages that a stream was recorded for, by the operation that made them and the stream.
     """
@@ -177,7 +177,7 @@ class Streams(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         Streams.active = self
-        self.found: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+        self.findings: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
         self.asked: Counter[str] = Counter()
         self.late: Counter[tuple[str, str]] = Counter()
         self.streams: list[Stream] = []
@@ -192,7 +192,7 @@ class Streams(TorchDispatchMode):
         self._patches = contextlib.ExitStack()
 
     def kinds(self) -> set[str]:
-        return {kind for kind, _, _ in self.found}
+        return {kind for kind, _, _ in self.findings}
 
     def __enter__(self):
         replaced = {
@@ -293,8 +293,8 @@ class Streams(TorchDispatchMode):
         """Let a communication stream use tensors, after all that the current stream has done."""
         stream.wait_stream(self.current)
         self._launch(stream)
-        for each, does_write in ((reads, False), (writes, True)):
-            for tensor in each:
+        for tensors, does_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
                 self._use(tensor, stream, does_write, name)
 
     def _launch(self, stream: Stream) -> None:
@@ -306,7 +306,7 @@ class Streams(TorchDispatchMode):
             for use in uses:
                 if not use.is_before(stream):
                     description = f"{origin} of {stream}: {use.name} on {use.stream} may still run"
-                    self.found["free", description, where] += 1
+                    self.findings["free", description, where] += 1
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
         """Return the memory of a tensor, also of an alias that has a storage of its own; ``None`` if it is new."""
@@ -339,7 +339,7 @@ class Streams(TorchDispatchMode):
             if earlier.overlaps(use) and not earlier.is_before(stream):
                 self._race(f"{name} on {stream} overwrites the input of {earlier.name} on {earlier.stream}")
         for uses in (memory.writes, memory.reads):
-            uses[:] = [each for each in uses if each.begin < use.begin or each.end > use.end]
+            uses[:] = [tensor for tensor in uses if tensor.begin < use.begin or tensor.end > use.end]
         memory.writes.append(use)
 
     def _note_freed(self) -> None:
@@ -357,7 +357,7 @@ class Streams(TorchDispatchMode):
             self._freed.setdefault(memory.home, []).append((memory.origin, uses, _place()))
 
     def _race(self, description: str) -> None:
-        self.found["race", description, _place()] += 1
+        self.findings["race", description, _place()] += 1
 
 
 def _place() -> tuple[str, ...]:

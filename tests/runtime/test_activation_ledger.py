@@ -250,9 +250,9 @@ def entries_of(tokens, terms) -> list[LedgerEntry]:
     """All forwards, then all backwards."""
     entries, held = [], 0
     for kind, sign in ((Kind.F, 1), (Kind.B, -1)):
-        for microbatch, each in enumerate(tokens):
-            held += sign * bytes_of(terms, each)
-            entries.append(LedgerEntry(Action(kind, 0, microbatch), held, tokens=each))
+        for microbatch, token in enumerate(tokens):
+            held += sign * bytes_of(terms, token)
+            entries.append(LedgerEntry(Action(kind, 0, microbatch), held, tokens=token))
     return entries
 
 

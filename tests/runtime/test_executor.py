@@ -115,8 +115,8 @@ def test_executes_as_scheduled_and_equals_one_process(seen_by_executor, case):
         if case["forward_only"]:
             continue
         assert set(here["reductions"].values()) == {1}
-        for stage, found in here["gradients"].items():
-            for one, other in zip(found, gradients[int(stage)], strict=True):
+        for stage, gradient in here["gradients"].items():
+            for one, other in zip(gradient, gradients[int(stage)], strict=True):
                 assert torch.equal(torch.tensor(one), other), f"stage {stage}"
         moves = {a.stage for a in order if a.kind is Kind.OFFLOAD}
         assert bool(moves) == (here["bytes_out"] > 0) and here["bytes_in"] == here["bytes_out"]

@@ -62,15 +62,15 @@ def test_a_step_in_pairs_gives_the_costs_by_which_it_takes_as_long(name, share):
         watch = Stopwatch()
         watch.add([TracedAction(a, *span) for a, span in zip(order, spans, strict=True)], schedule.pairs)
         watches.append(watch)
-    medians, pairs = average([each.medians() for each in watches]), average([each.of_pairs() for each in watches])
+    medians, pairs = average([watch.medians() for watch in watches]), average([watch.of_pairs() for watch in watches])
     links = {(a, b): 0.1 for a in range(4) for b in range(4)}
-    found = costs_from(medians, links, schedule.placement, Costs(), pairs=pairs)
-    assert simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
-    assert found.exchange_shares(schedule.placement)[0] == pytest.approx(min(share, 1 / 3, 3 / 7), abs=0.1)
-    assert found.have_exchanges
+    costs = costs_from(medians, links, schedule.placement, Costs(), pairs=pairs)
+    assert simulate(schedule, costs).makespan == pytest.approx(timeline.makespan)
+    assert costs.exchange_shares(schedule.placement)[0] == pytest.approx(min(share, 1 / 3, 3 / 7), abs=0.1)
+    assert costs.have_exchanges
     # Without pairs the next step keeps the shares.
-    again = costs_from(medians, links, schedule.placement, found)
-    assert again.forward_exchange == found.forward_exchange
+    again = costs_from(medians, links, schedule.placement, costs)
+    assert again.forward_exchange == costs.forward_exchange
 
 
 class Paired(toy.Runner):
@@ -107,10 +107,10 @@ def test_the_executor_times_a_pair_as_one():
     Executor(lower(schedule), 0, {0: Paired(0, 1)}, transport, [Pairs(schedule.pairs, nullcontext)], trace=times).run()
     watch.add(times.actions(), schedule.pairs)
     assert len(schedule.pairs) == 3 and watch.of_pairs() == {((Kind.F, 0), (Kind.B, 0)): 4.0}
-    found = costs_from(watch.medians(), {}, schedule.placement, Costs(2, 3, 0), pairs=watch.of_pairs())
-    assert (found.forward, found.backward_input) == ((2.0,), (3.0,))
-    assert (*found.forward_exchange, *found.backward_exchange) == pytest.approx((0.4, 0.6))
-    assert simulate(schedule, found).makespan == simulate(schedule, real).makespan == Paired.clock
+    costs = costs_from(watch.medians(), {}, schedule.placement, Costs(2, 3, 0), pairs=watch.of_pairs())
+    assert (costs.forward, costs.backward_input) == ((2.0,), (3.0,))
+    assert (*costs.forward_exchange, *costs.backward_exchange) == pytest.approx((0.4, 0.6))
+    assert simulate(schedule, costs).makespan == simulate(schedule, real).makespan == Paired.clock
 
 
 def test_replicas_are_averaged_stage_by_stage():
@@ -125,19 +125,19 @@ def test_costs_are_one_value_per_stage_and_links_those_measured():
         for stage in range(4)
         for kind in [Kind(kind)]
     }
-    found = costs_from(medians, {(0, 1): 0.25}, V2, Costs())
-    assert found.forward == (0, 1, 2, 3)
-    assert found.backward_input == (10, 11, 12, 13)
-    assert found.backward_weight == (20, 21, 22, 23)
-    assert (found.link_seconds(0, 1), found.link_seconds(1, 0)) == (0.25, 0.0)
+    costs = costs_from(medians, {(0, 1): 0.25}, V2, Costs())
+    assert costs.forward == (0, 1, 2, 3)
+    assert costs.backward_input == (10, 11, 12, 13)
+    assert costs.backward_weight == (20, 21, 22, 23)
+    assert (costs.link_seconds(0, 1), costs.link_seconds(1, 0)) == (0.25, 0.0)
 
 
 def test_a_fused_backward_is_split_as_it_was_split_before():
     before = Costs(backward_input=3.0, backward_weight=1.0)
     medians = {(Kind.F, s): 1.0 for s in range(4)} | {(Kind.B, s): 8.0 for s in range(4)} | {(Kind.W, 3): 5.0}
-    found = costs_from(medians, {}, V2, before)
-    assert found.backward_input == (6, 6, 6, 6)
-    assert found.backward_weight == (2, 2, 2, 5)
+    costs = costs_from(medians, {}, V2, before)
+    assert costs.backward_input == (6, 6, 6, 6)
+    assert costs.backward_weight == (2, 2, 2, 5)
 
 
 def test_what_ran_again_is_priced_where_it_did():
@@ -168,8 +168,8 @@ def test_vocabulary_passes_are_priced_per_device():
     ],
 )
 def test_drift_is_a_fifth_of_a_stages_price_and_names_the_worst(now, words):
-    found = drift(costs(), now, V2)
-    assert found is None if words is None else words in found
+    change = drift(costs(), now, V2)
+    assert change is None if words is None else words in change
 
 
 def test_the_times_of_a_stage_without_layers_are_noise():

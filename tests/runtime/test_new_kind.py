@@ -58,7 +58,7 @@ def forget(kind: Kind) -> None:
 
 def with_checksums(schedule: Schedule, before: tuple[Kind, ...] = (Kind.I, Kind.B)) -> Schedule:
     orders = (
-        tuple(each for a in order for each in ([a._replace(kind=Kind.CHECKSUM), a] if a.kind in before else [a]))
+        tuple(action for a in order for action in ([a._replace(kind=Kind.CHECKSUM), a] if a.kind in before else [a]))
         for order in schedule.orders
     )
     return replace(schedule, orders=tuple(orders))
@@ -75,9 +75,9 @@ class Checksums:
         self.seen: dict[tuple[int, int], float] = {}
 
     def extend(self, executor: Executor) -> Handlers:
-        def check(each):
-            with executor.measured(each.action):
-                self.seen[each.key] = sum(float(tensor.sum()) for tensor in executor.kept_tensors(each))
+        def check(instruction):
+            with executor.measured(instruction.action):
+                self.seen[instruction.key] = sum(float(tensor.sum()) for tensor in executor.kept_tensors(instruction))
 
         return {Kind.CHECKSUM: check}
 
@@ -116,7 +116,7 @@ def test_missing_and_badly_placed_ones_are_refused(data):
     order.remove(action)
     if at is not None:
         order.insert(at, action)
-    orders = tuple(tuple(order) if d == device else each for d, each in enumerate(schedule.orders))
+    orders = tuple(tuple(order) if d == device else actions for d, actions in enumerate(schedule.orders))
     with pytest.raises(ScheduleError) as error:
         validate(replace(schedule, orders=orders))
     early = at is not None and at <= forward
@@ -194,7 +194,7 @@ def test_the_executor_runs_its_handler():
     feature, times = Checksums(), Trace()
     Executor(program, 0, runners, transport, [feature], trace=times).run()
     assert set(feature.seen) == {(0, microbatch) for microbatch in range(3)}
-    ran = [each.action for each in times.actions() if isinstance(each, TracedAction)]
+    ran = [action.action for action in times.actions() if isinstance(action, TracedAction)]
     assert ran == list(program.schedule.orders[0])
 
 

@@ -157,8 +157,8 @@ def test_bandwidths_are_measured_through_a_channel():
     """Here through the one that pretends one; a GPU's has the same interface."""
     channel = ThreadChannel(bandwidth=200e6)
     try:
-        found = measure_bandwidths(channel, nbytes=1 << 20, repeats=1, matrix=16)
+        speeds = measure_bandwidths(channel, nbytes=1 << 20, repeats=1, matrix=16)
     finally:
         channel.close()
-    assert set(found) == {"d2h", "h2d", "both", "d2h_computing", "h2d_computing", "both_computing"}
-    assert all(0 < rate <= 210e6 for rate in found.values())
+    assert set(speeds) == {"d2h", "h2d", "both", "d2h_computing", "h2d_computing", "both_computing"}
+    assert all(0 < rate <= 210e6 for rate in speeds.values())

@@ -55,14 +55,14 @@ def power_of_two_below(nbytes: int) -> int:
 
 def gaps(own: HostPool, held: list) -> list[int]:
     """The free runs of bytes, from the addresses of what is held."""
-    found = []
+    blocks = []
     for segment in own._segments:
         begin, end = segment.data_ptr(), segment.data_ptr() + segment.numel()
         taken = sorted((b.data.data_ptr(), rounded(b.nbytes)) for b in held if begin <= b.data.data_ptr() < end)
         for start, size in [*taken, (end, 0)]:
-            found.append(start - begin)
+            blocks.append(start - begin)
             begin = start + size
-    return found
+    return blocks
 
 
 @examples(300)

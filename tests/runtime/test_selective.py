@@ -39,7 +39,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = cheap(torch.tanh)(cheap(self._norm)(x))
-        y = region(lambda each: functional.dropout(functional.gelu(each), 0.3), remember)(self.a(y))
+        y = region(lambda x: functional.dropout(functional.gelu(x), 0.3), remember)(self.a(y))
         return x + self.b(y)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_a_result_that_was_overwritten_is_kept_as_it_became() -> None:
     x, weight = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     recorder = Recorder(lambda tensor: None)
     with recorder.record():
-        y = cheap(lambda each: each + 1)(x)
+        y = cheap(lambda x: x + 1)(x)
         y.mul_(2)
         z = y * weight
     recorder.run_again()
@@ -95,7 +95,7 @@ def test_a_region_that_returns_its_input_drops_nothing() -> None:
     kept = []
     noting = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
     with noting, Recorder(lambda tensor: None).record():
-        (cheap(lambda each: each)(x * 1) * weight).sum().backward()
+        (cheap(lambda x: x)(x * 1) * weight).sum().backward()
     assert len(kept) == 3, "the input of the region, and both factors"
 
 
@@ -129,7 +129,7 @@ def test_a_region_that_does_something_else_is_an_error() -> None:
     x, times = torch.randn(3, requires_grad=True), iter((1, 2))
     recorder = Recorder(lambda tensor: None)
     with recorder.record():
-        y = cheap(lambda each: each**3 if next(times) == 1 else each + 1)(x)
+        y = cheap(lambda x: x**3 if next(times) == 1 else x + 1)(x)
     with pytest.raises(RuntimeError) as raised:
         recorder.run_again()
     assert "--pipemem-recompute full" in str(raised.value)

@@ -174,7 +174,7 @@ def test_a_host_asks_its_device_only_what_the_step_declares(monkeypatch, name, v
         with Streams() as gpu:
             run_device(device, {"schedule": name}, variable, steps=1)
         asked |= set(gpu.asked)
-        assert not gpu.found
+        assert not gpu.findings
     assert asked <= declared
 
 

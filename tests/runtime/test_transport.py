@@ -120,7 +120,9 @@ def test_groups_do_not_grow_in_number_with_the_pipeline(p):
         return len({*colour(edges(placement)).values()})
 
     line = 2 if p == 2 else 4
-    assert {groups(each) for each in (Placement.linear(p), Placement.wave(p, 4), Placement.bidirectional(p))} == {line}
+    assert {
+        groups(placement) for placement in (Placement.linear(p), Placement.wave(p, 4), Placement.bidirectional(p))
+    } == {line}
     assert groups(Placement.interleaved(p, 2)) == (6 if p % 2 else line)
 
 

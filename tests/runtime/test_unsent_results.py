@@ -79,7 +79,7 @@ class EndsInLinear(toy.Runner):
 def held(runner) -> dict[str, int]:
     """Bytes after every action, of a step of one stage in the middle."""
     schedule = build_schedule("zb-h1", num_devices=3, num_microbatches=2)
-    actions, following = (tuple(map(Action.parse, each)) for each in (ACTIONS, NEXT))
+    actions, following = (tuple(map(Action.parse, actions)) for actions in (ACTIONS, NEXT))
     program = Program(schedule, ((), actions, following))
     ledger = ActivationLedger([runner.weight] if isinstance(runner, EndsInLinear) else runner.stage.parameters())
     Executor(program, 1, {1: runner}, Neighbours(), (), ledger).run()

@@ -43,21 +43,21 @@ def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dt
     weight = torch.randn(partition.vocab_size, 3, generator=generator).to(dtype)
     tokens = torch.randint(partition.vocab_size, (5, 2), generator=generator)
     embeddings = embeddings_of(partition, weight)
-    output = torch.stack([each(tokens) for each in embeddings]).sum(0)
+    output = torch.stack([embedding(tokens) for embedding in embeddings]).sum(0)
     assert torch.equal(output, weight[tokens]) and output.dtype == dtype
 
     reference = weight.double().requires_grad_()
     upstream = torch.randn(5, 2, 3, generator=generator).to(dtype)
     reference[tokens].backward(upstream.double())
     gradients = []
-    for each in embeddings:
-        parameter = each.shard.parameter
+    for embedding in embeddings:
+        parameter = embedding.shard.parameter
         if main_grad:
             parameter.main_grad = torch.zeros(parameter.shape)
-        each.add_weight_gradient(tokens, upstream)
+        embedding.add_weight_gradient(tokens, upstream)
         gradients.append(parameter.main_grad if main_grad else parameter.grad)
         if gradients[-1] is None:
-            assert not each.shard.rows
+            assert not embedding.shard.rows
             gradients[-1] = torch.zeros_like(parameter)
     # 16 bit sums round at every step unless they go to a main gradient.
     tolerance = 1e-6 if main_grad or dtype == torch.float32 else 3e-2

@@ -66,7 +66,7 @@ def magnitudes(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.
         terms @ weight.abs(),
         terms.flatten(0, -2).t() @ x.flatten(0, -2).abs(),
     )
-    return tuple(each.abs().max().item() if each.numel() else 0.0 for each in sums)
+    return tuple(total.abs().max().item() if total.numel() else 0.0 for total in sums)
 
 
 @examples(60)
@@ -78,9 +78,9 @@ def magnitudes(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.
 def test_losses_and_gradients_are_those_of_the_whole_matrix(case):
     inputs = inputs_of(case)
     sides = sharded(case, *inputs), whole(case, *inputs), magnitudes(case, *inputs)
-    for what, found, wanted, magnitude in zip(("loss", "dX", "dW"), *sides, strict=True):
-        assert found.shape == wanted.shape
-        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6 * magnitude, msg=what)
+    for what, result, wanted, magnitude in zip(("loss", "dX", "dW"), *sides, strict=True):
+        assert result.shape == wanted.shape
+        torch.testing.assert_close(result.double(), wanted, rtol=0, atol=1e-6 * magnitude, msg=what)
 
 
 NEARLY_CERTAIN = (
@@ -141,7 +141,7 @@ def test_fp16_averages_neither_overflow_nor_vanish():
     case = Case(2 * rows, 2, (1,), 1, dtype=torch.float16, options=HeadOptions())
     inputs = torch.full((2 * rows, 1), 8.0).half(), torch.zeros(1, 1).half(), torch.tensor([3])
     done = losses_of(heads_of(case, inputs[0]), *inputs[1:])
-    parts = torch.stack([each.input_gradient() for each in done])
+    parts = torch.stack([instruction.input_gradient() for instruction in done])
     assert parts[1].item() == pytest.approx(4.0, rel=1e-3), "half of the probability is in the second shard"
     assert parts.sum().item() == pytest.approx(0, abs=8e-3)
 

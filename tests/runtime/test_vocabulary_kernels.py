@@ -48,10 +48,10 @@ def test_compiled_passes_are_whole_serve_any_number_of_tokens_and_change_no_bit(
     for shape, piece in ((18,), 7), ((2,), None), ((4, 3), None):
         case = Case(8, 4, shape, 5, ignored=(0, 1), dtype=dtype, options=replace(options, piece_tokens=piece))
         inputs = inputs_of(case)
-        found = sharded(case, *inputs)
+        results = sharded(case, *inputs)
         eager = sharded(replace(case, options=replace(case.options, compiled=False)), *inputs)
-        for each, wanted in zip(found, eager, strict=True):
-            torch.testing.assert_close(each, wanted, rtol=0, atol=0)
+        for tensor, wanted in zip(results, eager, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
     assert graphs.frame_count == 2, "one for S and one for T"
     assert not lines_of(caplog)
 
@@ -77,13 +77,13 @@ def test_without_a_compiler_the_passes_run_as_they_are_and_one_line_says_so(monk
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     case = Case(9, 2, dtype=torch.bfloat16)
     inputs = inputs_of(case)
-    found = sharded(case, *inputs)
+    results = sharded(case, *inputs)
     assert len(attempts) == (0 if "disabled" in reason else 1)
     (line,) = lines_of(caplog)
     assert reason in line
     eager = sharded(replace(case, options=HeadOptions(compiled=False)), *inputs)
-    for each, wanted in zip(found, eager, strict=True):
-        torch.testing.assert_close(each, wanted, rtol=0, atol=0)
+    for tensor, wanted in zip(results, eager, strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -119,4 +119,4 @@ def test_on_cuda_a_product_is_added_by_the_matrix_product_itself():
         with Calls():
             add_product(gradient, *factors)
     assert torch.ops.aten.addmm.dtype_out in called
-    assert not {each.overloadpacket for each in called} & {torch.ops.aten._to_copy, torch.ops.aten.add_}
+    assert not {call.overloadpacket for call in called} & {torch.ops.aten._to_copy, torch.ops.aten.add_}

@@ -56,11 +56,11 @@ def test_the_sharded_model_is_the_whole_one(index, seen):
     case, wanted = CASES[index], run_whole(CASES[index])
     ranks = [rank[index] for rank in seen[WORLD - case.ranks :]]
     assert all(rank[index] is None for rank in seen[: WORLD - case.ranks])
-    found = {name: torch.cat([rank[name] for rank in ranks]) for name in ("embedding", "head")}
-    found["input_gradients"] = ranks[-1]["input_gradients"]
-    found["losses"] = ranks[0]["losses"]
+    whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ("embedding", "head")}
+    whole["input_gradients"] = ranks[-1]["input_gradients"]
+    whole["losses"] = ranks[0]["losses"]
     for name, want in wanted.items():
-        error = (found[name] - want).abs().max() / want.abs().max()
+        error = (whole[name] - want).abs().max() / want.abs().max()
         assert error < RELATIVE[case.dtype], (name, error)
 
 
@@ -80,9 +80,9 @@ def test_losses_and_gathered_logits_are_the_same_on_every_rank(index, seen):
 def test_the_example_of_the_document_works_as_printed(seen):
     wanted = run_whole(EXAMPLE)
     ranks = [rank[len(CASES)] for rank in seen]
-    found = {
+    whole = {
         "head": torch.cat([rank["head"] for rank in ranks]),
         "input_gradients": ranks[-1]["input_gradients"][None],
     }
-    for name, each in found.items():
-        torch.testing.assert_close(each.double(), wanted[name], rtol=1e-6, atol=1e-7)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-7)

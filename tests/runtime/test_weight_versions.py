@@ -65,11 +65,11 @@ def test_a_graph_meets_the_version_of_its_forward_after_an_update():
     switch = WeightSwitch(weights, {actions[0]: 0, actions[1]: 0, actions[2]: 0}, {actions[1]: {0}}, weights.advance)
     outputs = []
 
-    def forward(each):
+    def forward(instruction):
         outputs.append(layer(input).sum())
 
-    def backward(each):
-        if each.action == actions[2]:
+    def backward(instruction):
+        if instruction.action == actions[2]:
             with pytest.raises(RuntimeError):
                 outputs[0].backward(retain_graph=True)
             weights.forget_updates()
@@ -97,7 +97,9 @@ def test_a_version_that_an_earlier_call_has_left_is_made_just_before_it_is_used(
 
     switch = WeightSwitch(weights, {first: 0, second: 1}, {}, weights.advance, catch_up)
     seen = []
-    handlers = switch.extend(SimpleNamespace(handlers={Kind.F: lambda each: seen.append((each.action, [*made]))}))
+    handlers = switch.extend(
+        SimpleNamespace(handlers={Kind.F: lambda instruction: seen.append((instruction.action, [*made]))})
+    )
     for action in (first, second, first, second):
         handlers[Kind.F](Instruction(action, action[1:]))
     assert seen == [(first, []), (second, [1]), (first, [1]), (second, [1])]

@@ -21,19 +21,19 @@ def heads_of(case: Case, weight: torch.Tensor) -> list[VocabularyHead]:
 
 def losses_of(heads: list[VocabularyHead], x: torch.Tensor, labels: torch.Tensor, **options) -> list:
     scored = [head.score(x, labels, **options) for head in heads]
-    gathered = torch.stack([each.statistics for each in scored])
-    return [combine(each, gathered) for each in scored]
+    gathered = torch.stack([rank.statistics for rank in scored])
+    return [combine(rank, gathered) for rank in scored]
 
 
 def gradients_of(case: Case, done: list) -> torch.Tensor:
     """The input gradient, when all weight gradients have been added."""
     g = loss_gradient(done[0].losses, case.loss)
     if isinstance(done[0], OneBarrier):
-        total = torch.stack([each.input_gradient() for each in done]).sum(0)
-        for each in done:
-            each.add_weight_gradient(g)
+        total = torch.stack([rank.input_gradient() for rank in done]).sum(0)
+        for rank in done:
+            rank.add_weight_gradient(g)
         return finish_input_gradient(total, case.dtype, done[0].without_ignored(g))
-    return finish_input_gradient(torch.stack([each.gradients(g) for each in done]).sum(0), case.dtype)
+    return finish_input_gradient(torch.stack([rank.gradients(g) for rank in done]).sum(0), case.dtype)
 
 
 def joined_gradient(heads: list[VocabularyHead]) -> torch.Tensor:
@@ -48,8 +48,8 @@ def sharded(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Ten
     """Losses, input gradient and weight gradient of one microbatch."""
     heads = heads_of(case, weight)
     done = losses_of(heads, x, labels)
-    for each in done:
-        torch.testing.assert_close(each.losses, done[0].losses, rtol=0, atol=0, equal_nan=True)
+    for rank in done:
+        torch.testing.assert_close(rank.losses, done[0].losses, rtol=0, atol=0, equal_nan=True)
     dx = gradients_of(case, done)
     return done[0].losses, dx, joined_gradient(heads)
 
@@ -66,9 +66,9 @@ def inputs_of(case: Case, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tens
     return case.matrix(1), x.to(case.dtype), case.batch()[1]
 
 
-def assert_close(found, wanted, relative: float, what: str = "") -> None:
+def assert_close(result, wanted, relative: float, what: str = "") -> None:
     """Largest difference against the largest entry."""
-    assert found.shape == wanted.shape
+    assert result.shape == wanted.shape
     if wanted.numel():
-        error = (found.double() - wanted).abs().max().item()
+        error = (result.double() - wanted).abs().max().item()
         assert error <= relative * wanted.abs().max().item() + 1e-9, f"{what}: {error}"

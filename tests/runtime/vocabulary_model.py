@@ -170,7 +170,7 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
         seen["losses"].append(done.losses)
         gathered = collectives.gather_logits(head.logits(sent), partition, group).wait()
         seen["logits"].append(collectives.joined_logits(gathered, partition))
-    seen = {name: torch.stack(each) for name, each in seen.items() if each}
+    seen = {name: torch.stack(tensors) for name, tensors in seen.items() if tensors}
     for name, parameter in zip(("embedding", "head"), parameters, strict=True):
         seen[name] = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
     return seen

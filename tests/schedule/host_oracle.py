@@ -94,10 +94,10 @@ class World:
                 yield from self.launched[device]
             done, here = Event(), Event()
             self.launched[device].append(done)
-            found = self.meeting(device, action)
-            self.put((device, "compute"), self.compute(self.awaited(action), here if found else done))
-            if found:
-                key, members, lane = found
+            partner = self.meeting(device, action)
+            self.put((device, "compute"), self.compute(self.awaited(action), here if partner else done))
+            if partner:
+                key, members, lane = partner
                 lane = "posts" if self.in_order else lane
                 self.put((device, lane), self.meet(key, members, here, done))
             if action.kind in self.waits:
@@ -109,10 +109,10 @@ class World:
         for action in self.lists[device]:
             done, here = Event(), Event()
             self.launched[device].append(done)
-            found = self.meeting(device, action)
-            yield from self.compute(self.awaited(action), here if found else done)
-            if found:
-                key, members, lane = found
+            partner = self.meeting(device, action)
+            yield from self.compute(self.awaited(action), here if partner else done)
+            if partner:
+                key, members, lane = partner
                 if lane in under_way:
                     yield under_way[lane]
                 under_way[lane] = done
@@ -190,7 +190,7 @@ class World:
                 keys.append(("REDUCE_X", microbatch))
             if name == "LOSS":
                 first = microbatch - microbatch % schedule.slices
-                keys += [("STATS", each) for each in range(first, microbatch + 1)]
+                keys += [("STATS", earlier) for earlier in range(first, microbatch + 1)]
             if name == "REDUCE_X" and schedule.vocabulary_barriers == 1:
                 keys.append(("STATS", microbatch))
         return keys
@@ -198,18 +198,18 @@ class World:
 
 def unsafe(program: Program) -> set[tuple[int, int]]:
     """``(device, position)`` of all actions before which a host that waits for its device waits without end."""
-    found = set()
+    problems = set()
     for device in range(len(program.actions)):
         world = World(program)
         world.open(other for other in range(len(program.actions)) if other != device)
         world.run(map(world.host, range(len(program.actions))))
         for position, gate in enumerate(world.gates[device]):
             if not all(done.is_set for done in world.launched[device]):
-                found.add((device, position))
+                problems.add((device, position))
             world.set(gate)
             world.run(())
         assert not world.left(), "the program does not end"
-    return found
+    return problems
 
 
 def left_by_waiting(program: Program, kinds: Collection[Kind]) -> list[str]:

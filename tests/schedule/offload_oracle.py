@@ -13,7 +13,7 @@ def mistakes(schedule: Schedule) -> list[str]:
 
     Only what concerns offload and recomputation: the rest of the schedule is taken to be right.
     """
-    found = []
+    problems = []
     for order in schedule.orders:
         words = [(action.kind.value, action.stage, action.microbatch) for action in order]
         recomputed = {stage: word for word, stage, _ in words if word in ("R", "RS")}
@@ -31,8 +31,8 @@ def mistakes(schedule: Schedule) -> list[str]:
             if story == ["F"]:
                 continue
             if backward == "nothing" or story not in right[recomputed.get(stage)]:
-                found.append(f"stage {stage}, microbatch {k}: {story}")
-    return found
+                problems.append(f"stage {stage}, microbatch {k}: {story}")
+    return problems
 
 
 def play(

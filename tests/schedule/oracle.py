@@ -27,14 +27,14 @@ def check(schedule: Schedule) -> list[str]:
 
 def disordered_weight_gradients(schedule: Schedule) -> list[str]:
     """Stages whose weight gradients are not accumulated in the order of the microbatches."""
-    found = []
+    problems = []
     for stage in range(schedule.num_stages):
         order = schedule.orders[schedule.placement.devices[stage]]
         slices = [divmod(a.microbatch, schedule.slices) for a in order if a.stage == stage and a.kind.value in "WB"]
         ran = [(microbatch, -part) for microbatch, part in slices]
         if ran != sorted(ran):
-            found.append(f"stage {stage} accumulates the weight gradients of microbatches {ran}")
-    return found
+            problems.append(f"stage {stage} accumulates the weight gradients of microbatches {ran}")
+    return problems
 
 
 def peak(schedule: Schedule) -> list[Fraction]:
@@ -56,26 +56,26 @@ def peak(schedule: Schedule) -> list[Fraction]:
 def versions(schedule: Schedule) -> dict[Node, int]:
     """Which version of its stage's weights every action of an asynchronous schedule uses."""
     every, delay = schedule.updates.every, schedule.updates.delay
-    found = {}
+    places = {}
     for order in _nodes(schedule):
         for position, (letter, stage, unit) in enumerate(order):
             if letter == "F":
                 group = unit // schedule.slices // every
                 made = _made(schedule, order[:position], stage)
                 version = made if delay is None else max(group - delay, 0)
-                found |= {(each, stage, unit): version for each in "FIWB" if (each, stage, unit) in order}
-    return found
+                places |= {(letter, stage, unit): version for letter in "FIWB" if (letter, stage, unit) in order}
+    return places
 
 
 def lost_versions(schedule: Schedule) -> list[str]:
     """Actions of an otherwise correct asynchronous schedule whose stage has their version not yet, or no longer."""
-    used, kept, found = versions(schedule), schedule.updates.kept, []
+    used, kept, problems = versions(schedule), schedule.updates.kept, []
     for order in _nodes(schedule):
         for position, node in enumerate(order):
             made = _made(schedule, order[:position], node[1])
             if not made - kept < used[node] <= made:
-                found.append(f"{node} uses version {used[node]} of {made}")
-    return found
+                problems.append(f"{node} uses version {used[node]} of {made}")
+    return problems
 
 
 def versions_kept(schedule: Schedule) -> list[int]:
@@ -146,22 +146,22 @@ def _nodes(schedule: Schedule) -> list[list[Node]]:
 
 
 def _misplaced(schedule: Schedule) -> list[str]:
-    found = []
+    problems = []
     for device, order in enumerate(_nodes(schedule)):
         for letter, stage, microbatch in order:
             name = f"{stage}{letter}{microbatch}"
             if letter not in ("F", "I", "W", "B"):
-                found.append(f"{name} on device {device} is no compute action")
+                problems.append(f"{name} on device {device} is no compute action")
             elif not 0 <= stage < schedule.num_stages or schedule.placement.devices[stage] != device:
-                found.append(f"{name} does not belong on device {device}")
+                problems.append(f"{name} does not belong on device {device}")
             elif microbatch is None or not 0 <= microbatch < schedule.num_microbatches * schedule.slices:
-                found.append(f"{name} is of no microbatch of the step")
-    return found
+                problems.append(f"{name} is of no microbatch of the step")
+    return problems
 
 
 def _incomplete(schedule: Schedule) -> list[str]:
     count = Counter(node for order in _nodes(schedule) for node in order)
-    size, found = _copy(schedule), []
+    size, problems = _copy(schedule), []
     for microbatch in range(schedule.num_microbatches):
         units = range(microbatch * schedule.slices, (microbatch + 1) * schedule.slices)
         ran = [
@@ -170,8 +170,8 @@ def _incomplete(schedule: Schedule) -> list[str]:
         ]
         used = [replica for replica in ran if any(replica)]
         if len(used) != 1 or not set(used[0]) <= {"FB", "FIW"}:
-            found.append(f"microbatch {microbatch} runs {ran}, per replica")
-    return found
+            problems.append(f"microbatch {microbatch} runs {ran}, per replica")
+    return problems
 
 
 def _graph(schedule: Schedule) -> dict[Node, list[Node]]:

@@ -19,7 +19,7 @@ def check(program: Program) -> list[str]:
 
 
 def _other_compute(program: Program) -> list[str]:
-    found = []
+    problems = []
     for device, actions in enumerate(program.actions):
         computed = tuple(
             a
@@ -27,12 +27,12 @@ def _other_compute(program: Program) -> list[str]:
             if not a.kind.value.startswith(("SEND", "RECV")) and a.kind.value not in ("REDUCE_REPLICAS", "REDUCE_GRAD")
         )
         if computed != program.schedule.orders[device]:
-            found.append(f"device {device} computes something else than its order")
-    return found
+            problems.append(f"device {device} computes something else than its order")
+    return problems
 
 
 def misreduced(program: Program) -> list[str]:
-    found = []
+    problems = []
     reduced: Counter[int] = Counter()
     trained = set()
     replicas = program.placement.replicas
@@ -49,9 +49,9 @@ def misreduced(program: Program) -> list[str]:
                 early = any((letter, action.stage) in names[position:] for letter in later)
                 local = action.stage in program.placement.stages[device]
                 if early or not local or action.microbatch is not None:
-                    found.append(f"{action} is misplaced on device {device}")
+                    problems.append(f"{action} is misplaced on device {device}")
     return (
-        found
+        problems
         + [f"stage {s} is reduced {reduced[s]} times" for s in trained | set(reduced) if reduced[s] != (s in trained)]
         + _misadded(program, trained, size)
     )
@@ -59,7 +59,7 @@ def misreduced(program: Program) -> list[str]:
 
 def _misadded(program: Program, trained: set[int], size: int) -> list[str]:
     """Copies of a stage are added up once, complete, with all devices that hold some in one order."""
-    devices, found = program.placement.devices, []
+    devices, problems = program.placement.devices, []
     added: dict[int, int] = {}
     meetings: dict[frozenset[int], dict[int, list[int]]] = {}
     for device, actions in enumerate(program.actions):
@@ -71,7 +71,7 @@ def _misadded(program: Program, trained: set[int], size: int) -> list[str]:
             early = ("W", stage) in names[position:] or ("B", stage) in names[position:]
             local = stage in program.placement.stages[device]
             if early or not local or actions[position].microbatch is not None:
-                found.append(f"{actions[position]} is misplaced on device {device}")
+                problems.append(f"{actions[position]} is misplaced on device {device}")
             others = frozenset(d for s, d in enumerate(devices) if s % size == stage % size)
             here = meetings.setdefault(others, {}).setdefault(device, [])
             if stage % size in here:  # several copies on one device meet the others with the last of them
@@ -79,8 +79,8 @@ def _misadded(program: Program, trained: set[int], size: int) -> list[str]:
             here.append(stage % size)
     wanted = dict.fromkeys(trained, 1) if program.placement.replicas > 1 else {}
     if added != wanted:
-        found.append(f"sums of copies {added}, not {wanted}")
-    return found + [
+        problems.append(f"sums of copies {added}, not {wanted}")
+    return problems + [
         f"devices {set(d)} sum in different orders" for d, o in meetings.items() if len({*map(tuple, o.values())}) > 1
     ]
 

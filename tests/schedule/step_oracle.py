@@ -67,15 +67,15 @@ def play(
     host: list[dict[tuple[int, int], float]] = [{} for _ in rows]
     peaks, host_peaks = [0.0] * len(rows), [0.0] * len(rows)
     channel = [(kind, -1, k) for kind, _, k in rows[0] if kind in vocabulary_oracle.COLLECTIVES]
-    posted: dict[Event, list[float]] = {each: [] for each in channel}
+    posted: dict[Event, list[float]] = {message: [] for message in channel}
     free, waiting = 0.0, deque(channel)
 
     def serve() -> None:
         """Run the collectives that everybody has posted, in their order."""
         nonlocal free
         while waiting and len(posted[waiting[0]]) == len(rows):
-            each = waiting.popleft()
-            free = end[each] = max([free, *posted[each]]) + seconds(each)
+            message = waiting.popleft()
+            free = end[message] = max([free, *posted[message]]) + seconds(message)
 
     def earliest(device: int) -> float | None:
         if at[device] == len(rows[device]):
@@ -136,7 +136,7 @@ def _needed(event: Event, schedule: Schedule, exists: set[Event]) -> list[Event]
     kind, stage, unit = event
     if schedule.vocabulary_barriers:
         computed, collected = vocabulary_oracle.inputs(event, schedule, exists)
-        return [*computed, *((each, -1, k) for each, k in collected)]
+        return [*computed, *((gradient, -1, k) for gradient, k in collected)]
     size, slices = schedule.num_stages // schedule.placement.replicas, schedule.slices
     if kind == "F":
         first = [("F", stage - 1, unit)] if stage % size else []
@@ -144,5 +144,5 @@ def _needed(event: Event, schedule: Schedule, exists: set[Event]) -> list[Event]
     if kind in ("I", "B"):
         after = [(stage + 1, unit)] if stage % size < size - 1 else []
         after += [(stage, unit + 1)] if unit % slices < slices - 1 else []
-        return [("I" if ("I", *each) in exists else "B", *each) for each in after]
+        return [("I" if ("I", *weight) in exists else "B", *weight) for weight in after]
     return []

@@ -205,7 +205,7 @@ def costs_of(**more: object) -> PartCosts:
 def test_stages_of_every_placement_are_sums_of_parts(placement, forward) -> None:
     costs = costs_of()
     assert costs.seconds(placement)[Kind.F] == pytest.approx(forward)
-    assert costs.seconds(placement, 2)[Kind.F] == pytest.approx([each / 2 for each in forward for _ in range(2)])
+    assert costs.seconds(placement, 2)[Kind.F] == pytest.approx([seconds / 2 for seconds in forward for _ in range(2)])
     assert costs.parts.head.seconds.total == 24 and costs.parts.embedding.seconds.total == 0.5
 
 

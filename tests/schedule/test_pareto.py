@@ -18,12 +18,12 @@ from megatron_pipemem.tools.planner.pareto import bound_line, choices, dominated
 
 @pytest.mark.parametrize(("p", "m", "costs"), [(2, 6, (1, 1.5, 0.5)), (4, 8, (1, 1, 1))])
 def test_pareto_choices_are_not_dominated(p: int, m: int, costs: tuple[float, float, float]) -> None:
-    found = choices(p, m, Costs(*costs), [0.5, 1.0], max_chunks=2)
+    compared = choices(p, m, Costs(*costs), [0.5, 1.0], max_chunks=2)
     front = []
-    for (choice, _), is_dominated in zip(found, dominated(found), strict=True):
+    for (choice, _), is_dominated in zip(compared, dominated(compared), strict=True):
         better = [
             other
-            for other, _ in found
+            for other, _ in compared
             if other.peak <= choice.peak and other.makespan <= choice.makespan
             and (other.peak, other.makespan) != (choice.peak, choice.makespan)
         ]  # fmt: skip
@@ -31,8 +31,8 @@ def test_pareto_choices_are_not_dominated(p: int, m: int, costs: tuple[float, fl
         front += [] if is_dominated else [choice]
     assert [choice.peak for choice in front] == sorted(choice.peak for choice in front)
     assert [choice.makespan for choice in front] == sorted((choice.makespan for choice in front), reverse=True)
-    assert trades(found)
-    assert all(less in front and more.bubble_rate < less.bubble_rate for less, more in trades(found))
+    assert trades(compared)
+    assert all(less in front and more.bubble_rate < less.bubble_rate for less, more in trades(compared))
 
 
 @examples(6)
@@ -43,20 +43,20 @@ def test_pareto_choices_are_not_dominated(p: int, m: int, costs: tuple[float, fl
     barriers=st.sampled_from([(0,), (0, 1, 2)]),
 )
 def test_no_choice_is_below_the_line_of_bounds(p, m, costs, barriers) -> None:
-    found = [timeline for timeline, _ in choices(p, m, costs, barriers=barriers, max_chunks=4)]
-    line = bound_line(found, costs, levels=5)
+    timelines = [timeline for timeline, _ in choices(p, m, costs, barriers=barriers, max_chunks=4)]
+    line = bound_line(timelines, costs, levels=5)
     assert [rate for _, rate in line] == sorted((rate for _, rate in line), reverse=True)
     assert all(0 <= rate < 1 for _, rate in line)
     levels = dict(line)
-    work = min(choice.makespan * (1 - choice.bubble_rate) for choice in found)
-    assert all(1 - work / choice.makespan >= levels[choice.peak] - 1e-9 for choice in found)
+    work = min(choice.makespan * (1 - choice.bubble_rate) for choice in timelines)
+    assert all(1 - work / choice.makespan >= levels[choice.peak] - 1e-9 for choice in timelines)
 
 
 def test_the_line_of_bounds_is_lower_bound() -> None:
     """Recomputed forwards are no work of these schedules: counted as such they made it .2552, -.0921 and -.2343."""
     costs, v = Costs(1, 1.5, 0.5), Placement.v_shape(8)
-    found = [timeline for timeline, _ in choices(8, 24, costs, max_chunks=2) if timeline.schedule.placement == v]
-    line = bound_line(found, costs, levels=8)
+    timelines = [timeline for timeline, _ in choices(8, 24, costs, max_chunks=2) if timeline.schedule.placement == v]
+    line = bound_line(timelines, costs, levels=8)
     for cap, rate in line:
         assert rate == pytest.approx(1 - 24 * 3 / lower_bound(v, 24, costs, cap))
     assert line[0][1] > 0.1 > line[-1][1] > 0.04

@@ -51,7 +51,7 @@ def test_slices_of_equal_time(slices: int, units: int, multiple: int, attention:
         return
     cut = slice_tokens(tokens, slices, "flops", attention, multiple)
     assert (len(cut), sum(cut)) == (slices, tokens)
-    assert all(each >= multiple and each % multiple == 0 for each in cut)
+    assert all(tokens >= multiple and tokens % multiple == 0 for tokens in cut)
     if units >= 2 * slices:  # none had to be made longer
         edges = [seconds_of_prefix(edge, tokens, attention) for edge in accumulate(cut, initial=0)]
         # An edge is half a unit off at most, where a unit takes 1 + attention times the mean at most.
@@ -105,8 +105,8 @@ def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, kept: flo
     once, parts = whole.seconds(LINEAR), cut.seconds(LINEAR, n)
     for stage in range(2):
         own = slice(stage * n, (stage + 1) * n)
-        for kind, each in parts.items():
-            assert sum(each[own]) == pytest.approx(once[kind][stage])
+        for kind, part in parts.items():
+            assert sum(part[own]) == pytest.approx(once[kind][stage])
         moved = cut.transfer_seconds(LINEAR, slices=n)
         away = 1 - kept if n > 1 else 1
         assert sum(moved[Kind.OFFLOAD][own]) == pytest.approx(2 * away)
@@ -146,10 +146,10 @@ def test_nothing_is_left_after_a_microbatch(data: st.DataObject, attention: floa
 def test_keys_and_values_wait_for_their_first_slice() -> None:
     """Of 12 bytes, 3 are keys and values, and all caches are there from the first forward to the last backward."""
     costs = slice_costs(Costs(memory={Kind.F: 12, Kind.W: -12}), Placement.linear(1), (1, 1, 1), keys_and_values=0.25)
-    order = [Action.parse(each) for each in "0F0 0F1 0F2 0B2 0B1 0B0".split()]
+    order = [Action.parse(text) for text in "0F0 0F1 0F2 0B2 0B1 0B0".split()]
     changes = costs.memory_changes(Placement.linear(1), slices=3)
     assert held_after(order, changes, slices=3) == pytest.approx([6, 9, 12, 12, 9, 0])
-    split = [Action.parse(each) for each in "0F0 0F1 0F2 0I2 0I1 0I0 0W2 0W1 0W0".split()]
+    split = [Action.parse(text) for text in "0F0 0F1 0F2 0I2 0I1 0I0 0W2 0W1 0W0".split()]
     assert held_after(split, changes, slices=3) == pytest.approx([6, 9, 12, 15, 15, 9, 6, 3, 0])
 
 
@@ -300,7 +300,7 @@ def test_slices_of_a_pipeline_with_replicas_are_alike() -> None:
 
 
 def test_what_is_held_after_every_slice() -> None:
-    actions = [Action.parse(each) for each in "0F0 0F1 0B1 0F2 0B0 0REDUCE_GRAD".split()]
+    actions = [Action.parse(text) for text in "0F0 0F1 0B1 0F2 0B0 0REDUCE_GRAD".split()]
     changes = {Kind.F: (5, 3), Kind.B: (-5, -3), Kind.REDUCE_GRAD: (7, 0)}
     assert held_after(actions, changes, slices=2) == [5, 8, 5, 10, 5, 12]
     assert held_after(actions, changes, (1, 1, 2), 2) == [5, 8, 5, 15, 10, 17], "what is on a whole stage has no weight"
@@ -329,7 +329,7 @@ def test_copies_to_the_host_are_planned_for_the_prices_of_slices(data: st.DataOb
     base = data.draw(random_schedules(max_slices=3))
     places = base.num_stages * base.slices
     takes = data.draw(st.lists(st.integers(0, 9), min_size=places, max_size=places))
-    memory = {Kind.F: tuple(takes), Kind.W: tuple(-each for each in takes)}
+    memory = {Kind.F: tuple(takes), Kind.W: tuple(-seconds for seconds in takes)}
     copies = data.draw(st.lists(st.sampled_from([0.1, 0.5, 2]), min_size=places, max_size=places))
     costs = Costs(data.draw(priced(base)).forward, 1.25, 0.5, 0.25, memory, channel=Channel(tuple(copies)))
     free = plan_offload(base, costs)

@@ -64,12 +64,12 @@ def shortest(tiny: Tiny) -> int | None:
     def awaited(done: frozenset[Pass]) -> list[Pass]:
         """Return the results that another device has still to use."""
         return sorted(
-            each
-            for each in done
-            if each[0] != _W
-            and 0 <= (user := each[1] + (1 if each[0] == _F else -1)) <= last
-            and tiny.devices[user] != tiny.devices[each[1]]
-            and (each[0], user, each[2]) not in done
+            action
+            for action in done
+            if action[0] != _W
+            and 0 <= (user := action[1] + (1 if action[0] == _F else -1)) <= last
+            and tiny.devices[user] != tiny.devices[action[1]]
+            and (action[0], user, action[2]) not in done
         )
 
     for count, layer in enumerate(layers[:-1]):
@@ -79,16 +79,18 @@ def shortest(tiny: Tiny) -> int | None:
                 new = {(_I, stage, k), (_W, stage, k)} if kind == _B else {(kind, stage, k)}
                 needed = sources(_I if kind == _B else kind, stage, k)
                 if tiny.in_order and k:
-                    needed += [(each, stage, k - 1) for each, _, _ in new]
+                    needed += [(action, stage, k - 1) for action, _, _ in new]
                 if new & done or not done.issuperset(needed) or not _keeps(tiny, after := done | new, stage):
                     continue
                 coming, device = awaited(after), tiny.devices[stage]
                 for free, times in ways:
                     ends = dict(zip(known, times, strict=True))
-                    arrivals = [ends[each] + tiny.message(k) for each in needed if tiny.devices[each[1]] != device]
+                    arrivals = [
+                        ends[action] + tiny.message(k) for action in needed if tiny.devices[action[1]] != device
+                    ]
                     now = max([free[device], *arrivals]) + tiny.ticks(kind, stage, k)
                     ends |= dict.fromkeys(new, now)
-                    way = (*free[:device], now, *free[device + 1 :]), tuple(ends[each] for each in coming)
+                    way = (*free[:device], now, *free[device + 1 :]), tuple(ends[action] for action in coming)
                     layers[count + len(new)].setdefault(after, set()).add(way)
         layer.clear()
     return min((max(free) for free, _ in layers[-1].get(whole, ())), default=None)
@@ -98,7 +100,7 @@ def _keeps(tiny: Tiny, done: frozenset[Pass], stage: int) -> bool:
     if tiny.caps is None:
         return True
     device = tiny.devices[stage]
-    return sum(tiny.changes(*each) for each in done if tiny.devices[each[1]] == device) <= tiny.caps[device]
+    return sum(tiny.changes(*action) for action in done if tiny.devices[action[1]] == device) <= tiny.caps[device]
 
 
 def _not_beaten(ways: set) -> list:

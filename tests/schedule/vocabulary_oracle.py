@@ -21,13 +21,13 @@ Event = tuple[str, int, int]
 def expected(schedule: Schedule) -> Counter[tuple[int, Event]]:
     """``(device, (kind, number, microbatch))`` of all passes and posts of a training step."""
     everywhere = ("EMBED_F", "S", "T", "EMBED_B", *COLLECTIVES)
-    found: Counter[tuple[int, Event]] = Counter()
+    counts: Counter[tuple[int, Event]] = Counter()
     last = schedule.placement.devices[-1]
     for k in range(schedule.num_microbatches * schedule.slices):
         if k % schedule.slices == schedule.slices - 1:
-            found[last, ("LOSS", last, k)] += 1
-        found.update((d, (kind, d, k)) for d in range(schedule.num_devices) for kind in everywhere)
-    return found
+            counts[last, ("LOSS", last, k)] += 1
+        counts.update((d, (kind, d, k)) for d in range(schedule.num_devices) for kind in everywhere)
+    return counts
 
 
 def present(schedule: Schedule) -> Counter[tuple[int, Event]]:
