@@ -73,8 +73,12 @@ def benchmarks() -> Iterator[Mapping[str, Any]]:
     folder, names = _bridge(), []
     for file in sorted((folder / "perf_recipes").rglob("*.py")):
         module = ".".join(("megatron.bridge", *file.relative_to(folder).with_suffix("").parts))
-        functions = (each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef))
-        names += [f"{module}:{each.name}" for each in functions if each.name.endswith("_config") and not each.args.args]
+        functions = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
+        names += [
+            f"{module}:{function.name}"
+            for function in functions
+            if function.name.endswith("_config") and not function.args.args
+        ]
     for facts in evaluate(names):
         if facts.get("values", {}).get(_RANKS, 1) > 1:
             yield facts["values"]
@@ -120,8 +124,8 @@ def markdown(rows: Iterable[tuple[str, ...]]) -> str:
     """Return the documents' table: the recipes that gain more than ``LISTED_GAIN`` by a schedule, ours or stock's."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, size, today, idle, ours, gain, stock, stock_gain in rows:
-        if min(float(each.rstrip("%")) if each != "-" else 0.0 for each in (gain, stock_gain)) < -100 * LISTED_GAIN:
-            quoted = [f"`{each}`" if each != "-" else each for each in (today, ours, stock)]
+        if min(float(ratio.rstrip("%")) if ratio != "-" else 0.0 for ratio in (gain, stock_gain)) < -100 * LISTED_GAIN:
+            quoted = [f"`{way}`" if way != "-" else way for way in (today, ours, stock)]
             cells = (name.removesuffix("_h100_bf16"), size, quoted[0], idle, quoted[1], gain, quoted[2], stock_gain)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -136,9 +140,9 @@ def main() -> None:
     if arguments.benchmarks:
         settings = [*benchmarks()]
         for schedule in ("1f1b", "interleaved", "1f1b-v", "zb-h1", "v-half"):
-            found = Counter(refusal(each, schedule) for each in settings)
-            others = ", ".join(f"{name} {count}" for name, count in found.most_common() if name)
-            Console().print(f"{schedule}: {found[None]} of {len(settings)} accepted; refused: {others}")
+            errors = Counter(refusal(setting, schedule) for setting in settings)
+            others = ", ".join(f"{name} {count}" for name, count in errors.most_common() if name)
+            Console().print(f"{schedule}: {errors[None]} of {len(settings)} accepted; refused: {others}")
         return
     table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3]), Counter[str](), []
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}

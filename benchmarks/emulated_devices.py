@@ -61,8 +61,8 @@ def our_schedules(devices: int, microbatches: int, costs: Costs) -> tuple[tuple[
     shape: dict[str, Any] = {"num_devices": devices, "num_microbatches": microbatches}
     rows = [(name, build_schedule(name, **shape)) for name in FAMILIES]
     for cap in CAPS:
-        found = search_schedule(**shape, costs=costs, memory_cap=cap, max_chunks=2)
-        rows.append((f"search {cap:g}", found.schedule))
+        result = search_schedule(**shape, costs=costs, memory_cap=cap, max_chunks=2)
+        rows.append((f"search {cap:g}", result.schedule))
     return tuple(rows)
 
 
@@ -75,15 +75,15 @@ def all_steps(schedules: tuple[tuple[str, Schedule], ...], microbatches: int, co
 
 def duels(rows: list[Row]) -> list[Duel]:
     """Return a duel for every row of another runtime with at least one row of ours in no more memory."""
-    found = []
+    pairs = []
     for peer in (row for row in rows if row.runtime != "pipemem"):
         smaller = [row for row in rows if row.runtime == "pipemem" and row.peak <= peer.peak + 1e-9]
         if smaller:
             best = min(smaller, key=lambda row: row.seconds)
-            found.append(
+            pairs.append(
                 Duel(f"{peer.runtime} {peer.schedule}", peer.peak, peer.seconds, best.schedule, best.peak, best.seconds)
             )
-    return found
+    return pairs
 
 
 def rows_table(rows: list[Row]) -> Table:
@@ -105,12 +105,12 @@ def rows_table(rows: list[Row]) -> Table:
     return table
 
 
-def duels_table(found: list[Duel]) -> Table:
+def duels_table(pairs: list[Duel]) -> Table:
     """Return a table of peers against the fastest schedule of ours with no more memory."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("peer", "peak", "seconds", "ours", "peak", "seconds", "speedup"):
         table.add_column(heading, justify="left" if heading in ("peer", "ours") else "right", no_wrap=True)
-    for duel in found:
+    for duel in pairs:
         table.add_row(
             duel.peer,
             f"{duel.peer_peak:.3f}",
@@ -132,16 +132,16 @@ def compare(devices: int, microbatches: int, ratio: tuple[float, float, float], 
     console.print(f"{title}, {unit * 1e3:g} ms each", style="bold")
     schedules = our_schedules(devices, microbatches, costs)
     rows = measure(devices, repeats, partial(all_steps, schedules, microbatches, costs))
-    found = duels(rows)
+    pairs = duels(rows)
     console.print(rows_table(rows))
-    console.print(duels_table(found))
+    console.print(duels_table(pairs))
     return {
         "devices": devices,
         "microbatches": microbatches,
         "costs": ratio,
         "unit_seconds": unit,
         "rows": [asdict(row) | {"seconds": row.seconds, "off_plan": row.off_plan} for row in rows],
-        "at_equal_memory": [asdict(duel) | {"speedup": duel.speedup} for duel in found],
+        "at_equal_memory": [asdict(duel) | {"speedup": duel.speedup} for duel in pairs],
     }
 
 
@@ -160,15 +160,15 @@ def overlaps(rows: list[StepsRow]) -> list[Overlap]:
     """Return the overlap of every schedule of ours. A dropped step costs equally much at any place."""
     stock = min(row.seconds for row in rows if row.runtime != "pipemem")
     ours = {(row.schedule, row.way): row for row in rows if row.runtime == "pipemem"}
-    found = []
+    gains = []
     for name in dict.fromkeys(name for name, _ in ours):
         waits, free, dropped = (ours[name, way] for way in (BARRIER, OVERLAPPED, DROPPED))
         saved, lost = waits.seconds - free.seconds, dropped.seconds - free.seconds
         assert waits.planned is not None and free.planned is not None, "our steps are planned"
         gain = waits.planned / free.planned
         even = saved / lost if gain > LEAST_GAIN and lost > 0 else None
-        found.append(Overlap(name, gain, waits.seconds / free.seconds, stock / free.seconds, even))
-    return found
+        gains.append(Overlap(name, gain, waits.seconds / free.seconds, stock / free.seconds, even))
+    return gains
 
 
 def steps_table(rows: list[StepsRow]) -> Table:
@@ -189,14 +189,14 @@ def steps_table(rows: list[StepsRow]) -> Table:
     return table
 
 
-def overlaps_table(found: list[Overlap]) -> Table:
+def overlaps_table(gains: list[Overlap]) -> Table:
     """Return a table of the schedules' gains."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("schedule", "planned gain", "measured", "against stock", "pays up to"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    for each in found:
-        even = "-" if each.break_even is None else f"{each.break_even:.0%} clipped"
-        table.add_row(each.schedule, *(f"{x:.3f}" for x in (each.planned, each.measured, each.against_stock)), even)
+    for gain in gains:
+        even = "-" if gain.break_even is None else f"{gain.break_even:.0%} clipped"
+        table.add_row(gain.schedule, *(f"{x:.3f}" for x in (gain.planned, gain.measured, gain.against_stock)), even)
     return table
 
 
@@ -210,9 +210,9 @@ def compare_steps(
     rows = measure_steps(devices, microbatches, costs, STEPPED, steps, repeats)
     title = f"{devices} devices, {microbatches} microbatches, {steps} steps, F:I:W = {':'.join(f'{part:g}' for part in ratio)}"
     console.print(f"{title}, {unit * 1e3:g} ms each", style="bold")
-    found = overlaps(rows)
+    gains = overlaps(rows)
     console.print(steps_table(rows))
-    console.print(overlaps_table(found))
+    console.print(overlaps_table(gains))
     return {
         "devices": devices,
         "microbatches": microbatches,
@@ -220,7 +220,7 @@ def compare_steps(
         "unit_seconds": unit,
         "steps": steps,
         "rows": [asdict(row) | {"seconds": row.seconds} for row in rows],
-        "without_barrier": [asdict(each) for each in found],
+        "without_barrier": [asdict(gain) for gain in gains],
     }
 
 

@@ -66,20 +66,20 @@ RECIPES = (
 COLUMNS = ("model", "ranks x chunks", "by hand", "`pipemem layout`", "slowest rank", "step", "step, even split")
 
 
-def row(recipe: Recipe, found: Balance) -> tuple[str, ...]:
+def row(recipe: Recipe, layouts: Balance) -> tuple[str, ...]:
     """Return the cells of a recipe: ratios of the best layout, and of the even split, to the one by hand."""
-    model, hand = load(recipe.model, Model), found.own
+    model, hand = load(recipe.model, Model), layouts.own
     assert hand is not None, "every recipe has a layout by hand"
-    best = layout.written(found.best.layers, model.mtp_layers)
-    same = found.best.layers == hand.layers
+    best = layout.written(layouts.best.layers, model.mtp_layers)
+    same = layouts.best.layers == hand.layers
     return (
         recipe.model,
         f"{recipe.pp} x {recipe.chunks}",
         f"`{recipe.by_hand}`",
         "the same" if same else f"`{best}`",
-        f"{found.best.slowest / hand.slowest:.3f}",
-        f"{found.best.seconds / hand.seconds:.3f}",
-        f"{found.even.seconds / hand.seconds:.3f}",
+        f"{layouts.best.slowest / hand.slowest:.3f}",
+        f"{layouts.best.seconds / hand.seconds:.3f}",
+        f"{layouts.even.seconds / hand.seconds:.3f}",
     )
 
 
@@ -90,12 +90,12 @@ def main() -> None:
     )
     results = []
     for recipe in RECIPES:
-        found = balance(recipe.run(), recipe.by_hand)
+        layouts = balance(recipe.run(), recipe.by_hand)
         cells, most = (
-            row(recipe, found),
-            [way.peak / GIB for way in (found.best, found.own) if way is not None],
+            row(recipe, layouts),
+            [way.peak / GIB for way in (layouts.best, layouts.own) if way is not None],
         )
-        table.add_row(*cells, ", ".join(f"{each:.0f}" for each in most))
+        table.add_row(*cells, ", ".join(f"{ratio:.0f}" for ratio in most))
         results.append({**dict(zip(COLUMNS, cells, strict=True)), "most_gib": most, "source": recipe.source})
     console.print(table)
     output = Path("out/benchmarks/layouts.json")

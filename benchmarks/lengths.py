@@ -31,12 +31,12 @@ class Lengths:
 
     def documents(self, count: int, random: Random) -> list[int]:
         """Return so many documents that fit the context."""
-        found: list[int] = []
-        while len(found) < count:
+        lengths: list[int] = []
+        while len(lengths) < count:
             tokens = round(self.draw(random))
             if 0 < tokens <= self.context:
-                found.append(tokens)
-        return found
+                lengths.append(tokens)
+        return lengths
 
     def batch(self, microbatches: int, random: Random, packed: bool) -> Batch:
         """Return microbatches of one document each or, if packed, of as many as fit the context, in arrival order."""
@@ -87,8 +87,8 @@ def weigh(batch: Batch, microbatches: int | None = None) -> MicrobatchWeights:
     count = microbatches or len(batch)
     unit, memory = sum(forward) / count, sum(tokens) / count
     time: dict[Kind, Sequence[float]] = {Kind.F: forward, Kind.I: inputs, Kind.W: tokens}
-    kinds = {kind: tuple(each / unit for each in seconds) for kind, seconds in time.items()}
-    return MicrobatchWeights(kinds[Kind.F], tuple(each / memory for each in tokens), kinds)
+    kinds = {kind: tuple(duration / unit for duration in seconds) for kind, seconds in time.items()}
+    return MicrobatchWeights(kinds[Kind.F], tuple(token / memory for token in tokens), kinds)
 
 
 def first_fit_decreasing(batch: Batch) -> Batch:
@@ -98,11 +98,11 @@ def first_fit_decreasing(batch: Batch) -> Batch:
     """
     room = max(map(sum, batch))
     packed: Batch = []
-    for tokens in sorted((each for documents in batch for each in documents), reverse=True):
-        found = next((documents for documents in packed if sum(documents) + tokens <= room), None)
-        if found is None:
-            packed.append(found := [])
-        found.append(tokens)
+    for tokens in sorted((document for documents in batch for document in documents), reverse=True):
+        bin_with_room = next((documents for documents in packed if sum(documents) + tokens <= room), None)
+        if bin_with_room is None:
+            packed.append(bin_with_room := [])
+        bin_with_room.append(tokens)
     return packed
 
 

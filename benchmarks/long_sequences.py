@@ -93,23 +93,23 @@ def ways(sequence: int, counts: Sequence[int] = COUNTS) -> Iterator[Way]:
     yield from (Way(sequence, slices=count, slice_cut=cut) for cut in SLICE_CUTS for count in counts if count > 1)
 
 
-def row(way: Way, found: Planned | None) -> tuple[str, ...]:
+def row(way: Way, planned: Planned | None) -> tuple[str, ...]:
     """Return the cells of a way: its best plan, and the limit of that plan."""
     tokens = f"{way.sequence // 1024}K"
-    if found is None:
+    if planned is None:
         return (tokens, str(way), *[""] * (len(COLUMNS) - 3), "nothing fits")
-    cut, run = found.run.parallelism, found.run
+    cut, run = planned.run.parallelism, planned.run
     return (
         tokens,
         str(way),
         *map(str, (cut.pp, cut.dp, cut.microbatches)),
-        found.schedule if cut.chunks is None else f"{found.schedule} v={cut.chunks}",
+        planned.schedule if cut.chunks is None else f"{planned.schedule} v={cut.chunks}",
         run.schedule.recompute,
-        f"{found.seconds:.1f}",
-        f"{found.mfu:.1%}",
-        gibibytes(found.peak),
-        f"{found.bubble_rate:.1%}",
-        found.binds,
+        f"{planned.seconds:.1f}",
+        f"{planned.mfu:.1%}",
+        gibibytes(planned.peak),
+        f"{planned.bubble_rate:.1%}",
+        planned.binds,
     )
 
 

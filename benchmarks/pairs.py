@@ -61,17 +61,17 @@ def gain_cells(gain: Gain) -> tuple[str, ...]:
 def compare(case: Case, console: Console) -> dict:
     """Run one case, print its tables, and return it as JSON data."""
     rows = run(case)
-    found = gains(rows)
+    gain_rows = gains(rows)
     sizes = f"{case.devices} devices, {case.microbatches} microbatches"
     console.print(f"{case.model}, {case.share:.0%} of F and I in exchanges, {sizes}", style="bold")
     console.print(
         table(("schedule", "peak", "simulated", "measured", "ratio", "spread"), [row_cells(row) for row in rows])
     )
     headings = ("measured (simulated)", "peak", "plain order", "stock", "stock's pairs")
-    console.print(table(headings, [gain_cells(gain) for gain in found]))
+    console.print(table(headings, [gain_cells(gain) for gain in gain_rows]))
     return asdict(case) | {
         "rows": [asdict(row) | {"seconds": row.seconds, "off_plan": row.off_plan} for row in rows],
-        "gains": [asdict(gain) for gain in found],
+        "gains": [asdict(gain) for gain in gain_rows],
     }
 
 

@@ -137,31 +137,31 @@ def grid_search() -> dict[str, list[Row]]:
     for (sequence, batch), paper in GRID_SEARCH.items():
         model = replace(load("cm-98.5b", Model), sequence=sequence)
         run = Run(model, machine(40), Parallelism(global_batch=batch))
-        found = [
+        answers = [
             _best(run, schedule=(family,), recompute=(recompute,), variant=(PLAIN,))
             for _, family, recompute in track(GRID_ROWS, f"98.5B at {sequence}", transient=True)
         ]
-        base = found[0].plans
+        base = answers[0].plans
         tables[f"arXiv 2405.15362, table 3: 98.5B on 40 devices, sequence {sequence}, batch {batch}: MFU %"] = [
             Row(
                 name,
                 mfu_of_paper,
-                100 * each.plans[0].mfu if each.plans else None,
+                100 * answer.plans[0].mfu if answer.plans else None,
                 mfu_of_paper / paper[0],
-                each.plans[0].mfu / base[0].mfu if each.plans and base else None,
-                _without_barrier(each, found[0]) + _cut(each),
+                answer.plans[0].mfu / base[0].mfu if answer.plans and base else None,
+                _without_barrier(answer, answers[0]) + _cut(answer),
             )
-            for (name, _, _), mfu_of_paper, each in zip(GRID_ROWS, paper, found, strict=True)
+            for (name, _, _), mfu_of_paper, answer in zip(GRID_ROWS, paper, answers, strict=True)
         ]
     return tables
 
 
-def _without_barrier(found: Answer, base: Answer) -> str:
+def _without_barrier(answer: Answer, base: Answer) -> str:
     """Return the ratio of MFUs if every device began a step as soon as it has finished the one before."""
-    if not found.plans or not base.plans:
+    if not answer.plans or not base.plans:
         return ""
     reached = []
-    for best in (found.plans[0], base.plans[0]):
+    for best in (answer.plans[0], base.plans[0]):
         cut = best.run.parallelism
         schedule = build_schedule(best.schedule, num_devices=cut.pp, num_microbatches=cut.microbatches)
         reached.append(mfu(best.run, stream(schedule, best.step.costs, steps=2).period + best.step.outside))
@@ -196,11 +196,11 @@ def offloaded() -> dict[str, list[Row]]:
     return {f"arXiv 2503.01328, figure 11: 32 devices, batch 256 (PO-F or PO-H is {OFFLOAD_GAIN}): MFU %": rows}
 
 
-def _against(base: Answer, setup: str, found: Answer) -> Row:
-    if not found.plans:
-        return Row(setup, None, None, None, None, _cut(found))
-    reached = found.plans[0].mfu
-    return Row(setup, None, 100 * reached, None, reached / base.plans[0].mfu if base.plans else None, _cut(found))
+def _against(base: Answer, setup: str, answer: Answer) -> Row:
+    if not answer.plans:
+        return Row(setup, None, None, None, None, _cut(answer))
+    reached = answer.plans[0].mfu
+    return Row(setup, None, 100 * reached, None, reached / base.plans[0].mfu if base.plans else None, _cut(answer))
 
 
 def _ceiling(base: Answer, setup: str, run: Run) -> Row:
@@ -229,10 +229,10 @@ def vocabulary() -> dict[str, list[Row]]:
                 if method.startswith("vocabulary-") and method not in known:
                     rows.append(Row(setup, measured, None, None, None, "no such variant in this version"))
                     continue
-                found = _vocabulary(run, method, known)
-                base = found if method == "baseline" and size == VOCABULARIES[0] else base
+                answer = _vocabulary(run, method, known)
+                base = answer if method == "baseline" and size == VOCABULARIES[0] else base
                 relative = measured / methods["baseline"][0]
-                rows.append(Row(setup, measured, 100 * found, relative, found / base))
+                rows.append(Row(setup, measured, 100 * answer, relative, answer / base))
         tables[f"arXiv 2411.05288, table 5: {name} on {devices} devices, sequence {sequence}, 1F1B: MFU %"] = rows
     return tables
 
@@ -254,10 +254,10 @@ def _best(run: Run, **allowed: Iterable[object]) -> Answer:
     return plan(run, limits=limits, top=1, search_seconds=0)
 
 
-def _cut(found: Answer) -> str:
-    if not found.plans:
-        return "nothing fits: " + "; ".join(f"{reason} ({count})" for reason, count in found.rejected.most_common())
-    best = found.plans[0]
+def _cut(answer: Answer) -> str:
+    if not answer.plans:
+        return "nothing fits: " + "; ".join(f"{reason} ({count})" for reason, count in answer.rejected.most_common())
+    best = answer.plans[0]
     cut = best.run.parallelism
     text = f"{best.schedule}, TP{cut.tp} PP{cut.pp} DP{cut.dp}, microbatch {cut.micro_batch}"
     return f"{text}{'' if cut.chunks is None else f', v={cut.chunks}'}, {best.peak / GIB:.0f} GiB"

@@ -63,8 +63,8 @@ def ways(batch: Batch, devices: int, seconds: float, longer: float) -> Iterator[
         started = time.process_time()
         plan = plan_step(base, Costs(microbatch=of), cap, seconds)
         took = time.process_time() - started
-        found = way(name, plan.schedule, of.reordered(plan.order))
-        return replace(found, over_bound=plan.makespan / plan.bound, seconds=took)
+        planned = way(name, plan.schedule, of.reordered(plan.order))
+        return replace(planned, over_bound=plan.makespan / plan.bound, seconds=took)
 
     yield way("1F1B, arrival order")
     yield way("interleaved, arrival order", build_schedule("interleaved", num_devices=devices, num_microbatches=m))
@@ -98,9 +98,9 @@ def greedy(stock, costs: Costs, held: float, makespan: float, seconds: float) ->
     while time.process_time() - started < seconds:
         tried = list(order)
         tried.insert(random.randrange(len(tried)), tried.pop(random.randrange(len(tried))))
-        found = dispatcher.run(tried)
-        if found is not None and (best is None or found.makespan <= best.makespan):
-            best, order = found, tuple(tried)
+        dispatched = dispatcher.run(tried)
+        if dispatched is not None and (best is None or dispatched.makespan <= best.makespan):
+            best, order = dispatched, tuple(tried)
     took = time.process_time() - started
     assert best is not None and costs.microbatch is not None, "stock's memory holds the step"
     schedule, own = dispatcher.schedule(best), Costs(microbatch=costs.microbatch.reordered(order))
@@ -121,17 +121,17 @@ def compare(name: str, packed: bool, arguments: argparse.Namespace) -> dict:
     for heading in ("way", "speedup", "least", "memory", "over bound", "ms"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for row in rows:
-        bounds = [each.over_bound for each in row if each.over_bound is not None]
+        bounds = [gain.over_bound for gain in row if gain.over_bound is not None]
         table.add_row(
             row[0].name,
-            f"{math.exp(statistics.mean(math.log(each.speedup) for each in row)):.3f}",
-            f"{min(each.speedup for each in row):.3f}",
-            f"{max(each.memory for each in row):.2f}",
+            f"{math.exp(statistics.mean(math.log(gain.speedup) for gain in row)):.3f}",
+            f"{min(gain.speedup for gain in row):.3f}",
+            f"{max(gain.memory for gain in row):.2f}",
             f"{statistics.mean(bounds):.3f}" if bounds else "",
-            f"{1e3 * max(each.seconds for each in row):.0f}" if bounds else "",
+            f"{1e3 * max(gain.seconds for gain in row):.0f}" if bounds else "",
         )
     console.print(table)
-    return {"distribution": name, "packed": packed, "rows": [[asdict(each) for each in row] for row in rows]}
+    return {"distribution": name, "packed": packed, "rows": [[asdict(gain) for gain in row] for row in rows]}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

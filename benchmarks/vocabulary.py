@@ -194,17 +194,17 @@ def makespans(model: Model, num_microbatches: int, methods: set[str]) -> dict[st
     name, p, m = "1f1b" if model.table == 5 else "v-half", model.devices, num_microbatches
     base = build_schedule(name, num_devices=p, num_microbatches=m)
     placement = base.placement
-    found = {"baseline": simulate(base, head_on_last_stage(model.costs, placement, model.head)).makespan}
+    makespans = {"baseline": simulate(base, head_on_last_stage(model.costs, placement, model.head)).makespan}
     if "redistribution" in methods:
         moved = head_on_last_stage(model.costs, placement, model.head, layout_of(model, placement))
-        found["redistribution"] = simulate(base, moved).makespan
+        makespans["redistribution"] = simulate(base, moved).makespan
     for algorithm, barriers in ((1, 2), (2, 1)):
         if f"Algorithm {algorithm}" in methods:
             costs = model.with_passes(barriers)
-            found[f"Algorithm {algorithm}"] = simulate(with_vocabulary(base, barriers, costs), costs).makespan
+            makespans[f"Algorithm {algorithm}"] = simulate(with_vocabulary(base, barriers, costs), costs).makespan
     if "interlaced" in methods:
-        found["interlaced"] = simulate(interlaced(p, m), model.with_passes(2)).makespan
-    return found
+        makespans["interlaced"] = simulate(interlaced(p, m), model.with_passes(2)).makespan
+    return makespans
 
 
 def layout_of(model: Model, placement: Placement) -> tuple[int, ...]:
@@ -233,13 +233,13 @@ def entries(table: int, published: dict, num_microbatches: int, only_profiled: b
                 yield Entry(table, p, s, vocabulary, method, paper, ours)
 
 
-def drawn(found: list[Entry]) -> Table:
+def drawn(ratios: list[Entry]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("table", "GPUs", "seq", "vocab", "method", "paper", "simulated", "off", "reason"):
         table.add_column(
             heading, justify="left" if heading in ("method", "reason") else "right", no_wrap=heading != "reason"
         )
-    for e in found:
+    for e in ratios:
         table.add_row(
             str(e.table), str(e.devices), str(e.sequence), e.vocabulary, e.method,
             f"{e.paper:.3f}", f"{e.simulated:.3f}", f"{e.off:+.1%}", e.reason,
@@ -299,18 +299,18 @@ def run_emulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 def run_simulated(arguments: argparse.Namespace) -> int:
     m = arguments.microbatches or 128
-    found = list(entries(5, TABLE_5, m, arguments.quick))
+    ratios = list(entries(5, TABLE_5, m, arguments.quick))
     if not arguments.quick:
-        found += entries(6, TABLE_6, m, arguments.quick)
+        ratios += entries(6, TABLE_6, m, arguments.quick)
     console = Console(width=None if Console().is_terminal else 160)
-    console.print(drawn(found))
-    near = sum(not e.reason for e in found)
+    console.print(drawn(ratios))
+    near = sum(not e.reason for e in ratios)
     console.print(
-        f"{near} of {len(found)} ratios within {WITHIN:.0%} of the paper's; the others are listed with a reason"
+        f"{near} of {len(ratios)} ratios within {WITHIN:.0%} of the paper's; the others are listed with a reason"
     )
-    rows = [asdict(e) | {"off": e.off, "reason": e.reason} for e in found]
+    rows = [asdict(e) | {"off": e.off, "reason": e.reason} for e in ratios]
     written(console, rows, arguments.output or Path("out/benchmarks/vocabulary.json"))
-    return int(any(e.reason.startswith(UNEXPECTED) for e in found))
+    return int(any(e.reason.startswith(UNEXPECTED) for e in ratios))
 
 
 def written(console: Console, data: object, path: Path) -> None:

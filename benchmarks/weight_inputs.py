@@ -61,13 +61,13 @@ MIXTURES = {
     "qwen3-30b-a3b": EXPERTS,
 }
 EARLY = ("none", "auto", "head,experts_fc2")
-EARLY_BYTES = ("MiB of a layer", "after F", *(f"from I to W, `{each}`" for each in EARLY[:2]))
+EARLY_BYTES = ("MiB of a layer", "after F", *(f"from I to W, `{setting}`" for setting in EARLY[:2]))
 EARLY_SHARES = (
     "model",
     "schedule",
     "units",
-    *(f"`{each}`" for each in EARLY),
-    *(f"time, `{each}`" for each in EARLY[1:]),
+    *(f"`{setting}`" for setting in EARLY),
+    *(f"time, `{setting}`" for setting in EARLY[1:]),
 )
 COLUMNS = ("schedule", "p", "units", *EXECUTIONS)
 RANKS = (4, 8, 16)
@@ -79,12 +79,12 @@ COMPARED = ("zb-h1", "cases", "largest share", "mean time", "longest time")
 
 def shares(schedule: str, devices: int) -> list[float]:
     """Return a schedule's peak relative to 1F1B's: in activation units, and in bytes of each execution."""
-    found = []
+    rows = []
     for execution in (None, *EXECUTIONS.values()):
         costs = None if execution is None else from_formulas(MODEL, execution, CLUSTER).costs()
         ours, first = (max(peaks(build(name, devices), costs)) for name in (schedule, "1f1b"))
-        found.append(ours / first)
-    return found
+        rows.append(ours / first)
+    return rows
 
 
 def build(schedule: str, devices: int) -> Schedule:
@@ -104,7 +104,7 @@ def early_bytes() -> list[tuple[str, ...]]:
     lines = []
     for name, execution in MIXTURES.items():
         model = replace(load(name, Model), sequence=SEQUENCE)
-        kept = [layer_bytes(model, replace(execution, early_weights=each), model.main_kind) for each in EARLY[:2]]
+        kept = [layer_bytes(model, replace(execution, early_weights=setting), model.main_kind) for setting in EARLY[:2]]
         lines.append((name, *(f"{nbytes / 2**20:.0f}" for nbytes in (kept[0].saved, *(k.after_input for k in kept)))))
     return lines
 
@@ -114,13 +114,13 @@ def early_shares(devices: int = 8) -> list[tuple[str, ...]]:
     lines = []
     for name, execution in MIXTURES.items():
         model = replace(load(name, Model), sequence=SEQUENCE)
-        costs = [from_formulas(model, replace(execution, early_weights=each), CLUSTER).costs() for each in EARLY]
+        costs = [from_formulas(model, replace(execution, early_weights=setting), CLUSTER).costs() for setting in EARLY]
         for schedule in SCHEDULES[1:]:
             ours, first = build(schedule, devices), build("1f1b", devices)
-            held = [max(peaks(ours, each)) / max(peaks(first, each)) for each in (None, *costs)]
-            took = [simulate(ours, each).makespan for each in costs]
-            shown = [*held, *(each / took[0] for each in took[1:])]
-            lines.append((name, f"`{schedule}`", *(f"{each:.2f}" for each in shown)))
+            held = [max(peaks(ours, prices)) / max(peaks(first, prices)) for prices in (None, *costs)]
+            took = [simulate(ours, cost).makespan for cost in costs]
+            shown = [*held, *(duration / took[0] for duration in took[1:])]
+            lines.append((name, f"`{schedule}`", *(f"{cell:.2f}" for cell in shown)))
     return lines
 
 
@@ -214,10 +214,10 @@ def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[
     ``repeats`` counts.
     """
     kind, between = MODEL.main_kind, getattr(CLUSTER, link)
-    products = [each for block in kind for each in matrices(MODEL, SHARDS, block)]
-    seconds = [2 * MODEL.sequence * each.inputs * each.outputs / TP / CLUSTER.flops for each in products]
-    widths = [gathered_in_weight(MODEL, SHARDS, [each]) for each in products]
-    gathers = [sum(gather(nbytes, TP, between) for nbytes in each) for each in widths]
+    products = [matrix for block in kind for matrix in matrices(MODEL, SHARDS, block)]
+    seconds = [2 * MODEL.sequence * product.inputs * product.outputs / TP / CLUSTER.flops for product in products]
+    widths = [gathered_in_weight(MODEL, SHARDS, [product]) for product in products]
+    gathers = [sum(gather(nbytes, TP, between) for nbytes in width) for width in widths]
     scale = layer_seconds / sum(seconds)
 
     def run(with_gathers: bool) -> float:
@@ -253,9 +253,11 @@ def main() -> None:
     written: object
     if asked.emulated:
         links = ("intra_node", "inter_node")
-        written = found = [measure(link, asked.layers, asked.layer_ms / 1e3, asked.repeats) for link in links]
-        lines = [[f"{value:.2f}" if isinstance(value, float) else value for value in each.values()] for each in found]
-        show(console, tuple(found[0]), lines)
+        written = timings = [measure(link, asked.layers, asked.layer_ms / 1e3, asked.repeats) for link in links]
+        lines = [
+            [f"{value:.2f}" if isinstance(value, float) else value for value in timing.values()] for timing in timings
+        ]
+        show(console, tuple(timings[0]), lines)
     elif asked.head:
         written = shown = head_rows()
         show(console, HEAD, shown)
@@ -267,8 +269,8 @@ def main() -> None:
     else:
         kept = {name: layer_bytes(MODEL, execution) for name, execution in EXECUTIONS.items()}
         after = [
-            ("after F", *(f"{each.saved / 2**20:.0f}" for each in kept.values())),
-            ("from I to W", *(f"{each.after_input / 2**20:.0f}" for each in kept.values())),
+            ("after F", *(f"{way.saved / 2**20:.0f}" for way in kept.values())),
+            ("from I to W", *(f"{way.after_input / 2**20:.0f}" for way in kept.values())),
         ]
         show(console, ("MiB of a layer", *kept), after)
         written = shown = rows()

@@ -82,7 +82,7 @@ def train(steps: int = 20) -> list[float]:
             seq_length=SEQUENCE,
             micro_batch_size=1,
         )
-        losses += [sum(each["loss"].item() for each in seen) / len(seen)] if seen else []
+        losses += [sum(value["loss"].item() for value in seen) / len(seen)] if seen else []
         for parameter in parameters:
             parameter.grad = parameter.main_grad
         optimizer.step()

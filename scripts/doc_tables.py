@@ -126,7 +126,9 @@ def table_of_costs() -> str:
     rows |= {what: [_found(chunks, costs) for costs in COSTS.values()] for what, chunks in SEARCHES.items()}
     lines = [["schedule", *PEAKS, *(f"bubble at F : I : W = {ratio}" for ratio in COSTS)]]
     for name, runs in rows.items():
-        peaks = [f"{max(each):.{digits}f}" for digits, *each in zip((3, 2, 2), *map(_peaks, runs), strict=True)]
+        peaks = [
+            f"{max(row_peaks):.{digits}f}" for digits, *row_peaks in zip((3, 2, 2), *map(_peaks, runs), strict=True)
+        ]
         lines.append([name, *peaks, *(f"{run.bubble_rate:.1%}" for run in runs)])
     return _rows(lines)
 
@@ -144,13 +146,13 @@ def _peaks(run: Timeline) -> list[float]:
 
     W of a family's schedule run earlier as with ``--pipemem-early-weights auto``.
     """
-    found, is_family = [run.peak], any(run.schedule.name == known.name for known in families())
+    device_peaks, is_family = [run.peak], any(run.schedule.name == known.name for known in families())
     for layers in LAYERS.values():
         costs = _memory(layers)
         share = share_of_1f1b(simulate(with_earlier_weights(run.schedule, costs) if is_family else run.schedule, costs))
         if share is not None:
-            found.append(share)
-    return found
+            device_peaks.append(share)
+    return device_peaks
 
 
 def _rows(lines: Sequence[Sequence[str]]) -> str:
@@ -164,10 +166,10 @@ def _family(name: str, costs: Costs, **options: int) -> Timeline:
 
 
 def _found(chunks: int, costs: Costs) -> Timeline:
-    found = search_schedule(
+    result = search_schedule(
         num_devices=DEVICES, num_microbatches=MICROBATCHES, costs=costs, memory_cap=CAP, max_chunks=chunks, seconds=60
     )
-    return simulate(found.schedule, costs)
+    return simulate(result.schedule, costs)
 
 
 def table_of_bubbles() -> str:
@@ -257,7 +259,7 @@ def list_of_codes() -> str:
 
 
 def list_of_flags() -> str:
-    plan = next(each for each in flag_parser()._actions if each.dest == "pipemem_plan")
+    plan = next(action for action in flag_parser()._actions if action.dest == "pipemem_plan")
     entries = [(f"`--pipemem-plan {plan.metavar}`", plan.help or "")]
     for flag in flags_of(Request).values():
         more = f" ([more]({flag.page}))" if flag.page else ""
@@ -273,10 +275,10 @@ def list_of_conflicts() -> str:
 
 def list_of_refusals() -> str:
     """Return a Markdown list of the attributes of Megatron's configuration that each feature refuses."""
-    tables = [each for each in vars(refusals).values() if isinstance(each, refusals.Refusals)]
+    tables = [table for table in vars(refusals).values() if isinstance(table, refusals.Refusals)]
     return _items(
-        (each.feature.strip() or "with every schedule", ", ".join(f"`{option}`" for option in each.sentences))
-        for each in tables
+        (table.feature.strip() or "with every schedule", ", ".join(f"`{option}`" for option in table.sentences))
+        for table in tables
     )
 
 

@@ -129,7 +129,7 @@ class _Emulator:
 
     def _stages_of_parameters(self, chunk) -> list[int]:
         names = [name for name, _ in chunk.named_parameters()]
-        layers = [int(found[1]) for name in names if (found := _LAYER.search(name))]
+        layers = [int(match[1]) for name in names if (match := _LAYER.search(name))]
         per_stage, rest = divmod(max(layers) + 1, self._stages)
         if rest:
             raise UnsupportedError(
@@ -137,8 +137,8 @@ class _Emulator:
             )
         stages = []
         for name in names:
-            found = _LAYER.search(name)
-            stages.append(int(found[1]) // per_stage if found else 0 if "embedding" in name else self._stages - 1)
+            match = _LAYER.search(name)
+            stages.append(int(match[1]) // per_stage if match else 0 if "embedding" in name else self._stages - 1)
         return stages
 
 

@@ -96,14 +96,15 @@ def command_pages() -> dict[str, str]:
     """Return the Markdown of ``commands/index.md`` and of a page for each command, by path."""
     from megatron_pipemem.tools.cli.app import load_commands
 
-    commands = {name: each for name, each in load_commands().items() if not each.hidden}
+    commands = {name: command for name, command in load_commands().items() if not command.hidden}
     lines = ["# Commands", "", "These pages are made from the `--help` of each command.", ""]
     lines += ["| command | purpose |", "|---|---|"]
     lines += [
-        f"| [`pipemem {name}`]({name}.md) | {_first_sentence(each.help or '')} |" for name, each in commands.items()
+        f"| [`pipemem {name}`]({name}.md) | {_first_sentence(command.help or '')} |"
+        for name, command in commands.items()
     ]
     pages = {"commands/index.md": "\n".join(lines) + "\n"}
-    return pages | {f"commands/{name}.md": command_page(name, each) for name, each in commands.items()}
+    return pages | {f"commands/{name}.md": command_page(name, command) for name, command in commands.items()}
 
 
 def command_page(name: str, command: CommandWithExamples) -> str:
@@ -114,14 +115,14 @@ def command_page(name: str, command: CommandWithExamples) -> str:
     context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
     usage = " ".join(["pipemem", name, *command.collect_usage_pieces(context)])
     lines = [f"# pipemem {name}", "", inspect.cleandoc(command.help or ""), "", "```", usage, "```"]
-    arguments = [each for each in command.get_params(context) if each.param_type_name == "argument"]
-    options = [each for each in command.get_params(context) if each.param_type_name == "option"]
+    arguments = [parameter for parameter in command.get_params(context) if parameter.param_type_name == "argument"]
+    options = [parameter for parameter in command.get_params(context) if parameter.param_type_name == "option"]
     for heading, parameters in (("Arguments", arguments), ("Options", options)):
-        records = [record for each in parameters if (record := each.get_help_record(context))]
+        records = [record for parameter in parameters if (record := parameter.get_help_record(context))]
         lines += _table(heading, records)
     if isinstance(command, RunCommand):
-        flags = [each for each in flag_parser()._actions if each.help]
-        lines += _table("Flags after the script", [(_flag(each), each.help or "") for each in flags])
+        flags = [action for action in flag_parser()._actions if action.help]
+        lines += _table("Flags after the script", [(_flag(flag), flag.help or "") for flag in flags])
     lines += ["", "## Examples", "", "```bash"]
     for line, purpose in command.examples:
         lines += [f"# {purpose}", line]
@@ -159,7 +160,7 @@ def python_api_page() -> str:
 
 def gallery_runs() -> dict[str, Timeline]:
     """Return the simulated timeline of every schedule, by name, for four devices and eight microbatches."""
-    built = {each.name: build_schedule(each.name, num_devices=4, num_microbatches=8) for each in families()}
+    built = {family.name: build_schedule(family.name, num_devices=4, num_microbatches=8) for family in families()}
     return {name: simulate(schedule) for name, schedule in built.items()}
 
 
@@ -176,11 +177,11 @@ def gallery_page(runs: dict[str, Timeline]) -> str:
         "In the [explorer](explorer.html), sliders change sizes and prices. Your browser computes it. It gets Python for that",
         "from jsDelivr, 6 MB of Pyodide; `pipemem explore` is the same page without the network.",
     ]
-    for each in families():
-        run = runs[each.name]
-        source = f"gallery/{each.name}.html"
-        told = f"{each.summary.rstrip('.')} ({each.source})"
-        lines += ["", f"## {each.name}", "", f"{told}. [On a page of its own]({source})", ""]
+    for family in families():
+        run = runs[family.name]
+        source = f"gallery/{family.name}.html"
+        told = f"{family.summary.rstrip('.')} ({family.source})"
+        lines += ["", f"## {family.name}", "", f"{told}. [On a page of its own]({source})", ""]
         lines += [f"<div>{frame(run, f"src='{source}' loading='lazy'")}</div>"]
     return "\n".join(lines) + "\n"
 
@@ -213,11 +214,11 @@ def file_page(target: str) -> str:
     path = ROOT / target
     shown = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     lines = [f"# {target}"]
-    for each in shown:
+    for page in shown:
         if path.is_dir():
-            lines += ["", f"## {each.name}"]
-        language = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}.get(each.suffix, "text")
-        lines += ["", f"````{language}", each.read_text(encoding="utf-8").rstrip(), "````"]
+            lines += ["", f"## {page.name}"]
+        language = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}.get(page.suffix, "text")
+        lines += ["", f"````{language}", page.read_text(encoding="utf-8").rstrip(), "````"]
     return "\n".join(lines) + "\n"
 
 

@@ -34,8 +34,8 @@ def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[P
     """
     if not folder.is_dir():
         raise DatasetError(f"{folder} is not a folder; give one that holds text files")
-    found = {path for pattern in globs for path in folder.rglob(pattern)}
-    documents = sorted(path for path in found if path.is_file() and path.stat().st_size > 0)
+    paths = {path for pattern in globs for path in folder.rglob(pattern)}
+    documents = sorted(path for path in paths if path.is_file() and path.stat().st_size > 0)
     if not documents:
         raise DatasetError(f"{folder} has no non-empty file that matches {' '.join(globs)}; give another --glob")
     return documents

@@ -69,9 +69,9 @@ def compare(setting: Setting, repeats: int) -> list[dict]:
     planned = list(ways(setting))
     steps = [(f"{family}, {method}", schedule, costs) for family, method, schedule, costs in planned]
     rows = measure(setting.devices, repeats, partial(our_steps, steps))
-    found: list[dict] = []
+    cases: list[dict] = []
     for (family, method, _, _), row in zip(planned, rows, strict=True):
-        if not found or found[-1]["family"] != family:
+        if not cases or cases[-1]["family"] != family:
             baseline = row
         names = {
             "head": setting.head,
@@ -84,8 +84,8 @@ def compare(setting: Setting, repeats: int) -> list[dict]:
             "simulated_speedup": baseline.simulated / row.simulated,
             "measured_speedup": baseline.seconds / row.seconds,
         }
-        found.append(asdict(row) | names | speedups)
-    return found
+        cases.append(asdict(row) | names | speedups)
+    return cases
 
 
 def drawn(rows: list[dict]) -> Table:

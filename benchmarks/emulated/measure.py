@@ -84,9 +84,9 @@ def _rank(rank: int, devices: int, work: Callable[[], object], folder: Path) -> 
     torch.set_num_threads(1)
     sharpen_timer()
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=devices)
-    found = work()
+    result = work()
     if rank == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(result, folder / "found.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -118,7 +118,7 @@ def _row(step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:
     expected = sum(2 if action.kind is Kind.B else 1 for action in computes)
     makespans, took = [], 0.0
     for ranks in repeats:
-        passes = [each for passes, _ in ranks for each in passes]
+        passes = [spans for passes, _ in ranks for spans in passes]
         if len(passes) != expected:
             raise RuntimeError(f"{step.runtime} {step.name} ran {len(passes)} passes of {expected}")
         # torch's runtime leaves the I of the first stage, which nobody waits for, to its W.
@@ -135,7 +135,7 @@ def _row(step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:
         simulate(step.plan, step.costs).makespan,
         tuple(makespans),
         took / priced - 1,
-        _weights([each for ranks in repeats for passes, _ in ranks for each in passes], prices),
+        _weights([spans for ranks in repeats for passes, _ in ranks for spans in passes], prices),
     )
 
 
@@ -147,7 +147,7 @@ def _weights(passes: Passes, prices: ActionPrices) -> dict[str, tuple[float, ...
         if kind in took:
             took[kind][microbatch] = took[kind].get(microbatch, 0.0) + end - start
             alike[kind][microbatch] = alike[kind].get(microbatch, 0.0) + prices.of(kind, stage)
-    return {kind: tuple(each[k] / alike[kind][k] for k in sorted(each)) for kind, each in took.items()}
+    return {kind: tuple(spans[k] / alike[kind][k] for k in sorted(spans)) for kind, spans in took.items()}
 
 
 def check_order(schedule: Schedule, ran: list[list[Action]]) -> None:

@@ -63,8 +63,8 @@ class Case:
         model, cluster = load(self.model, Model), load("h100-80g", Cluster)
         routed = replace(model, shared_expert_ffn=0)
         everything, attention, experts = (
-            prices.layer(each, Execution(), cluster, kind).seconds
-            for each, kind in ((model, model.main_kind), (model, model.main_kind[0]), (routed, model.main_kind[1]))
+            prices.layer(shape, Execution(), cluster, kind).seconds
+            for shape, kind in ((model, model.main_kind), (model, model.main_kind[0]), (routed, model.main_kind[1]))
         )
         shared = everything + (attention + experts) * -1
         attention += shared

@@ -71,12 +71,12 @@ class Gain:
 
 def gains(rows: list[Row]) -> list[Gain]:
     """Return a gain for every schedule of ours with pairs."""
-    ours, stock = ([row for row in rows if row.runtime == each] for each in ("pipemem", "megatron"))
+    ours, stock = ([row for row in rows if row.runtime == engine] for engine in ("pipemem", "megatron"))
     plain = [row for row in ours if not row.schedule.endswith("pairs")]
     overlapped = [row for row in stock if row.schedule in (OVERLAP, DELAYED)]
 
     def against(others: list[Row], row: Row, memory: float) -> tuple[float, float]:
-        best = min((each for each in others if each.peak <= memory + 1e-9), key=lambda each: each.seconds)
+        best = min((other for other in others if other.peak <= memory + 1e-9), key=lambda row: row.seconds)
         return best.simulated / row.simulated, best.seconds / row.seconds
 
     return [

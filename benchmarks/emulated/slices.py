@@ -105,7 +105,7 @@ class Gain:
 
 def gains(case: Case, rows: list[Row]) -> list[Gain]:
     """Return one for every row of whole microbatches and number of slices, where some schedule holds no more."""
-    found = []
+    gains_of_case = []
     for whole in (row for row in rows if " / " not in row.schedule):
         for count in case.counts:
             smaller = [row for row in rows if row.schedule.endswith(f" / {count}") and row.peak <= whole.peak + 1e-9]
@@ -114,8 +114,8 @@ def gains(case: Case, rows: list[Row]) -> list[Gain]:
             best = min(smaller, key=lambda row: row.simulated)
             name = whole.schedule if whole.runtime == "pipemem" else f"{whole.runtime} {whole.schedule}"
             times = whole.simulated / best.simulated, whole.seconds / best.seconds
-            found.append(Gain(case.microbatches, count, name, best.schedule, best.peak / whole.peak, *times))
-    return found
+            gains_of_case.append(Gain(case.microbatches, count, name, best.schedule, best.peak / whole.peak, *times))
+    return gains_of_case
 
 
 def run_emulated(arguments: argparse.Namespace) -> list[dict]:
@@ -132,15 +132,15 @@ def run_emulated(arguments: argparse.Namespace) -> list[dict]:
             arguments.repeats,
         )
         rows = case.run()
-        found = gains(case, rows)
+        gains_of_case = gains(case, rows)
         console.print(f"{case.devices} devices, {microbatches} microbatches", style="bold")
         console.print(_rows_table(rows))
-        console.print(_gains_table(found))
+        console.print(_gains_table(gains_of_case))
         results.append(
             {
                 "microbatches": microbatches,
                 "rows": [asdict(row) | {"seconds": row.seconds, "off_plan": row.off_plan} for row in rows],
-                "at_equal_memory": [asdict(gain) for gain in found],
+                "at_equal_memory": [asdict(gain) for gain in gains_of_case],
             }
         )
     return results
@@ -157,12 +157,12 @@ def _rows_table(rows: list[Row]) -> Table:
     return table
 
 
-def _gains_table(found: list[Gain]) -> Table:
+def _gains_table(rows: list[Gain]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("whole microbatches", "slices", "fastest", "memory", "simulated", "measured"):
         left = heading in ("whole microbatches", "fastest")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for gain in found:
+    for gain in rows:
         times = f"{gain.memory:.2f}", f"{gain.simulated:.3f}", f"{gain.measured:.3f}"
         table.add_row(gain.whole, str(gain.slices), gain.sliced, *times)
     return table

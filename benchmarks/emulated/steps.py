@@ -99,8 +99,8 @@ def _rows(microbatches: int, costs: Costs, schedules: Iterable[str]) -> Iterator
 
 
 def _planned(step: Step, way: str) -> float | None:
-    found = stream(step.plan, step.costs)
-    return {BARRIER: found.synchronous, OVERLAPPED: found.period}.get(way)
+    steps = stream(step.plan, step.costs)
+    return {BARRIER: steps.synchronous, OVERLAPPED: steps.period}.get(way)
 
 
 def _run(step: Step, way: str, count: int, norms: dist.ProcessGroup) -> list[float]:

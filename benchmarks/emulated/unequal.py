@@ -87,7 +87,7 @@ def _replanned(case: Case) -> dict:
     """Run microbatches that nobody knows to be unequal, and run them again as their own seconds tell to."""
     weights, known = imbalanced(case.microbatches, Random(0)), MicrobatchWeights((1.0,) * case.microbatches)
     first = case.run(case.planned(["1f1b", "zbv"], known), weights)
-    seen = {Kind(kind): each for kind, each in first[0].weights.items()}
+    seen = {Kind(kind): weights for kind, weights in first[0].weights.items()}
     measured = MicrobatchWeights(seen[Kind.F], None, seen)
     planned = case.planned(["1f1b", "zbv"], measured)
     plans = [(f"{name}, measured", schedule, order) for name, schedule, order in planned]

@@ -80,7 +80,7 @@ class SleepingVocabulary:
         """
         logits = self._embedding[self._batch.tokens[microbatch][0]] @ self._head.t()
         expected = torch.nn.functional.cross_entropy(logits, self._labels[microbatch, 0], reduction="none")
-        losses = torch.cat([each.losses for each in scored])
+        losses = torch.cat([rank.losses for rank in scored])
         if not torch.allclose(losses[:, 0], expected, rtol=1e-4):
             raise RuntimeError(f"losses of microbatch {microbatch} are {losses[:, 0]} and should be {expected}")
         return torch.ones_like(losses)
