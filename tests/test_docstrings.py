@@ -27,22 +27,24 @@ def names_of(function: Function) -> list[str]:
     arguments = function.args
     everything = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
     return [
-        each.arg for each in everything if each is not None and each.arg not in ("self", "cls") and each.arg[0] != "_"
+        argument.arg
+        for argument in everything
+        if argument is not None and argument.arg not in ("self", "cls") and argument.arg[0] != "_"
     ]
 
 
 def fields_of(cls: ast.ClassDef) -> list[str] | None:
     """Public arguments of a dataclass's constructor; None for other classes."""
-    if not any("dataclass" in ast.unparse(each) for each in cls.decorator_list):
+    if not any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list):
         return None
     explained = {id(field) for field, text in pairwise(cls.body) if isinstance(text, ast.Expr)}  # by a string behind it
-    fields = [each for each in cls.body if isinstance(each, ast.AnnAssign) and id(each) not in explained]
+    fields = [node for node in cls.body if isinstance(node, ast.AnnAssign) and id(node) not in explained]
     return [
-        each.target.id
-        for each in fields
-        if not each.target.id.startswith("_")
-        and "init=False" not in ast.unparse(each)
-        and "ClassVar" not in ast.unparse(each.annotation)
+        field.target.id
+        for field in fields
+        if not field.target.id.startswith("_")
+        and "init=False" not in ast.unparse(field)
+        and "ClassVar" not in ast.unparse(field.annotation)
     ]
 
 
@@ -62,15 +64,15 @@ def check_class(cls: ast.ClassDef, where: str) -> Iterator[str]:
     fields, own = fields_of(cls), ast.get_docstring(cls)
     if fields is not None and (left := missing(fields, own)):
         yield f"{where}: {', '.join(left)}"
-    for each in cls.body:
-        if not isinstance(each, Function):
+    for node in cls.body:
+        if not isinstance(node, Function):
             continue
-        if each.name == "__init__":
-            said = "\n".join(filter(None, (own, ast.get_docstring(each))))
-            if left := missing(names_of(each), said):
+        if node.name == "__init__":
+            said = "\n".join(filter(None, (own, ast.get_docstring(node))))
+            if left := missing(names_of(node), said):
                 yield f"{where}: {', '.join(left)}"
-        elif not each.name.startswith("_") and (ast.get_docstring(each) or not cls.bases):
-            yield from check_function(each, f"{where}.{each.name}")
+        elif not node.name.startswith("_") and (ast.get_docstring(node) or not cls.bases):
+            yield from check_function(node, f"{where}.{node.name}")
 
 
 def check_function(function: Function, where: str) -> Iterator[str]:
@@ -80,10 +82,10 @@ def check_function(function: Function, where: str) -> Iterator[str]:
 
 def check_module(path: Path, text: str) -> Iterator[str]:
     """What is not explained in a module's public functions and classes."""
-    for each in ast.parse(text).body:
-        if getattr(each, "name", None) in PUBLIC:
-            where = f"{path.relative_to(PACKAGE)}:{each.lineno} {each.name}"
-            yield from check_class(each, where) if isinstance(each, ast.ClassDef) else check_function(each, where)
+    for node in ast.parse(text).body:
+        if getattr(node, "name", None) in PUBLIC:
+            where = f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"
+            yield from check_class(node, where) if isinstance(node, ast.ClassDef) else check_function(node, where)
 
 
 def test_every_public_function_explains_its_arguments():
@@ -95,15 +97,15 @@ def test_every_public_function_explains_its_arguments():
     defined = {
         path: {*re.findall(r"^(?:async def|def|class) (\w+)", text, re.MULTILINE)} for path, text in texts.items()
     }
-    names = EXTENDED | {each.__name__ for each in map(megatron_pipemem.__getattr__, PUBLIC - EXTENDED)}
+    names = EXTENDED | {public.__name__ for public in map(megatron_pipemem.__getattr__, PUBLIC - EXTENDED)}
     assert set().union(*defined.values()) >= names
     public = [path for path in texts if defined[path] & PUBLIC]
-    assert [each for path in public for each in check_module(path, texts[path])] == []
+    assert [problem for path in public for problem in check_module(path, texts[path])] == []
 
 
 def test_every_option_of_a_command_has_a_help_text():
     for name, command in load_commands().items():
-        assert [each.name for each in command.params if not each.help] == [], name
+        assert [parameter.name for parameter in command.params if not parameter.help] == [], name
 
 
 def test_the_checker_finds_what_is_missing():

@@ -17,9 +17,9 @@ from megatron_pipemem.runtime.first_failure import summary
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
 CLASSES = {
-    name: each
-    for name, each in vars(errors).items()
-    if isinstance(each, type) and issubclass(each, errors.PipememError)
+    name: member
+    for name, member in vars(errors).items()
+    if isinstance(member, type) and issubclass(member, errors.PipememError)
 }
 MADE_BY = {"refusal", "fault"}
 """Calls that make an error and take its code first, besides the classes."""
@@ -29,7 +29,7 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "errors.
 
 
 def test_every_error_names_a_code_of_the_table_and_every_code_is_used() -> None:
-    found, wrong, strings = 0, [], set()
+    count, wrong, strings = 0, [], set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -37,12 +37,12 @@ def test_every_error_names_a_code_of_the_table_and_every_code_is_used() -> None:
             if not isinstance(node, ast.Call):
                 continue
             if getattr(node.func, "id", getattr(node.func, "attr", "")) in CLASSES.keys() | MADE_BY:
-                found, code = found + 1, node.args[0]
+                count, code = count + 1, node.args[0]
                 # Another error's code, or one that was chosen above.
                 passed_on = isinstance(code, ast.Name | ast.Attribute | ast.Starred)
                 if not passed_on and not (isinstance(code, ast.Constant) and code.value in CODES):
                     wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(code)}")
-    assert wrong == [] and found > 400
+    assert wrong == [] and count > 400
     assert sorted(CODES.keys() - strings) == []
 
 

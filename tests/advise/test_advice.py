@@ -84,15 +84,15 @@ def test_the_flag_for_pairs_is_named_where_experts_are_far_apart():
     run = replace(QWEN, cluster=far, parallelism=replace(sizes, ep=4))
     near, alone = advise(QWEN, names=("1f1b", "zb-h1"), pairs=True), advise(run, names=("1f1b", "zb-h1"))
     advice = advise(run, names=("1f1b", "zb-h1"), pairs=True)
-    found = advice.proposals["pairs"]
+    paired = advice.proposals["pairs"]
     assert advice.verdict == "pairs" and not any(way.run.pairs for way in (*alone.proposals.values(), alone.today))
-    added, _ = changed_flags(run, found.run)
+    added, _ = changed_flags(run, paired.run)
     assert added["overlap-moe-expert-parallel-comm"] is True and added["moe-token-dispatcher-type"] == "alltoall"
-    assert refusal(found.run) is None
-    assert found.gain(advice.today) > max(way.gain(alone.today) for way in alone.proposals.values()) + AS_FAST
+    assert refusal(paired.run) is None
+    assert paired.gain(advice.today) > max(way.gain(alone.today) for way in alone.proposals.values()) + AS_FAST
     assert near.today.step.exchange_share < advice.today.step.exchange_share
     flag = {"overlap-moe-expert-parallel-comm": True}
-    kept = replace(run, flags=run.flags | flag, schedule=found.run.schedule)
+    kept = replace(run, flags=run.flags | flag, schedule=paired.run.schedule)
     kept = advise(kept, names=("1f1b", "zb-h1"))
     assert kept.today.run.pairs and kept.verdict != "pairs"
 
@@ -106,7 +106,7 @@ def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     way = advice.proposals["same memory, slices"]
     assert way.slices > 1 and refusal(way.run) is None
     assert way.peak <= advice.today.peak * (1 + SAME_MEMORY) and way.seconds < min(
-        each.seconds for each in advice.proposals.values() if each is not way
+        proposal.seconds for proposal in advice.proposals.values() if proposal is not way
     )
     packed = advise(replace(run, flags=run.flags | {"sft": True}), slices=True)
     assert "same memory, slices" not in packed.proposals and "sft" in packed.unsliced and advice.unsliced is None
@@ -185,7 +185,7 @@ def test_flags_for_the_ends_are_priced_as_they_cut():
 
     assert layers(30, decoder_first_pipeline_num_layers=12, decoder_last_pipeline_num_layers=4) == (12, 7, 7, 4)
     assert layers(30, 2, decoder_last_pipeline_num_layers=6) == (4, 4, 4, 3) * 2
-    accounted = {f"account_for_{each}_in_pipeline_split": True for each in ("embedding", "loss")}
+    accounted = {f"account_for_{part}_in_pipeline_split": True for part in ("embedding", "loss")}
     assert layers(30, **accounted) == (7, 8, 8, 7)
 
 
@@ -210,7 +210,7 @@ def measured_twice_as_slow(run: Run, path: Path) -> Path:
     placement = today.step.placement
     seconds = today.step.costs.seconds(placement)
     links = {link: 3 * seconds for link, seconds in today.step.costs.p2p.items()}
-    slow = Costs(*(tuple(2 * each for each in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)), p2p=links)
+    slow = Costs(*(tuple(2 * duration for duration in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)), p2p=links)
     schedule = build_schedule("1f1b", num_devices=run.parallelism.pp, num_microbatches=8)
     names = ("forward", "backward_input", "backward_weight")
     prices = {name: list(getattr(slow, name)) for name in names}
@@ -233,7 +233,7 @@ def test_a_report_of_the_run_gives_measured_prices(tmp_path):
     assert sum(after.step.work) == pytest.approx(2 * sum(before.step.work), rel=0.01)
     assert after.step.communication == before.step.communication
     assert after.step.costs.p2p == pytest.approx(
-        {link: 3 * each for link, each in before.step.costs.p2p.items()}, rel=1e-3
+        {link: 3 * duration for link, duration in before.step.costs.p2p.items()}, rel=1e-3
     )
     with refused("other-model", path):
         pace_of(path, stock("llama3-70b-64xh100", pp=8, dp=1))
@@ -249,7 +249,7 @@ def test_verdicts():
     long = replace(LLAMA, parallelism=replace(LLAMA.parallelism, pp=2, tp=8, dp=4, global_batch=4 * 512))
     wasted = replace(LLAMA, flags={**LLAMA.flags, "pipeline-model-parallel-layout": "Et*35|t*15|t*15|t*15L"})
     recomputed = replace(LLAMA, schedule=replace(LLAMA.schedule, recompute="full"))
-    found = {
+    answers = {
         "ours": advise(LLAMA, names=FEW),
         "recompute": advise(recomputed, names=("1f1b",)),
         "stay": advise(long, names=("1f1b",)),
@@ -257,7 +257,7 @@ def test_verdicts():
         "stock": advise(LLAMA, names=("1f1b", "interleaved")),
         "overlap": advise(overlapped, names=("v-half",)),
     }
-    assert {name: advice.verdict for name, advice in found.items()} == {name: name for name in found}
+    assert {name: advice.verdict for name, advice in answers.items()} == {name: name for name in answers}
 
 
 def test_a_run_that_does_not_fit_by_its_prices_is_compared_all_the_same():

@@ -49,12 +49,12 @@ def test_the_real_package_says_what_is_recorded(tmp_path, monkeypatch, recipes):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("MODEL_FOLDER", str(tmp_path))
-    found = [*evaluate(recipes)]
-    for facts in found:
+    recipe_facts = [*evaluate(recipes)]
+    for facts in recipe_facts:
         facts.get("values", {}).pop("hf_model_id", None)
         if "names" in facts:
             facts["names"] = [name for name in facts["names"] if name.startswith("llama31_405b")]
-    assert found == [*recipes.values()]
+    assert recipe_facts == [*recipes.values()]
 
 
 def run(facts: dict, devices: int | None = None):
@@ -62,11 +62,11 @@ def run(facts: dict, devices: int | None = None):
 
 
 def test_sizes_of_a_known_model_come_from_its_file_and_the_cut_from_the_recipe(recipes):
-    found = run(recipes["llama31_405b_sft_config"])
-    cut = found.parallelism
-    assert found.model == replace(load("llama3.1-405b", Model), sequence=2048, source="")
+    reading = run(recipes["llama31_405b_sft_config"])
+    cut = reading.parallelism
+    assert reading.model == replace(load("llama3.1-405b", Model), sequence=2048, source="")
     assert (cut.tp, cut.pp, cut.dp, cut.cp, cut.chunks, cut.microbatches) == (8, 16, 1, 1, None, 16)
-    assert cut.sequence_parallel and found.precision == "bf16" and found.parallelism.ranks == 128
+    assert cut.sequence_parallel and reading.precision == "bf16" and reading.parallelism.ranks == 128
 
 
 def test_chunks_and_context_parallel_ranks_are_read(recipes):
@@ -86,8 +86,8 @@ def test_a_layout_is_written_as_its_flag(recipes):
 
 
 def test_a_recipe_of_a_user_has_the_sizes_that_megatron_bridge_reads(recipes):
-    found = run(recipes[OWN], devices=4)
-    model, cut = found.model, found.parallelism
+    reading = run(recipes[OWN], devices=4)
+    model, cut = reading.model, reading.parallelism
     assert (model.layers, model.hidden, model.ffn, model.vocabulary) == (LAYERS, HIDDEN, INNER, VOCABULARY)
     assert (model.heads, model.kv_heads, model.activation, model.norm, model.tied) == (4, 2, "swiglu", "rmsnorm", False)
     assert (model.position, model.bias, model.sequence) == ("rope", "none", 32)
@@ -95,21 +95,21 @@ def test_a_recipe_of_a_user_has_the_sizes_that_megatron_bridge_reads(recipes):
 
 
 def test_a_vision_tower_is_priced_with_the_images_of_the_recipe(recipes):
-    found = run_of(recipes["qwen25_vl_72b_sft_32gpu_h100_bf16_config"], Context(known_flags(), H100))
-    tower = found.run.model.tower
-    assert (tower.layers, tower.images, tower.patches, found.run.execution.frozen) == (32, 1, 1024, ())
-    assert "--images" in " ".join(found.assumed)
-    counts = advise(found.run, names=("zb-h1",)).proposals["same memory"].step.layers
+    reading = run_of(recipes["qwen25_vl_72b_sft_32gpu_h100_bf16_config"], Context(known_flags(), H100))
+    tower = reading.run.model.tower
+    assert (tower.layers, tower.images, tower.patches, reading.run.execution.frozen) == (32, 1, 1024, ())
+    assert "--images" in " ".join(reading.assumed)
+    counts = advise(reading.run, names=("zb-h1",)).proposals["same memory"].step.layers
     assert counts[0] < 20 and sum(counts) == 80
 
 
 def test_mock_images_and_frozen_parts_are_those_of_the_recipe(recipes):
     facts = recipes["qwen3_vl_235b_a22b_pretrain_256gpu_h100_bf16_mock_config"]
-    found = run_of(facts, Context(known_flags(), H100, images=3))
-    tower = found.run.model.tower
-    assert (tower.images, tower.patches, found.run.execution.frozen) == (3, 256 * 256 // 16**2, ("language", "tower"))
-    assert "--images" not in " ".join(found.assumed)
-    assert found.run.parallelism.etp == 1  # Megatron-Bridge's default where experts are spread
+    reading = run_of(facts, Context(known_flags(), H100, images=3))
+    tower = reading.run.model.tower
+    assert (tower.images, tower.patches, reading.run.execution.frozen) == (3, 256 * 256 // 16**2, ("language", "tower"))
+    assert "--images" not in " ".join(reading.assumed)
+    assert reading.run.parallelism.etp == 1  # Megatron-Bridge's default where experts are spread
 
 
 def test_a_tower_is_read_from_the_sizes_of_hugging_face(recipes):
@@ -123,9 +123,9 @@ def test_a_tower_is_read_from_the_sizes_of_hugging_face(recipes):
 
 def test_adapters_leave_w_almost_nothing(recipes):
     facts = recipes["llama31_70b_peft_config"]
-    found = run(facts, 32)
-    assert (found.execution.adapters, found.execution.frozen) == (16, ("language",))
-    costs = as_it_stands(replace(found, parallelism=replace(found.parallelism, pp=4, tp=2))).step.costs
+    reading = run(facts, 32)
+    assert (reading.execution.adapters, reading.execution.frozen) == (16, ("language",))
+    costs = as_it_stands(replace(reading, parallelism=replace(reading.parallelism, pp=4, tp=2))).step.costs
     assert 0 < costs.backward_weight[1] < 0.1 * costs.backward_input[1]
     with refused("unsupported-model", "Prompts"):
         run(facts | {"adapters": "Prompts", "rank": None})

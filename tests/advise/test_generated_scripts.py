@@ -41,7 +41,7 @@ def test_words_of_generated_scripts_are_those_of_bash(first, programs, tmp_path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home")
     texts = [script(seed) for seed in range(first, first + TOGETHER)]
-    text = "".join(f"(\n{each}\n)\n" for each in texts)
+    text = "".join(f"(\n{text}\n)\n" for text in texts)
     expected = words_of_bash(text, programs, tmp_path)
     read = evaluated(text)
     assert [words for words in read.commands if words[0] == "torchrun"] == expected and len(expected) >= TOGETHER

@@ -102,15 +102,15 @@ PROGRAMS = {"nemo": NEMO_RL, "verl": VERL, "slime": SLIME, "swift": SWIFT}
 
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_the_same_run_is_read_from_every_program(source, nemo):
-    found = read(source, nemo)
-    run, cut = found.run, found.run.parallelism
+    reading = read(source, nemo)
+    run, cut = reading.run, reading.run.parallelism
     assert replace(run.model, source="") == replace(load("qwen3-8b", Model), source="")
     micro, batch = (2, 128) if source in ("verl", "slime") else (1, 64)
     assert (cut.tp, cut.pp, cut.dp, cut.cp, cut.micro_batch, cut.global_batch) == (2, 4, 2, 1, micro, batch)
     assert cut.sequence_parallel and run.precision == "bf16" and run.flags["use-distributed-optimizer"] is True
     assert run.flags["decoder-first-pipeline-num-layers"] in (8, "8")
     assert run.schedule.recompute == ("selective" if source == "swift" else "none")
-    assert found.consumer is PROGRAMS[source] and "tp-comm-overlap" not in run.flags
+    assert reading.consumer is PROGRAMS[source] and "tp-comm-overlap" not in run.flags
 
 
 LINES = {
@@ -134,9 +134,9 @@ GONE = {
 
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_the_line_is_one_that_the_program_accepts(source, nemo):
-    found = read(source, nemo)
-    way = advise(found.run, names=("1f1b", "zb-h1")).proposals["same memory"]
-    added, gone = changes(found.consumer, found.run, way, found.flags)
+    reading = read(source, nemo)
+    way = advise(reading.run, names=("1f1b", "zb-h1")).proposals["same memory"]
+    added, gone = changes(reading.consumer, reading.run, way, reading.flags)
     starts = [word.partition("=")[0] + "=" * ("=" in word) for word in added]
     assert call(way) == 'megatron_pipemem.enable("zb-h1")'
     for line in LINES[source]:
@@ -154,10 +154,10 @@ def test_programs_are_told_of_the_schedules_that_they_run(nemo):
 def test_stages_of_a_hybrid_model_are_cut_in_its_pattern(nemo):
     further = ("num_layers_in_first_pipeline_stage=null",)
     name = "policy.model_name=nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
-    found = read("nemo", nemo, name, *(f"policy.megatron_cfg.{each}" for each in further))
-    advice = advise(found.run, names=("1f1b",))
+    reading = read("nemo", nemo, name, *(f"policy.megatron_cfg.{override}" for override in further))
+    advice = advise(reading.run, names=("1f1b",))
     assert advice.verdict == "layout" and advice.stock is not None
-    (word,) = changes(found.consumer, found.run, advice.stock, found.flags)[0]
+    (word,) = changes(reading.consumer, reading.run, advice.stock, reading.flags)[0]
     key, _, pattern = word.partition("=")
     assert key == "++policy.megatron_cfg.model_overrides.hybrid_layer_pattern" and pattern.count("|") == 3
 
@@ -231,12 +231,12 @@ torchrun --nnodes=2 --nproc-per-node=${NUM_TRAINERS:-8} -m verl.trainer.sft_trai
 
 @pytest.mark.parametrize(("dynamic", "micro", "batch"), [("True", 4, 96), ("False", 3, 96)])
 def test_verls_trainer_for_fine_tuning_is_read(dynamic, micro, batch):
-    found = read_program(training_command(SFT_SCRIPT, {"DYNAMIC": dynamic}).words, CONTEXT)
-    run, cut = found.run, found.run.parallelism
+    reading = read_program(training_command(SFT_SCRIPT, {"DYNAMIC": dynamic}).words, CONTEXT)
+    run, cut = reading.run, reading.run.parallelism
     assert replace(run.model, source="") == replace(load("qwen3-8b", Model), sequence=2048, source="")
     assert (cut.tp, cut.pp, cut.dp, cut.micro_batch, cut.global_batch, cut.chunks) == (2, 4, 2, micro, batch, None)
     assert cut.sequence_parallel and run.precision == "bf16" and run.schedule.recompute == "full"
-    added, _ = changes(found.consumer, run, advise(run).proposals["same memory, chunks"], found.flags)
+    added, _ = changes(reading.consumer, run, advise(run).proposals["same memory, chunks"], reading.flags)
     assert any(word.startswith("++engine.") for word in added)
 
 
@@ -254,10 +254,10 @@ def test_settings_of_swift_in_a_file_are_under_its_flags(tmp_path):
     script = tmp_path / "train.sh"
     for words in ("conf/sft.yaml", "--use_ray true --config conf/sft.yaml", "--config elsewhere/conf/sft.yaml"):
         command = training_command(f"megatron sft {words} --global_batch_size 16", folder=tmp_path)
-        found = read_program(command.words, replace(CONTEXT, source=str(script)))
-        cut = found.run.parallelism
-        assert (found.run.model.sequence, cut.pp, cut.ranks, cut.global_batch) == (2048, 4, 4, 16)
-        assert any("is not there" in sentence for sentence in found.not_read)
+        reading = read_program(command.words, replace(CONTEXT, source=str(script)))
+        cut = reading.run.parallelism
+        assert (reading.run.model.sequence, cut.pp, cut.ranks, cut.global_batch) == (2048, 4, 4, 16)
+        assert any("is not there" in sentence for sentence in reading.not_read)
 
 
 def test_settings_based_on_themselves_are_refused(nemo):

@@ -44,8 +44,8 @@ def told(run: Run) -> dict[str, str]:
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_run_is_read_back(path):
     run = load(path, Run)
-    found = back(run)
-    assert (told(found), found.parallelism, found.cluster.num_devices) == (
+    read_back = back(run)
+    assert (told(read_back), read_back.parallelism, read_back.cluster.num_devices) == (
         told(run),
         run.parallelism,
         run.parallelism.ranks,
@@ -195,8 +195,8 @@ def test_layers_with_experts(text, kinds):
 
 
 def test_experts_on_tensor_parallel_ranks_need_sequence_parallelism():
-    found = read("--vocab-size 99 --num-experts 4 --tensor-model-parallel-size 2")
-    assert found.run.parallelism.sequence_parallel and "--sequence-parallel" in " ".join(found.assumed)
+    reading = read("--vocab-size 99 --num-experts 4 --tensor-model-parallel-size 2")
+    assert reading.run.parallelism.sequence_parallel and "--sequence-parallel" in " ".join(reading.assumed)
 
 
 @pytest.mark.parametrize("text", ["4", "([1]*3+[0])*2"])

@@ -93,21 +93,21 @@ def test_variables_that_are_given_come_before_those_of_the_script():
 
 
 def test_an_unknown_value_keeps_the_name_of_its_variable():
-    found = words("torchrun a.py --tp $TP --path $(whoami)/x --next $((TP * 2))")
-    assert found[3::2] == [f"{UNKNOWN}TP{UNKNOWN}", f"{UNKNOWN}$(whoami){UNKNOWN}/x", f"{UNKNOWN}TP{UNKNOWN}"]
+    command = words("torchrun a.py --tp $TP --path $(whoami)/x --next $((TP * 2))")
+    assert command[3::2] == [f"{UNKNOWN}TP{UNKNOWN}", f"{UNKNOWN}$(whoami){UNKNOWN}/x", f"{UNKNOWN}TP{UNKNOWN}"]
 
 
 def test_a_command_s_output_is_asked_for_by_its_variable():
-    found = words("GPUS=`python -c 'print(8)'`\nA=$(ls)\ntorchrun --nproc_per_node $GPUS --x $A train.py --lr 1")
-    assert found[2:5] == [f"{UNKNOWN}GPUS{UNKNOWN}", "--x", f"{UNKNOWN}A{UNKNOWN}"]
+    command = words("GPUS=`python -c 'print(8)'`\nA=$(ls)\ntorchrun --nproc_per_node $GPUS --x $A train.py --lr 1")
+    assert command[2:5] == [f"{UNKNOWN}GPUS{UNKNOWN}", "--x", f"{UNKNOWN}A{UNKNOWN}"]
 
 
 def test_a_script_is_read_with_its_arguments(tmp_path: Path):
     (tmp_path / "train.sh").write_text(
         'SIZE=$1\nif [ $SIZE = 8B ]; then L=36; else L=2; fi\npython t.py --layers $L "$@"\n'
     )
-    found = words("bash train.sh 8B '--name=a b'", folder=tmp_path)
-    assert found == ["python", "t.py", "--layers", "36", "8B", "--name=a b"]
+    command = words("bash train.sh 8B '--name=a b'", folder=tmp_path)
+    assert command == ["python", "t.py", "--layers", "36", "8B", "--name=a b"]
 
 
 def test_the_command_that_runs_counts_and_not_the_one_that_is_shown():

@@ -92,5 +92,5 @@ def test_steps_follow_each_other_without_a_barrier(benchmark, tmp_path):
         waits, free = (rows["pipemem", name, way] for way in ("waits", "none"))
         assert free["planned"] * (1 - 1e-9) <= waits["planned"] <= waits["seconds"] * (1 + 1e-9)
         assert min(free["seconds"], rows["pipemem", name, "all dropped"]["seconds"]) >= free["planned"] * (1 - 1e-9)
-    gains = {each["schedule"]: each["planned"] for each in result["without_barrier"]}
+    gains = {row["schedule"]: row["planned"] for row in result["without_barrier"]}
     assert gains == pytest.approx({"1f1b": 1, "zb-h2": 1 + 1 / 12, "zbv": 1 + 1 / 24})

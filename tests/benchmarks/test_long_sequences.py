@@ -15,13 +15,13 @@ SMALL = {"model": "llama3-8b", "tp": 4}
 @pytest.mark.parametrize("cut", [{"cp": 2}, {"slices": 4}, {"slices": 4, "slice_cut": "flops"}])
 def test_a_way_is_planned_as_it_says(cut: dict[str, int]):
     way = Way(32768, **cut)
-    found = way.best(4, **SMALL)
-    run = found.run
+    best_plan = way.best(4, **SMALL)
+    run = best_plan.run
     assert run.parallelism.ranks == 32
     assert run.parallelism.microbatches * run.parallelism.dp * 32768 == BENCHMARK["TOKENS"]
     assert (run.parallelism.cp, run.schedule.slices or 1) == (way.cp, way.slices)
-    cells = dict(zip(COLUMNS, BENCHMARK["row"](way, found), strict=True))
+    cells = dict(zip(COLUMNS, BENCHMARK["row"](way, best_plan), strict=True))
     assert cells["tokens"] == "32K"
     assert cells["cut"] == str(way)
     assert float(cells["peak GiB"]) < run.cluster.memory_gib
-    assert float(cells["s/step"]) == pytest.approx(found.seconds, abs=0.05)
+    assert float(cells["s/step"]) == pytest.approx(best_plan.seconds, abs=0.05)

@@ -27,6 +27,6 @@ def test_all_shapes_of_a_step_take_one_message_and_one_wait(benchmark, tmp_path)
         r"a host waits (\d+) times by stock 1F1B, (\d+) times with headers and once",
         " ".join((ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split()),
     )
-    assert [int(each) for each in told.groups()] == [
+    assert [int(group) for group in told.groups()] == [
         rows["1f1b", engine]["waits"] for engine in ("stock", "pipemem, headers")
     ]

@@ -37,16 +37,16 @@ def test_every_runtime_keeps_to_its_plan(compared):
 
 
 def test_gains_are_those_of_the_fastest_in_the_same_memory(compared):
-    ours, stock = ([row for row in compared["rows"] if row["runtime"] == each] for each in ("pipemem", "megatron"))
+    ours, stock = ([row for row in compared["rows"] if row["runtime"] == engine] for engine in ("pipemem", "megatron"))
     named = {row["schedule"]: row for row in ours}
     assert {gain["schedule"] for gain in compared["gains"]} == {name for name in OURS if "pairs" in name}
     for gain in compared["gains"]:
         row = named[gain["schedule"]]
         assert gain["peak"] == row["peak"]
         for key, others in (("plain", ours), ("stock", stock)):
-            fit = [each for each in others if each["peak"] <= row["peak"] + 1e-9]
-            fit = [each for each in fit if key == "stock" or "pairs" not in each["schedule"]]
-            best = min(fit, key=lambda each: each["seconds"])
+            fit = [other for other in others if other["peak"] <= row["peak"] + 1e-9]
+            fit = [other for other in fit if key == "stock" or "pairs" not in other["schedule"]]
+            best = min(fit, key=lambda other: other["seconds"])
             assert gain[key] == pytest.approx([best[name] / row[name] for name in ("simulated", "seconds")])
 
 

@@ -60,21 +60,21 @@ def rows(folder: Path, program: str) -> list[dict]:
 
 @rehearsed
 def test_a_played_rank_holds_what_was_predicted(proved):
-    found = rows(proved, "solo_rank")
+    solo_rows = rows(proved, "solo_rank")
     few, many = {"1f1b", "zbv", "v-half", "po-f"}, {"1f1b", "zb-h1", "zbv", "v-half", "v-min"}
     played = {("GPT", name, "rank 0 of 4") for name in few}
     played |= {("Llama", name, f"rank {rank} of 2") for name in many for rank in (0, 1)}
-    assert {tuple(row["case"].split(", ")[:3]) for row in found} == played
-    for row in found:
+    assert {tuple(row["case"].split(", ")[:3]) for row in solo_rows} == played
+    for row in solo_rows:
         assert 0 < row["values"]["predicted_bytes"] == row["values"]["counted_bytes"]
         assert not row["missed"]
 
 
 @rehearsed
 def test_four_ranks_train_as_stock(proved):
-    found = rows(proved, "four_ranks")
-    assert len(found) == 6
-    assert all(row["values"]["last_loss"] > 0 and not row["missed"] for row in found)
+    rank_rows = rows(proved, "four_ranks")
+    assert len(rank_rows) == 6
+    assert all(row["values"]["last_loss"] > 0 and not row["missed"] for row in rank_rows)
 
 
 @rehearsed
@@ -152,19 +152,19 @@ def test_time_that_is_over_is_no_failure(tmp_path):
 
 
 def test_every_case_of_four_ranks_has_a_name_and_four_start_in_fresh_ranks(gpu):
-    found = gpu.four_ranks.cases("families", rehearse=False)
-    assert len({*map(str, found)}) == len(found)
-    fresh = [case.schedule for case in found if case.fresh and not case.graph]
+    cases = gpu.four_ranks.cases("families", rehearse=False)
+    assert len({*map(str, cases)}) == len(cases)
+    fresh = [case.schedule for case in cases if case.fresh and not case.graph]
     assert sorted(fresh) == ["1f1b", "dualpipe", "gis", "v-half"]
-    assert found[0].schedule == "stock" and all(case.fresh for case in found[1:5])
+    assert cases[0].schedule == "stock" and all(case.fresh for case in cases[1:5])
 
 
 def test_a_call_that_goes_on_runs_stock_again_only_to_compare(gpu, tmp_path):
     case, setting = gpu.four_ranks.Case, gpu.four_ranks.Setting(1, bound=False)
     every = [case("stock"), case("1f1b"), case("zb-h1"), case("stock", pipelines=2), case("1f1b", pipelines=2)]
     report = gpu.proof.Report(tmp_path / "rows.json", rehearsal=True)
-    for each in (every[0], every[1], every[3], every[4]):
-        report.add(f"{each}, {setting}", {})
+    for measured_case in (every[0], every[1], every[3], every[4]):
+        report.add(f"{measured_case}, {setting}", {})
     assert gpu.four_ranks.missing(every, setting, report) == [every[0], every[2]]
 
 

@@ -75,5 +75,5 @@ def test_a_sleeping_device_takes_and_holds_what_microbatches_weigh(monkeypatch):
     measured = _weights(device.passes, prices)
     assert measured.keys() == {"F", "I", "W"}
     assert all(
-        now >= weights.seconds_of(Kind(kind))[k] for kind, each in measured.items() for k, now in enumerate(each)
+        now >= weights.seconds_of(Kind(kind))[k] for kind, spans in measured.items() for k, now in enumerate(spans)
     )

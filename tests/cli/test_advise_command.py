@@ -106,17 +106,17 @@ def test_the_run_is_written_as_a_run_file(written):
 def test_plans_are_compared_with_the_run_as_it_stands(pipemem, pipemem_json, written):
     only = [
         word
-        for each in ("pp=8", "tp=1", "schedule=gis", "recompute=none", "variant=plain")
-        for word in ("--only", each)
+        for setting in ("pp=8", "tp=1", "schedule=gis", "recompute=none", "variant=plain")
+        for word in ("--only", setting)
     ]
     words = ("plan", written, "--search-seconds", 0, *only)
-    found, ways = pipemem_json(*words), pipemem_json("advise", written)["ways"]
-    assert found["today"]["seconds"] == ways["today"]["seconds"] and found["today"]["schedule"] == "1f1b"
-    assert ways["same memory, chunks"]["seconds"] in [each["seconds"] for each in found["plans"]]
+    answer, ways = pipemem_json(*words), pipemem_json("advise", written)["ways"]
+    assert answer["today"]["seconds"] == ways["today"]["seconds"] and answer["today"]["schedule"] == "1f1b"
+    assert ways["same memory, chunks"]["seconds"] in [row["seconds"] for row in answer["plans"]]
     printed = pipemem(*words).stdout
     assert "today: stock 1f1b" in printed and f"{ways['same memory, chunks']['gain']:.1%}" in printed
     other = pipemem_json(*words, "--set", "cluster.nodes=4", "--set", "timing_log_level=2")
-    assert other["today"] is None and found["one_queue"] is None and "--timing-log-level 2" in other["one_queue"]
+    assert other["today"] is None and answer["one_queue"] is None and "--timing-log-level 2" in other["one_queue"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_plans_are_compared_with_the_run_as_it_stands(pipemem, pipemem_json, wri
     ],
 )
 def test_bad_input_is_named(refuses, script, arguments, code):
-    line = refuses("advise", *(each.format(script=script) for each in arguments))
+    line = refuses("advise", *(argument.format(script=script) for argument in arguments))
     assert line.endswith(f"[{code}]")
 
 
@@ -146,7 +146,7 @@ def test_a_launch_checks_itself_and_leaves(pipemem, shown, tmp_path, monkeypatch
     )
     assert _seconds_today(auto) < 0.95 * _seconds_today(even)
     lines = [[line for line in text.splitlines() if line.startswith("one queue")] for text in (even, auto)]
-    assert [len(each) for each in lines] == [0, 1] and "--timing-log-level 2" in lines[1][0]
+    assert [len(line) for line in lines] == [0, 1] and "--timing-log-level 2" in lines[1][0]
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "0")
     assert pipemem(*start, "--pipemem-check", "--vocab-size", "128256").stdout == checked

@@ -26,13 +26,13 @@ def byte_costs(tmp_path):
 def test_auto_simulates_what_it_found(pipemem, pipemem_json):
     ask = ("simulate", "auto", "-p", 8, "-m", 24, "--costs", "1,1.5,.5", "--memory-cap", 0.625)
     more_chunks = pipemem_json(*ask, "-o", "max_chunks=4")
-    found = pipemem_json(*ask)
+    answer = pipemem_json(*ask)
     assert "placements of 2 chunks per device, as in a run" in " ".join(pipemem(*ask).stdout.split())
-    assert more_chunks["chunks"] > 2 == found["chunks"] and more_chunks["makespan"] < found["makespan"]
-    assert found["schedule"] == "auto" and found["peak_activation"] <= 0.625
-    assert found["makespan"] == pytest.approx(found["lower_bound"])
-    assert found["bubble_rate"] < pipemem_json("simulate", "v-half", *ask[2:])["bubble_rate"]
-    assert found["search_seconds"] > 0 == pipemem_json(*ask)["search_seconds"], "the second one is remembered"
+    assert more_chunks["chunks"] > 2 == answer["chunks"] and more_chunks["makespan"] < answer["makespan"]
+    assert answer["schedule"] == "auto" and answer["peak_activation"] <= 0.625
+    assert answer["makespan"] == pytest.approx(answer["lower_bound"])
+    assert answer["bubble_rate"] < pipemem_json("simulate", "v-half", *ask[2:])["bubble_rate"]
+    assert answer["search_seconds"] > 0 == pipemem_json(*ask)["search_seconds"], "the second one is remembered"
 
 
 def test_auto_searches_for_the_period_of_steps_without_a_barrier(pipemem, pipemem_json):
@@ -51,24 +51,24 @@ def test_auto_takes_placement_and_chunks(pipemem_json):
 
 def test_a_cap_in_bytes(pipemem_json, byte_costs):
     size = ("-p", 4, "-m", 8, "--costs", byte_costs)
-    found = pipemem_json("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=0.3")
-    assert 0 < max(found["peak_bytes"]) <= 2500
+    answer = pipemem_json("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=0.3")
+    assert 0 < max(answer["peak_bytes"]) <= 2500
 
 
 def test_pareto_lists_no_dominated_choice(pipemem_json, tmp_path):
     ask = ("pareto", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--caps", "0.75", "--seconds", 0.2)
-    found = pipemem_json(*ask, "--output", tmp_path / "front.png")
+    answer = pipemem_json(*ask, "--output", tmp_path / "front.png")
     assert (tmp_path / "front.png").stat().st_size > 10_000
-    assert not any(choice["dominated"] for choice in found["choices"])
-    assert any("instead of" in trade for trade in found["trades"])
+    assert not any(choice["dominated"] for choice in answer["choices"])
+    assert any("instead of" in trade for trade in answer["trades"])
     everything = pipemem_json(*ask, "--all")["choices"]
     assert {"1f1b", "v-min", "auto"} <= {choice["schedule"] for choice in everything}
     assert "chimera" not in {choice["schedule"] for choice in everything}, "it holds the weights twice"
-    assert len(everything) > len(found["choices"])
+    assert len(everything) > len(answer["choices"])
     assert {2, 4, 8} <= {choice["chunks"] for choice in everything if choice["schedule"] == "gis"}
     of_eight_layers = pipemem_json(*ask, "--all", "--layers", 8)["choices"]
     assert max(choice["chunks"] for choice in of_eight_layers) == 2
-    for one in found["choices"]:
+    for one in answer["choices"]:
         for other in everything:
             assert not (
                 other["peak_activation"] < one["peak_activation"] - 1e-9 and other["makespan"] < one["makespan"] - 1e-9
@@ -81,12 +81,12 @@ def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_pa
     path.write_text('{"memory": {"F": 1024, "I": 1024, "W": -2048}}', encoding="utf-8")
     size = ("pareto", "-p", 4, "-m", 4, "--caps", "0.75", "--seconds", 0.1, "--all")
     choices = pipemem_json(*size, "--costs", path)["choices"]
-    found = {each["schedule"]: each for each in choices if not each["memory_cap"]}
-    shares = {name: found[name]["share_of_1f1b"] for name in ("1f1b", "zb-h1")}
-    assert shares == {"1f1b": 1, "zb-h1": 2} and found["zb-h1"]["peak_activation"] == 1
-    searched = [each for each in choices if each["memory_cap"]]
-    assert searched and all(each["memory_cap"] == 0.75 > each["share_of_1f1b"] - 1e-9 for each in searched)
-    assert {each["share_of_1f1b"] for each in pipemem_json(*size)["choices"]} == {None}
+    of_families = {choice["schedule"]: choice for choice in choices if not choice["memory_cap"]}
+    shares = {name: of_families[name]["share_of_1f1b"] for name in ("1f1b", "zb-h1")}
+    assert shares == {"1f1b": 1, "zb-h1": 2} and of_families["zb-h1"]["peak_activation"] == 1
+    searched = [choice for choice in choices if choice["memory_cap"]]
+    assert searched and all(choice["memory_cap"] == 0.75 > choice["share_of_1f1b"] - 1e-9 for choice in searched)
+    assert {choice["share_of_1f1b"] for choice in pipemem_json(*size)["choices"]} == {None}
     assert "shares of 1F1B's bytes" in " ".join(pipemem(*size, "--costs", path).stdout.split())
 
 

@@ -32,14 +32,14 @@ def csv(tmp_path: Path):
 def test_check_accepts_what_it_writes(pipemem, pipemem_json, tmp_path, name):
     file = tmp_path / "schedule.csv"
     assert pipemem("check", name, "--write", file, "-p", 4, "-m", 8).exit_code == 0
-    found = pipemem_json("check", file)
-    assert found["valid"] is True
-    assert (found["devices"], found["microbatches"]) == (4, 8)
+    answer = pipemem_json("check", file)
+    assert answer["valid"] is True
+    assert (answer["devices"], answer["microbatches"]) == (4, 8)
     schedule = build_schedule(name, num_devices=4, num_microbatches=8)
-    assert found["placement"] == schedule.placement.name
+    assert answer["placement"] == schedule.placement.name
     simulated = pipemem_json("simulate", name, "-p", 4, "-m", 8)
-    assert found["peak_activation"] == simulated["peak_activation"]
-    assert found["bubble_rate"] == simulated["bubble_rate"]
+    assert answer["peak_activation"] == simulated["peak_activation"]
+    assert answer["bubble_rate"] == simulated["bubble_rate"]
 
 
 def test_brackets_in_a_files_name_are_no_markup(pipemem, tmp_path):
@@ -61,8 +61,13 @@ def test_check_names_device_position_and_action(pipemem, csv, text, device, posi
     file = csv(text)
     result = pipemem("check", file, "--json")
     assert result.exit_code == 1
-    found = json.loads(result.stdout)
-    assert (found["valid"], found["device"], found["position"], found["action"]) == (False, device, position, action)
+    answer = json.loads(result.stdout)
+    assert (answer["valid"], answer["device"], answer["position"], answer["action"]) == (
+        False,
+        device,
+        position,
+        action,
+    )
     shown = pipemem("check", file)
     assert shown.exit_code == 1 and shown.stdout == ""
     (line,) = shown.stderr.splitlines()
@@ -72,9 +77,9 @@ def test_check_names_device_position_and_action(pipemem, csv, text, device, posi
 def test_gradients_in_another_order_than_stocks_are_valid_and_said_to_be_unfit_to_run(pipemem, pipemem_json, csv):
     assert pipemem_json("check", csv("0F0,0B0\n1F0,1B0\n"))["cannot_run"] is None
     file = csv("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n")
-    found = pipemem_json("check", file)
-    assert found["valid"] and found["cannot_run"].startswith("device 0, position 3, action 0B0: comes after 0B1")
-    assert found["cannot_run"].endswith("(line 1, cell 4)")
+    answer = pipemem_json("check", file)
+    assert answer["valid"] and answer["cannot_run"].startswith("device 0, position 3, action 0B0: comes after 0B1")
+    assert answer["cannot_run"].endswith("(line 1, cell 4)")
     for arguments in (
         ("check", file),
         ("simulate", file),
@@ -99,19 +104,19 @@ def test_check_finds_deadlocks(pipemem, csv):
         "where device 0 is",
         " └─ device 0 again: each device of this circle waits for the next one",
     ]
-    found = json.loads(pipemem("check", csv("0F0,0F1,0B0,0B1,0F2,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"), "--json").stdout)
-    assert found["cycle"] == [
+    answer = json.loads(pipemem("check", csv("0F0,0F1,0B0,0B1,0F2,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"), "--json").stdout)
+    assert answer["cycle"] == [
         {"device": 0, "action": "0B0", "waits_for": "1B0", "of_device": 1},
         {"device": 1, "action": "1F2", "waits_for": "0F2", "of_device": 0},
     ]
-    assert (found["line"], found["column"]) == (1, 3)
+    assert (answer["line"], answer["column"]) == (1, 3)
 
 
 def test_check_judges_the_messages_of_a_lowered_file(pipemem, pipemem_json, tmp_path):
     file = tmp_path / "program.txt"
     assert pipemem("check", "zb-h1", "--write", file, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
-    found = pipemem_json("check", file)
-    assert found["messages"] == "the file's own 16" and found["dialect"] == "torch-new"
+    answer = pipemem_json("check", file)
+    assert answer["messages"] == "the file's own 16" and answer["dialect"] == "torch-new"
     text = file.read_text()
     file.write_text(text.replace("1RECV_F0,", "", 1))
     refused = pipemem("check", file)
@@ -148,12 +153,12 @@ OURS = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1B1\n"
 
 def test_letters_are_detected_and_said(pipemem, pipemem_json, csv):
     for stated in ((), ("--dialect", "torch")):
-        found = pipemem_json("check", csv(OLDER), *stated)
-        assert found["dialect"] == "torch-old"
-        assert found["letters"].startswith("torch before 2.6") and "(detected: BW occurs)" in found["letters"]
+        answer = pipemem_json("check", csv(OLDER), *stated)
+        assert answer["dialect"] == "torch-old"
+        assert answer["letters"].startswith("torch before 2.6") and "(detected: BW occurs)" in answer["letters"]
     assert pipemem_json("check", csv(OURS), "--dialect", "torch")["dialect"] == "torch-new"
-    found = pipemem_json("check", csv(OURS))
-    assert found["dialect"] == "pipemem" and "detected" in found["letters"]
+    answer = pipemem_json("check", csv(OURS))
+    assert answer["dialect"] == "pipemem" and "detected" in answer["letters"]
     simulated = pipemem("simulate", csv(OLDER))
     assert simulated.exit_code == 0
     assert simulated.stderr.startswith("note: ") and "torch before 2.6" in simulated.stderr
@@ -177,9 +182,9 @@ def test_writes_older_torch_letters_and_back(pipemem, csv, tmp_path, source):
 
 
 def test_overlapped_pairs_and_sharding_are_said(pipemem_json, csv):
-    found = pipemem_json("check", csv("0UNSHARD,0F0,1F0,1I0,1W0,(0F1;0B0)OVERLAP_F_B,1F1,(1B1;0B1)OVERLAP_F_B\n"))
-    assert found["ignored"] == "1 UNSHARD"
-    assert (found["pairs"], found["overlapped_backwards"]) == (1, "1 pairs, each read as its two actions in turn")
+    answer = pipemem_json("check", csv("0UNSHARD,0F0,1F0,1I0,1W0,(0F1;0B0)OVERLAP_F_B,1F1,(1B1;0B1)OVERLAP_F_B\n"))
+    assert answer["ignored"] == "1 UNSHARD"
+    assert (answer["pairs"], answer["overlapped_backwards"]) == (1, "1 pairs, each read as its two actions in turn")
 
 
 def test_suffix_or_flag_says_whether_messages_are_written(pipemem_json, tmp_path):
@@ -199,9 +204,9 @@ def test_suffix_or_flag_says_whether_messages_are_written(pipemem_json, tmp_path
 @pytest.mark.parametrize("name", NAMES)
 def test_writes_a_program(pipemem_json, tmp_path, name):
     target = tmp_path / "program.txt"
-    found = pipemem_json("check", name, "--write", target, "-p", 4, "-m", 8)["written"]
+    written = pipemem_json("check", name, "--write", target, "-p", 4, "-m", 8)["written"]
     program = lower(build_schedule(name, num_devices=4, num_microbatches=8))
     lines = [line for line in target.read_text().splitlines() if not line.startswith("#")]
     read = tuple(tuple(map(Action.parse, line.split(","))) for line in lines)
     assert read == program.actions
-    assert found["actions"] == sum(map(len, program.actions)) and found["output"] == str(target)
+    assert written["actions"] == sum(map(len, program.actions)) and written["output"] == str(target)

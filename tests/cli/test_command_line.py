@@ -23,8 +23,8 @@ from megatron_pipemem.tools.config.runs import Run
 def test_the_list_of_commands_says_the_first_sentence_of_each():
     """It is written down beside the names, so that the list needs no command's module."""
     listed = get_command(app).commands
-    told = {name: " ".join(each.help.split("\n\n")[0].split()) for name, each in load_commands().items()}
-    assert {name: each.help for name, each in listed.items()} == told
+    told = {name: " ".join(command.help.split("\n\n")[0].split()) for name, command in load_commands().items()}
+    assert {name: help_text.help for name, help_text in listed.items()} == told
 
 
 OF_THE_APP = {"tools", "tools.cli", "tools.cli.app", "errors", "exits"}
@@ -128,7 +128,7 @@ def test_module_and_exit_code_of_a_real_process():
     assert done.stderr.startswith("error: unknown schedule 'v-hlaf'; did you mean 'v-half'")
 
 
-SHOWN = {name: each for name, each in load_commands().items() if not each.hidden}
+SHOWN = {name: command for name, command in load_commands().items() if not command.hidden}
 
 
 @pytest.mark.parametrize("command", SHOWN)

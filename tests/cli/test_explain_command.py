@@ -39,9 +39,9 @@ def test_what_costs_most_comes_first(pipemem, run):
 
 def test_with_the_run_it_advises_at_the_measured_times(pipemem, pipemem_json, refuses, run):
     """``explain REPORT RUN`` is ``advise RUN --costs REPORT``."""
-    found = pipemem_json("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
+    answer = pipemem_json("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
     alone = pipemem_json("advise", "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "--costs", run() / "report.json")
-    assert found["advice"] == alone and found["peak"] == found["bytes_of_1f1b"] == 4 << 20
+    assert answer["advice"] == alone and answer["peak"] == answer["bytes_of_1f1b"] == 4 << 20
     told = pipemem("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
     assert "by measured prices" in told.stdout and told.stdout.splitlines()[0] in pipemem("explain", run()).stdout
     wrong = refuses("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "pp=2")
@@ -64,9 +64,9 @@ def test_a_step_of_slices_is_read_with_bytes_of_each(pipemem, pipemem_json, run)
         "orders": schedule.to_csv(),
         "spans": [" ".join(f"{start}-{end}" for start, end in spans) for spans in step.spans],
     }
-    found = pipemem_json("explain", run(**told, memory={"F": [3 << 20, 1 << 20] * 4, "B": [-3 << 20, -1 << 20] * 4}))
-    assert found["peak"] == 11 << 20, "slices 0 to 4 of the first rank"
-    assert found["stages"] == pytest.approx([0.05] * 4)
+    answer = pipemem_json("explain", run(**told, memory={"F": [3 << 20, 1 << 20] * 4, "B": [-3 << 20, -1 << 20] * 4}))
+    assert answer["peak"] == 11 << 20, "slices 0 to 4 of the first rank"
+    assert answer["stages"] == pytest.approx([0.05] * 4)
     wrong = pipemem("explain", run(**told, memory={"F": [1 << 20] * 4}))
     check_refusal(wrong.stderr, "wrong-file", "4 stages", "2 slices")
 

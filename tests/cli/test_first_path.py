@@ -39,8 +39,8 @@ def test_simulate_prices_every_placement(pipemem_json, costs, schedule):
 def test_pareto_compares_placements(pipemem, costs):
     done = pipemem("pareto", "-p", 4, "-m", 8, "--costs", costs, "--caps", ".75", "--seconds", 0.3, "--all", "--json")
     choices = json.loads(done.stdout)["choices"]
-    assert {each["placement"] for each in choices} >= {"linear", "v", "interleaved"}
-    assert len([each for each in choices if each["memory_cap"] == 0.75]) == 1
+    assert {choice["placement"] for choice in choices} >= {"linear", "v", "interleaved"}
+    assert len([choice for choice in choices if choice["memory_cap"] == 0.75]) == 1
     assert "among 12 stages (8 of 3 and 4 of 2)" in done.stderr
 
 

@@ -22,11 +22,11 @@ CLUSTER = load("h100-80g", Cluster)
 
 def test_stock_interleaved_beside_a_layout_by_hand(pipemem, pipemem_json):
     ask = ("layout", "llama3-8b", "-p", 4, "-v", 2, "-m", 16, "--cluster", "h100-80g", "--beside", "Et*4|(t*4|)*6t*4L")
-    found = pipemem_json(*ask)
-    best, even, given = (found["layouts"][name] for name in ("best", "even", "given"))
+    answer = pipemem_json(*ask)
+    best, even, given = (answer["layouts"][name] for name in ("best", "even", "given"))
     assert even["layers"] == given["layers"] == [4] * 8 and even["step_seconds"] == given["step_seconds"]
     assert max(best["rank_seconds"]) < max(even["rank_seconds"]) and best["step_seconds"] < even["step_seconds"]
-    assert not found["even_is_as_good"] and best["rank_bytes"] is None
+    assert not answer["even_is_as_good"] and best["rank_bytes"] is None
     assert sum(best["layers"]) == 32 and sum(best["stage_seconds"]) == pytest.approx(sum(best["rank_seconds"]))
     assert even["flags"] == "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
     text = layout.written(best["layers"])
@@ -37,9 +37,9 @@ def test_stock_interleaved_beside_a_layout_by_hand(pipemem, pipemem_json):
 
 
 def test_a_run_is_weighed_with_its_memory_and_its_own_layout(pipemem, pipemem_json):
-    found = pipemem_json("layout", RUNS / "98b-40xa100.yaml", "-m", 20)
-    assert found["schedule"] == "v-half" and found["layouts"]["given"]["layers"] == [7, *[8] * 8, 7]
-    assert found["even_is_as_good"] and min(found["layouts"]["best"]["rank_bytes"]) > 2**30
+    answer = pipemem_json("layout", RUNS / "98b-40xa100.yaml", "-m", 20)
+    assert answer["schedule"] == "v-half" and answer["layouts"]["given"]["layers"] == [7, *[8] * 8, 7]
+    assert answer["even_is_as_good"] and min(answer["layouts"]["best"]["rank_bytes"]) > 2**30
     said = pipemem("layout", RUNS / "98b-40xa100.yaml", "-m", 20).stdout
     assert "--pipemem-schedule v-half" in said and "GiB" in said
     assert "is the best layout found; Megatron needs a layout flag for it, because" in " ".join(said.split())
@@ -74,8 +74,8 @@ def test_every_rank_keeps_experts_where_their_losses_are_logged():
         "expert_ffn": 1024,
     }
     model = Model(**shape, pattern="*-*E*-*-EEEE")
-    found = balance(Run(model, CLUSTER, Parallelism(pp=3, global_batch=12)))
-    ends = accumulate(found.best.layers, initial=0)
+    layouts = balance(Run(model, CLUSTER, Parallelism(pp=3, global_batch=12)))
+    ends = accumulate(layouts.best.layers, initial=0)
     assert all(Sublayer.EXPERTS in model.pattern[a:b] for a, b in pairwise(ends))
 
 
@@ -85,15 +85,15 @@ def test_never_worse_than_the_even_split_and_without_an_empty_middle_stage(vocab
     model = replace(load("llama3-8b", Model), vocabulary=vocabulary, mtp_layers=1, layers=14)
     cut = Parallelism(pp=4, chunks=chunks, global_batch=16)
     run = Run(model, CLUSTER, cut, ScheduleChoice(name))
-    found = balance(run, room=0)
-    assert all(found.best.layers[1:-1]), "stock Megatron may hang at an empty one"
-    assert found.best.seconds <= found.even.seconds * (1 + AS_GOOD)
+    layouts = balance(run, room=0)
+    assert all(layouts.best.layers[1:-1]), "stock Megatron may hang at an empty one"
+    assert layouts.best.seconds <= layouts.even.seconds * (1 + AS_GOOD)
     assert (
-        sum(found.best.layers) == model.pieces
-        and layout.read(layout.written(found.best.layers, 1)) == found.best.layers
+        sum(layouts.best.layers) == model.pieces
+        and layout.read(layout.written(layouts.best.layers, 1)) == layouts.best.layers
     )
     if name == "v-half":  # there multi-token prediction stays with the head
-        assert found.best.layers[-1] >= 1
+        assert layouts.best.layers[-1] >= 1
 
 
 def test_groups_of_microbatches_that_the_run_names(pipemem_json, refuses):

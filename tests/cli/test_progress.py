@@ -70,8 +70,8 @@ def what_is_told(monkeypatch, work) -> str:
 )
 def test_what_takes_long_tells_what_it_does_and_what_is_left(monkeypatch, work, words):
     lines = what_is_told(monkeypatch, work)
-    for each in words:
-        assert each in lines
+    for word in words:
+        assert word in lines
 
 
 def test_a_listener_is_told_now_and_then_only():

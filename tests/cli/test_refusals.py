@@ -263,7 +263,7 @@ def test_sizes_that_people_train_with_are_not_asked_about():
 
 
 def test_only_orders_that_are_fitted_take_the_cube_of_the_devices():
-    fitted = {each.name for each in families() if is_fitted(each.name)}
+    fitted = {family.name for family in families() if is_fitted(family.name)}
     assert {"v-half", "v-min", "1f1b-v", "hanayo"} <= fitted and is_fitted("auto")
     assert not fitted & {"1f1b", "interleaved", "gis", "zb-h1"} and not is_fitted("some.csv")
     assert estimated(500, 8, 1).is_large and not estimated(500, 8, 1, fitted=False).is_large

@@ -86,8 +86,8 @@ def test_what_is_wrong_is_the_only_line_and_nothing_slow_is_imported(script: Pat
     ],
 )
 def test_an_option_before_the_script_is_no_script(pipemem, options, says):
-    found = pipemem("run", *options)
-    assert found.exit_code == 2 and f"no option {options[0]}; {says}" in found.stderr
+    result = pipemem("run", *options)
+    assert result.exit_code == 2 and f"no option {options[0]}; {says}" in result.stderr
 
 
 @pytest.mark.parametrize("by_torchrun", [True, False])

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.registry import families, family
 from megatron_pipemem.tools.cli.options import complete_families, complete_schedules
 from megatron_pipemem.tools.cli.schedules import RESEARCH
 
-NAMES = [each.name for each in families()]
+NAMES = [family.name for family in families()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +125,7 @@ def test_a_module_adds_schedules_to_every_command(pipemem, monkeypatch, tmp_path
     name = f"mine-{arguments[0]}-{len(arguments)}"
     path = tmp_path / f"{name}.py"
     path.write_text(MODULE)
-    arguments = [{"NAME": name, "OUT": tmp_path / "out.csv"}.get(each, each) for each in arguments]
+    arguments = [{"NAME": name, "OUT": tmp_path / "out.csv"}.get(argument, argument) for argument in arguments]
     assert name not in pipemem(*arguments).stdout
     done = pipemem(*arguments, "--schedule-module", path)
     assert done.exit_code == 0, done.stderr

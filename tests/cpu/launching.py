@@ -33,11 +33,11 @@ TOY_MODEL = shlex.split("""
 def tell(number: int) -> None:
     """Print what a rank finds, as one line of JSON."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    found = {name: os.environ[name] for name in names}
-    found |= {"number": number, "imported": "megatron.training" in sys.modules, "devices": 0}
+    variables = {name: os.environ[name] for name in names}
+    variables |= {"number": number, "imported": "megatron.training" in sys.modules, "devices": 0}
     if (torch := sys.modules.get("torch")) is not None:
-        found["devices"] = torch.cuda.device_count()
-    print(json.dumps(found), flush=True)
+        variables["devices"] = torch.cuda.device_count()
+    print(json.dumps(variables), flush=True)
 
 
 def sleep_beside_a_child() -> None:

@@ -48,7 +48,7 @@ def test_only_warnings_of_missing_packages_are_left_out(caplog: pytest.LogCaptur
             warnings.warn_explicit(said, UserWarning, "x.py", 1, module="megatron.core.x")
         logger.warning("CPU RNG state changed within GPU RNG context")
         logger.warning("another message")
-    assert [str(each.message) for each in caught] == ["another cause"]
+    assert [str(warning.message) for warning in caught] == ["another cause"]
     assert caplog.messages == ["another message"]
 
 

@@ -24,10 +24,10 @@ def test_every_rank_is_a_process_with_torchruns_environment(tmp_path: Path, fork
     assert [process.exitcode for process in processes] == [0, 0]
     first, *lines = log.read_text().splitlines()
     assert first == "a line that stays"
-    found = sorted((json.loads(line) for line in lines if line.startswith("{")), key=lambda each: each["number"])
+    results = sorted((json.loads(line) for line in lines if line.startswith("{")), key=lambda result: result["number"])
     lane = {"imported": forked, "devices": 2 if forked else 0}
     size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    assert found == [
+    assert results == [
         {"RANK": rank, "LOCAL_RANK": rank, "number": number, **size, **lane} for rank, number in (("0", 10), ("1", 20))
     ]
 

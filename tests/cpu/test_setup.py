@@ -22,9 +22,9 @@ def machine(tmp_path: Path) -> Path:
     (tmp_path / "bin").mkdir()
     (tmp_path / "home").mkdir()
     for tool in TOOLS:
-        found = shutil.which(tool)
-        assert found is not None
-        (tmp_path / "bin" / tool).symlink_to(found)
+        path = shutil.which(tool)
+        assert path is not None
+        (tmp_path / "bin" / tool).symlink_to(path)
     return tmp_path
 
 

@@ -58,7 +58,7 @@ def test_training_does_not_change_what_is_to_be_written():
 def test_every_document_is_shared():
     """The example of Transformer Engine's documentation."""
     held = shares([0, 8, 12], 2)
-    assert [each.tolist() for each in held] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert [tensor.tolist() for tensor in held] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
     whole = torch.block_diag(torch.ones(8, 8).tril(), torch.ones(4, 4).tril()).bool()
     for own in (torch.arange(12), *held):
         assert torch.equal(~_mask([0, 8, 12], own)[0, 0], whole[own])

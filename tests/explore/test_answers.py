@@ -63,8 +63,8 @@ def test_the_command_beside_an_answer_prints_the_same_numbers(query):
 def test_a_value_that_does_not_work_is_told_with_its_code(query, codes):
     """And the other schedule is drawn all the same."""
     answer = explore_data(query)
-    found = [told.get("error", "").rpartition("[")[2].rstrip("]") or None for told in answer["facts"]]
-    assert found == codes
+    error_codes = [told.get("error", "").rpartition("[")[2].rstrip("]") or None for told in answer["facts"]]
+    assert error_codes == codes
     assert [run["name"] for run in answer["runs"]] == ["v-half"] * codes.count(None)
 
 
@@ -85,7 +85,7 @@ def test_a_schedules_file_is_asked_for_by_its_name():
 
 
 def test_every_control_and_both_schedules_have_a_default():
-    assert explore_json("") == explore_json("&".join(f"{each.key}=" for each in CONTROLS))
+    assert explore_json("") == explore_json("&".join(f"{control.key}=" for control in CONTROLS))
     assert [told["schedule"] for told in facts_of({})] == ["1f1b", "v-half"]
 
 

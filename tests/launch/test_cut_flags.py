@@ -38,16 +38,16 @@ def test_every_family_runs_a_cut_or_says_which_it_runs(schedule):
             flags = {flag: value(chunks)}
             cut = cut_of(flags, P, LAYERS)
             try:
-                assert {known_chunks(each) for each in placements_of(schedule, {}, P, cut)} == {cut.chunks}
+                assert {known_chunks(placement) for placement in placements_of(schedule, {}, P, cut)} == {cut.chunks}
                 continue
             except UnsupportedError as error:
                 message = str(error)
             assert message.startswith(f"schedule {schedule} ") and f"--{flag}" in message
-            found = re.search(
+            match = re.search(
                 rf"(?:write (\d+) (?:stages|segments).*|pass --{VIRTUAL_STAGES} (\d+) .*|leave it out)$", message
             )
-            assert found, message
-            needed = int(found[2] or int(found[1] or P) // P)
+            assert match, message
+            needed = int(match[2] or int(match[1] or P) // P)
             way_out = placements_of(schedule, {}, P, cut_of({VIRTUAL_STAGES: needed}, P, LAYERS))
             assert known_chunks(way_out[0]) == needed
 

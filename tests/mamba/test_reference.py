@@ -40,7 +40,7 @@ def test_a_layer_is_a_convolution_and_a_recurrence():
             mixed = silu((window.t() * weight).sum(1) + bias)
             x, into, out = mixed.split([width, groups * states, groups * states])
             x = x.view(heads, channels)
-            into, out = (each.view(groups, states).repeat_interleave(heads // groups, 0) for each in (into, out))
+            into, out = (tensor.view(groups, states).repeat_interleave(heads // groups, 0) for tensor in (into, out))
             step = torch.nn.functional.softplus(dt[b, t] + step_bias)
             state = torch.exp(-step * decay)[:, None, None] * state + step[:, None, None] * x[..., None] * into[:, None]
             wanted = (state * out[:, None]).sum(-1) + past[:, None] * x
@@ -74,14 +74,14 @@ def test_a_gated_delta_net_is_megatrons():
         -torch.rand(batch, tokens, heads),
         torch.rand(batch, tokens, heads),
     )
-    found, _ = load("gated_delta_rule", "fla/ops").chunk_gated_delta_rule(q, k, v, g, beta)
+    result, _ = load("gated_delta_rule", "fla/ops").chunk_gated_delta_rule(q, k, v, g, beta)
     wanted, _ = common.torch_chunk_gated_delta_rule(q, k, v, g, beta)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_convolution_and_a_norm_of_a_gated_delta_net():
     x, weight = torch.randn(2, 7, 3), torch.randn(3, 4)
-    found, _ = load("convolution", "fla/modules").causal_conv1d(x, weight, activation="silu")
-    torch.testing.assert_close(found[:, -1], torch.nn.functional.silu((x[:, 3:] * weight.t()).sum(1)))
+    result, _ = load("convolution", "fla/modules").causal_conv1d(x, weight, activation="silu")
+    torch.testing.assert_close(result[:, -1], torch.nn.functional.silu((x[:, 3:] * weight.t()).sum(1)))
     normed = load("l2norm", "fla/modules").l2norm(x)
     torch.testing.assert_close(normed.norm(dim=-1), torch.ones(2, 7))

@@ -29,19 +29,19 @@ def schedule() -> Schedule:
 
 
 @pytest.fixture(scope="module")
-def found():
+def search_result():
     return search_schedule(num_devices=2, num_microbatches=4, costs=COSTS, max_chunks=2, seconds=0.5)
 
 
 def pages(html: str) -> list[str]:
-    return [unescape(each) for each in re.findall(r"srcdoc='([^']*)'", html)]
+    return [unescape(frame) for frame in re.findall(r"srcdoc='([^']*)'", html)]
 
 
-def test_a_notebook_shows_the_page_that_is_written_to_files(schedule, found) -> None:
+def test_a_notebook_shows_the_page_that_is_written_to_files(schedule, search_result) -> None:
     unit, priced = simulate(schedule), simulate(schedule, COSTS)
     assert pages(schedule._repr_html_()) == [page([unit])]
     assert pages(priced._repr_html_()) == [page([priced])] != [page([unit])]
-    assert pages(found._repr_html_()) == [page([simulate(found.schedule, COSTS)])]
+    assert pages(search_result._repr_html_()) == [page([simulate(search_result.schedule, COSTS)])]
 
 
 def test_what_cannot_run_says_why() -> None:
@@ -50,7 +50,7 @@ def test_what_cannot_run_says_why() -> None:
     assert told.startswith("<pre>&lt;Schedule &lt;mine&gt;") and "device 0" in told and "<iframe" not in told
 
 
-def test_a_terminal_shows_letters(schedule, found, monkeypatch) -> None:
+def test_a_terminal_shows_letters(schedule, search_result, monkeypatch) -> None:
     def shown(what) -> str:
         output = io.StringIO()
         monkeypatch.setattr(display, "Console", lambda: Console(file=output, width=100))
@@ -59,7 +59,9 @@ def test_a_terminal_shows_letters(schedule, found, monkeypatch) -> None:
 
     assert "device 1|" in shown(schedule).replace(" ", "").replace("device1", "device 1")
     assert shown(schedule) == shown(simulate(schedule)) != shown(simulate(schedule, COSTS))
-    assert "found by" in shown(found) and f"{simulate(found.schedule, COSTS).makespan:.6g}" in shown(found)
+    assert "found by" in shown(search_result) and f"{simulate(search_result.schedule, COSTS).makespan:.6g}" in shown(
+        search_result
+    )
 
 
 def test_a_data_frame_has_a_row_per_action(schedule) -> None:

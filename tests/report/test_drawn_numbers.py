@@ -22,25 +22,25 @@ def words(axes) -> list[str]:
 
 def bars(axes) -> dict[str, list[tuple[int, float, float]]]:
     """Per colour ``(device, start, end)`` of the bars."""
-    found = {}
+    numbers = {}
     for shapes in axes.collections:
         if isinstance(shapes, PolyCollection):
             for path in shapes.get_paths():
                 (left, bottom), (right, _) = path.vertices.min(0), path.vertices.max(0)
-                found.setdefault(to_hex(shapes.get_facecolor()[0]), []).append(
+                numbers.setdefault(to_hex(shapes.get_facecolor()[0]), []).append(
                     (int(bottom), round(left, 9), round(right, 9))
                 )
-    return found
+    return numbers
 
 
 def simulated_bars(timeline: Timeline) -> dict[str, list[tuple[int, float, float]]]:
-    placement, found = timeline.schedule.placement, {}
+    placement, bars_of_actions = timeline.schedule.placement, {}
     for device, (order, spans) in enumerate(zip(timeline.schedule.orders, timeline.spans, strict=True)):
         for action, span in zip(order, spans, strict=True):
             chunk = placement.stages[device].index(action.stage)
             shade = colour(action.kind, chunk, placement.num_chunks)
-            found.setdefault(shade, []).append((device, *(round(time, 9) for time in span)))
-    return found
+            bars_of_actions.setdefault(shade, []).append((device, *(round(time, 9) for time in span)))
+    return bars_of_actions
 
 
 def held(timeline: Timeline, device: int, time: float) -> float:
@@ -64,10 +64,10 @@ def test_a_run(run, name):
         f"time (F of a device = 1; makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
         in around
     )
-    expected, found = simulated_bars(timeline), bars(axes)
-    assert {shade for shade in found if shade not in (IDLE, HELD)} == set(expected)
+    expected, drawn_bars = simulated_bars(timeline), bars(axes)
+    assert {shade for shade in drawn_bars if shade not in (IDLE, HELD)} == set(expected)
     for shade, spans in expected.items():
-        assert sorted(found[shade]) == sorted(spans)
+        assert sorted(drawn_bars[shade]) == sorted(spans)
     assert axes.get_xlim() == (0, timeline.makespan)
     start = words(axes).index("device 0")
     assert words(axes)[start:-1:2] == [f"device {device}" for device in range(4)]
@@ -92,7 +92,7 @@ def test_numbers_stand_in_their_boxes(run):
 def test_curves_of_memory(run, name):
     timeline = run(name, 4, 8, COSTS)
     (axes,) = figure.draw([timeline]).axes
-    curves, limits = (each for each in axes.collections if isinstance(each, LineCollection))
+    curves, limits = (collection for collection in axes.collections if isinstance(collection, LineCollection))
     for device, (curve, limit) in enumerate(zip(curves.get_segments(), limits.get_segments(), strict=True)):
         floor, one = curve[-1][1], limit[0][1]  # a step ends empty
         for k in range(200):

@@ -43,11 +43,11 @@ def disturbed(step: MeasuredStep, seed: int) -> MeasuredStep:
     """A step whose actions take other times, begin later, and were timed by clocks that disagree."""
     draw = random.Random(seed)
     nodes = len(step.actions)
-    seconds = [round(each * draw.uniform(0.5, 2)) for each in step.seconds]
-    found = step.rerun(seconds, [draw.randrange(NANOSECONDS // 3) for _ in range(nodes)])
+    seconds = [round(duration * draw.uniform(0.5, 2)) for duration in step.seconds]
+    again = step.rerun(seconds, [draw.randrange(NANOSECONDS // 3) for _ in range(nodes)])
     spans: list[list[tuple[int, int]]] = [[] for _ in step.spans]
     ahead = [draw.randrange(NANOSECONDS // 10) for _ in step.spans]
-    for device, start, end, took in zip(step.lanes, found.starts, found.ends, seconds, strict=True):
+    for device, start, end, took in zip(step.lanes, again.starts, again.ends, seconds, strict=True):
         if took:
             spans[device].append((start + ahead[device], end + ahead[device]))
     return MeasuredStep(step.schedule, tuple(map(tuple, spans)))
@@ -62,10 +62,10 @@ def test_causes_sum_up_to_the_idle_time(name, size, seed):
     p, m = size
     m = m + m % 2 if name == "chimera" else p * (m // p) if name == "interleaved" else m
     step = disturbed(as_measured(built(name, p, m)), seed)
-    for each, spans in zip(idle_causes(step), step.spans, strict=True):
-        assert each.idle == step.length - sum(end - start for start, end in spans)
-        assert sum(each.causes.values()) == each.idle and list(each.causes) == list(CAUSES)
-        assert min(each.causes.values()) >= 0 and sum(each.late.values()) == each.causes[LATE]
+    for device_idle, spans in zip(idle_causes(step), step.spans, strict=True):
+        assert device_idle.idle == step.length - sum(end - start for start, end in spans)
+        assert sum(device_idle.causes.values()) == device_idle.idle and list(device_idle.causes) == list(CAUSES)
+        assert min(device_idle.causes.values()) >= 0 and sum(device_idle.late.values()) == device_idle.causes[LATE]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "po-h", "interleaved"])
@@ -78,8 +78,8 @@ def test_a_step_runs_again_as_it_ran(name):
 
 def causes_of(step: MeasuredStep) -> list[dict[str, float]]:
     return [
-        {cause: nanoseconds / NANOSECONDS for cause, nanoseconds in each.causes.items() if nanoseconds}
-        for each in idle_causes(step)
+        {cause: nanoseconds / NANOSECONDS for cause, nanoseconds in device_idle.causes.items() if nanoseconds}
+        for device_idle in idle_causes(step)
     ]
 
 
@@ -95,7 +95,7 @@ def test_what_a_barrier_costs_is_what_steps_without_one_save():
 
 def test_a_slow_stage_makes_the_others_wait():
     *others, slow = causes_of(as_measured(built("1f1b"), Costs(SLOW_LAST, SLOW_LAST, SLOW_LAST)))
-    assert all(each[IMBALANCE] > each[SCHEDULE] * 0.9 for each in others)
+    assert all(other[IMBALANCE] > other[SCHEDULE] * 0.9 for other in others)
     assert IMBALANCE not in slow
 
 
@@ -110,8 +110,8 @@ def test_messages_and_the_host_are_told_apart():
     spans = [[], [], [], []]
     for device, start, end in zip(step.lanes, late.starts, late.ends, strict=True):
         spans[device].append((start, end))
-    for each in causes_of(MeasuredStep(schedule, tuple(map(tuple, spans)))):
-        assert each == {SCHEDULE: 9.0, HOST: 1.0}
+    for causes in causes_of(MeasuredStep(schedule, tuple(map(tuple, spans)))):
+        assert causes == {SCHEDULE: 9.0, HOST: 1.0}
 
 
 def test_a_late_action_is_blamed_on_its_device():
@@ -123,9 +123,9 @@ def test_a_late_action_is_blamed_on_its_device():
     spans = [[], [], [], []]
     for device, start, end in zip(step.lanes, again.starts, again.ends, strict=True):
         spans[device].append((start, end))
-    for each in idle_causes(MeasuredStep(step.schedule, tuple(map(tuple, spans)))):
-        assert each.causes[SCHEDULE] == 9 * NANOSECONDS
-        assert each.late == ({2: 2 * NANOSECONDS} if each.device != 2 else {})
+    for device_idle in idle_causes(MeasuredStep(step.schedule, tuple(map(tuple, spans)))):
+        assert device_idle.causes[SCHEDULE] == 9 * NANOSECONDS
+        assert device_idle.late == ({2: 2 * NANOSECONDS} if device_idle.device != 2 else {})
 
 
 def test_costs_are_what_was_measured():
@@ -148,8 +148,8 @@ def test_costs_of_slices_are_what_was_measured():
     measured = step.costs()
     assert measured.seconds(schedule.placement, 2)[Kind.I] == costs.backward_input
     assert simulate(schedule, measured).makespan == pytest.approx(step.length / NANOSECONDS)
-    for each in causes_of(as_measured(schedule, replace(costs, p2p=0.0))):
-        assert set(each) <= {SCHEDULE, IMBALANCE}, (
+    for causes in causes_of(as_measured(schedule, replace(costs, p2p=0.0))):
+        assert set(causes) <= {SCHEDULE, IMBALANCE}, (
             "later slices take longer on every stage: nothing but the stages is uneven"
         )
 
@@ -175,5 +175,5 @@ def test_microbatches_that_are_not_alike():
     weights = MicrobatchWeights((1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     step = as_measured(built("1f1b"), Costs(microbatch=weights))
     assert step.weights == weights.time
-    found = causes_of(step)
-    assert all(set(each) == {SCHEDULE, MICROBATCHES} for each in found)
+    causes = causes_of(step)
+    assert all(set(seconds_by_cause) == {SCHEDULE, MICROBATCHES} for seconds_by_cause in causes)

@@ -34,7 +34,7 @@ def check_names(axes) -> set[str]:
         assert area.x0 - 1 <= box.x0 and box.x1 <= area.x1 + 1 and area.y0 - 1 <= box.y0 and box.y1 <= area.y1 + 1
         own, *others = sorted(
             (gap(box, spot) for spot in spots),
-            key=lambda found: abs(found - gap(box, axes.transData.transform(name.xy))),
+            key=lambda place: abs(place - gap(box, axes.transData.transform(name.xy))),
         )
         close = own < 12 * axes.figure.dpi / 72 and all(own <= other + 1e-6 for other in others)
         assert close or name.xy in joined
@@ -62,12 +62,12 @@ def test_names_of_all_families_and_searches():
     costs = Costs(1, 1.5, 0.5)
     rates = (0.5539, 0.4740, 0.3975, 0.3064, 0.2294, 0.1084, 0.0986, 0.0806, 0.0680, 0.0392, 0.0311, 0.0270, 0.0187)
     peaks = [0.25 + index / 16 for index in range(13)]
-    found = [Point(f"auto {x:.4g}, 8 chunks", "wave", x, y, is_search=True) for x, y in zip(peaks, rates, strict=True)]
+    points = [Point(f"auto {x:.4g}, 8 chunks", "wave", x, y, is_search=True) for x, y in zip(peaks, rates, strict=True)]
     for schedule in synchronous_schedules(8, 24, costs, max_chunks=8):
         timeline, chunks = simulate(schedule, costs), schedule.placement.num_chunks
         name = f"{schedule.name}, {chunks} chunks" if chunks > 2 else schedule.name
-        found.append(Point(name, schedule.placement.name, timeline.peak, timeline.bubble_rate, dominated=True))
-    check_pareto(found)
+        points.append(Point(name, schedule.placement.name, timeline.peak, timeline.bubble_rate, dominated=True))
+    check_pareto(points)
 
 
 @settings(max_examples=6)

@@ -184,10 +184,10 @@ def test_zoom_drag_and_find(run, open_page):
 
     page.driver.find_element("id", "find").send_keys("2B60")
     page.settle()
-    found = page.locate("2B60")
+    bar = page.locate("2B60")
     canvas = page.script("const b = document.querySelector('canvas').getBoundingClientRect(); return [b.left, b.right]")
-    assert canvas[0] < found["x"] < canvas[1] and found["width"] > 40
-    assert page.point_at(found["x"], found["y"])[0] == "2B60: full backward"
+    assert canvas[0] < bar["x"] < canvas[1] and bar["width"] > 40
+    assert page.point_at(bar["x"], bar["y"])[0] == "2B60: full backward"
 
     page.driver.find_element("id", "fit").click()
     page.settle()

@@ -30,11 +30,11 @@ def texts(path) -> list[str]:
 
 
 def test_picture_names_points_placements_and_the_bound(tmp_path):
-    found = texts(save_pareto(POINTS, tmp_path / "new" / "front.svg", [(0.4, 0.2), (1.0, 0.01)], title="p=8, m=24"))
-    assert {"zbv", "v-half", "cap 0.7", "1f1b", "zb-h1"} <= set(found)
-    assert {"linear", "v", "searched", "front", "hollow: dominated", "p=8, m=24"} <= set(found)
-    assert {"lower bound for all", "placements shown"} <= set(found)
-    assert "Beyond the picture: gems (0.2, 83%)." in found  # drawn, it would squeeze all others together
+    labels = texts(save_pareto(POINTS, tmp_path / "new" / "front.svg", [(0.4, 0.2), (1.0, 0.01)], title="p=8, m=24"))
+    assert {"zbv", "v-half", "cap 0.7", "1f1b", "zb-h1"} <= set(labels)
+    assert {"linear", "v", "searched", "front", "hollow: dominated", "p=8, m=24"} <= set(labels)
+    assert {"lower bound for all", "placements shown"} <= set(labels)
+    assert "Beyond the picture: gems (0.2, 83%)." in labels  # drawn, it would squeeze all others together
 
 
 def test_between_two_memories_the_line_is_the_bound_of_the_larger():

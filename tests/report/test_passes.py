@@ -52,8 +52,8 @@ def test_a_trace_has_a_track_per_channel(timeline: Timeline) -> None:
     events = trace([timeline])["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names[4] == "copies of device 0" and 5 not in names
-    found = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 4]
-    assert found == [str(copy.action) for copy in DrawnRun(timeline).host_transfers[0]]
+    copies = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 4]
+    assert copies == [str(copy.action) for copy in DrawnRun(timeline).host_transfers[0]]
     slices = [event for event in events if event["ph"] == "X"]
     assert not any("WAIT" in event["name"] for event in slices)
     assert any(event["cat"] == "recomputed forward" for event in slices)
@@ -108,5 +108,5 @@ def test_a_window_shows_its_own_messages_and_bubbles():
     shown = {(str(m.producer.action), str(m.consumer.action)) for m in DrawnRun(timeline).messages}
     assert ("0F3", "1F3") in shown and ("1B0", "0B0") in shown
     assert not any(producer == "0F0" for producer, _ in shown)
-    idle = [sum(each.end - each.start for each in row) for row in DrawnRun(timeline).bubbles]
+    idle = [sum(cell.end - cell.start for cell in row) for row in DrawnRun(timeline).bubbles]
     assert idle == [timeline.makespan - work for work in timeline.work]

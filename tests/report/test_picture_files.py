@@ -82,7 +82,7 @@ def test_html_holds_the_whole_run_and_loads_nothing(run, tmp_path, name):
     names, starts, ends = [], [], []
     for device, row in enumerate(drawn["rows"]):
         names += [
-            drawn["passes"][each][0] + str(microbatch) for each, microbatch in zip(row["pass"], row["mb"], strict=True)
+            drawn["passes"][kind][0] + str(microbatch) for kind, microbatch in zip(row["pass"], row["mb"], strict=True)
         ]
         numbers, count = b64decode(row["numbers"]), len(row["mb"])
         start, end, held = batched(struct.unpack(f"<{3 * count}d", numbers), count)

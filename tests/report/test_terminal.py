@@ -74,8 +74,8 @@ def test_colours_only_where_the_terminal_has_them(run):
 @pytest.mark.parametrize("name", ["zbv", "dualpipe"])
 def test_kinds_and_chunks_differ_in_terminals_with_16_colours(run, name):
     coloured = "\n".join(lines(run(name, 4, 8), 160, force_terminal=True, color_system="standard"))
-    found = re.findall(r"\x1b\[(?:\d+;)*((?:4|10)\d)m([A-Za-z])", coloured)
-    colours = {letter: {code for code, other in found if other == letter} for _, letter in found}
+    matches = re.findall(r"\x1b\[(?:\d+;)*((?:4|10)\d)m([A-Za-z])", coloured)
+    colours = {letter: {code for code, other in matches if other == letter} for _, letter in matches}
     assert colours.keys() >= {"F", "f", "I", "i", "W", "w"} | ({"B", "b"} if name == "dualpipe" else set())
     assert all(len(codes) == 1 for codes in colours.values())
     assert len(set().union(*colours.values())) == len(colours)

@@ -60,10 +60,10 @@ def test_memory_handed_straight_on_makes_no_notch():
 @pytest.mark.parametrize("name", NAMES)
 def test_messages_are_those_the_simulator_counts(run, name):
     timeline = run(name, 4, 6, Costs(p2p=0.5))
-    found = list(DrawnRun(timeline).messages)
-    assert len(found) == timeline.messages
-    assert all(m.consumer.start >= m.producer.end + 0.5 for m in found)
-    assert all(m.consumer.device != m.producer.device for m in found)
+    messages = list(DrawnRun(timeline).messages)
+    assert len(messages) == timeline.messages
+    assert all(m.consumer.start >= m.producer.end + 0.5 for m in messages)
+    assert all(m.consumer.device != m.producer.device for m in messages)
 
 
 @given(
@@ -123,8 +123,8 @@ def _lab(linear: list[float]) -> tuple[float, float, float]:
 def test_kinds_stay_apart_under_colour_blindness(vision):
     shades = {kind: _linear(colour(kind)) for kind in COMPUTE}
     seen = {
-        k: _lab([sum(f * c for f, c in zip(row, each, strict=True)) for row in VISION[vision]])
-        for k, each in shades.items()
+        k: _lab([sum(f * c for f, c in zip(row, shade, strict=True)) for row in VISION[vision]])
+        for k, shade in shades.items()
     }
     for pair in combinations(COMPUTE, 2):
         assert sum((a - b) ** 2 for a, b in zip(*(seen[kind] for kind in pair), strict=True)) ** 0.5 > 20, pair

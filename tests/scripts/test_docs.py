@@ -49,14 +49,14 @@ def test_search_names_the_bounds():
             assert f"{least:.4f}" == (reached if optimal else bound), line
             compared += 1
             if families:
-                best = min(each.bubble_rate for each in families if each.peak <= cap + 1e-9)
+                best = min(family.bubble_rate for family in families if family.peak <= cap + 1e-9)
                 assert float(reached) <= best + 5e-5
     assert compared == 11 * 4 + 3 * 4
 
 
 def test_commands_have_the_options_that_they_are_shown_with():
     """They are parsed, not run; those with an ellipsis are no commands."""
-    commands, seen = {name: each for name, each in load_commands().items() if not each.hidden}, 0
+    commands, seen = {name: command for name, command in load_commands().items() if not command.hidden}, 0
     for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")):
         for line in document.read_text(encoding="utf-8").splitlines():
             shown = re.search(r"^(?:    )?(?:time )?(?:\.venv/bin/)?pipemem (.+)", line)
@@ -80,7 +80,7 @@ def test_pictures_of_the_documents_are_what_the_commands_beside_them_draw(tmp_pa
     """Titles, captions, and a hash of texts and shapes stand in the files, so that pixels may differ between machines."""
     read = pytest.importorskip("PIL.Image").open
     documents = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    commands = [found for each in documents for found in PICTURES.findall(each.read_text(encoding="utf-8"))]
+    commands = [command for document in documents for command in PICTURES.findall(document.read_text(encoding="utf-8"))]
     assert {path for _, path in commands} == {f"docs/images/{path.name}" for path in ROOT.glob("docs/images/*")}
     for command, path in commands:
         drawn = tmp_path / Path(path).name

@@ -153,10 +153,10 @@ schedule=pipedream-2bw pipemem_option={"update_every":4} | has-own-flag --global
 @pytest.mark.parametrize("row", REFUSED.split("\n")[1:-1])
 def test_what_a_run_would_refuse_is_refused_before_it_starts(row):
     changes, expected = (text.split() for text in row.split(" | "))
-    found = refusal(tiny(*(change for word in changes for change in SHORT.get(word, (word,)))))
-    assert found is not None
+    error = refusal(tiny(*(change for word in changes for change in SHORT.get(word, (word,)))))
+    assert error is not None
     with refused(*expected):
-        raise found
+        raise error
 
 
 def test_a_schedule_file_has_to_fit_the_run(tmp_path):
@@ -172,8 +172,8 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("seq1f1b", ("model.attention_dropout=0.1", "model.hidden_dropout=0.1"), "--attention-dropout 0"),
     ):
         file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
-        found = feasible(tiny(f"schedule={file}", *changes))
-        assert found is None if reason is None else reason in found
+        problem = feasible(tiny(f"schedule={file}", *changes))
+        assert problem is None if reason is None else reason in problem
     file.write_bytes(b"\xff\xfe")
     assert "not UTF-8 text" in feasible(tiny(f"schedule={file}"))
 

@@ -160,14 +160,14 @@ def test_filters_read_values_as_runs_do(write_grid):
     product = {"pipemem_vocab_parallel": [1, 2], "pipemem_memory_cap": [1.5, 2], "lr": [0.1, 0.2]}
 
     def kept(**filters) -> set:
-        found = load_points(write_grid(product=product, **filters))
-        return {tuple(point.settings.values()) for point in found}
+        points = load_points(write_grid(product=product, **filters))
+        return {tuple(point.settings.values()) for point in points}
 
     everything = kept()
     assert len(everything) == 8
-    assert kept(exclude=[{"pipemem_vocab_parallel": 2}]) == {each for each in everything if each[0] == 1}
-    assert kept(only=[{"pipemem_memory_cap": [1.5]}]) == {each for each in everything if each[1] == 1.5}
-    assert kept(exclude=[{"pipemem_offload": "off", "lr": 0.1}]) == {each for each in everything if each[2] == 0.2}
+    assert kept(exclude=[{"pipemem_vocab_parallel": 2}]) == {point for point in everything if point[0] == 1}
+    assert kept(only=[{"pipemem_memory_cap": [1.5]}]) == {point for point in everything if point[1] == 1.5}
+    assert kept(exclude=[{"pipemem_offload": "off", "lr": 0.1}]) == {point for point in everything if point[2] == 0.2}
     assert kept(only=[{"model": "tiny-gpt"}]) == everything
     for pattern, reason in (
         ({"rl": 0.1}, ("unknown-key", "exclude.rl")),
@@ -279,7 +279,7 @@ with store.claimed():
 
 def grid_process(store: Store) -> subprocess.Popen:
     code = textwrap.dedent(GRID).format(
-        folders=[str(ROOT / "tests" / each) for each in ("scripts", "watching")], folder=str(store.folder)
+        folders=[str(ROOT / "tests" / folder) for folder in ("scripts", "watching")], folder=str(store.folder)
     )
     return subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
 

@@ -83,15 +83,15 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def required(names: Iterable[str]) -> dict[str, Distribution]:
     """Return the installed distributions that these requirements need, with their own, by their names."""
-    found: dict[str, Distribution] = {}
+    distributions: dict[str, Distribution] = {}
     waiting = [Requirement(name) for name in names]
     while waiting:
-        each = waiting.pop()
-        wanted = each.marker is None or each.marker.evaluate({"extra": ""})
-        if wanted and (name := canonicalize_name(each.name)) not in found:
-            found[name] = distribution(name)
-            waiting += map(Requirement, found[name].requires or ())
-    return found
+        requirement = waiting.pop()
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if wanted and (name := canonicalize_name(requirement.name)) not in distributions:
+            distributions[name] = distribution(name)
+            waiting += map(Requirement, distributions[name].requires or ())
+    return distributions
 
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -103,10 +103,10 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/*/site-packages")
-    for each in required(PROJECT["dependencies"]).values():
-        for name in {file.parts[0] for file in each.files} - {"..", "__pycache__"}:
+    for requirement in required(PROJECT["dependencies"]).values():
+        for name in {file.parts[0] for file in requirement.files} - {"..", "__pycache__"}:
             if not (packages / name).exists():  # some share a folder
-                (packages / name).symlink_to(each.locate_file(name))
+                (packages / name).symlink_to(requirement.locate_file(name))
     call(*PIP, "--python", folder / "bin" / "python", "install", "-q", "--no-index", "--no-compile", wheel, cwd=folder)
     return folder / "bin"
 
@@ -121,7 +121,7 @@ def test_an_index_has_what_the_wheel_requires(wheel: Path, tmp_path: Path) -> No
     pip += ["--timeout", "10", "--only-binary", ":all:", "--constraint", versions]
     done = subprocess.run([*pip, wheel], env=OUTSIDE, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        names = {each.split(">=")[0] for each in PROJECT["dependencies"]}
+        names = {text.split(">=")[0] for text in PROJECT["dependencies"]}
         pinned = [line for line in versions.read_text().splitlines() if line.split("==")[0] in names]
         alone = subprocess.run([*pip, *pinned], env=OUTSIDE, capture_output=True, text=True, check=False)
         if re.search("No matching distribution|ResolutionImpossible", alone.stderr):
@@ -159,18 +159,18 @@ def test_setup_py_goes_with_the_source_and_says_nothing_of_its_own(sdist: Path, 
 
 def test_the_metadata_is_what_an_index_takes(wheel: Path) -> None:
     (text,) = [text for name, text in members(wheel).items() if name.endswith(".dist-info/METADATA")]
-    found = Metadata.from_email(text, validate=True)  # raises a group of all that is wrong
-    assert (found.name, str(found.version)) == (PROJECT["name"], PROJECT["version"])
-    assert found.license_expression == "Apache-2.0" and str(found.requires_python) == ">=3.12"
-    assert found.description_content_type.startswith("text/markdown")
-    assert found.description == (ROOT / "README.md").read_text(encoding="utf-8")
-    assert found.summary and found.keywords and found.author and "Typing :: Typed" in found.classifiers
+    metadata = Metadata.from_email(text, validate=True)  # raises a group of all that is wrong
+    assert (metadata.name, str(metadata.version)) == (PROJECT["name"], PROJECT["version"])
+    assert metadata.license_expression == "Apache-2.0" and str(metadata.requires_python) == ">=3.12"
+    assert metadata.description_content_type.startswith("text/markdown")
+    assert metadata.description == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert metadata.summary and metadata.keywords and metadata.author and "Typing :: Typed" in metadata.classifiers
 
 
 def test_the_license_goes_with_it(wheel: Path) -> None:
     held = members(wheel)
     for name in PROJECT["license-files"]:
-        (text,) = [text for each, text in held.items() if each.endswith(f".dist-info/licenses/{name}")]
+        (text,) = [text for path, text in held.items() if path.endswith(f".dist-info/licenses/{name}")]
         assert text == (ROOT / name).read_text(encoding="utf-8")
     assert "Copyright the megatron_pipemem authors" in (ROOT / "NOTICE").read_text(encoding="utf-8")
 
@@ -228,7 +228,7 @@ def checker(name: str) -> Path:
 def sections(definition: str) -> dict[str, str]:
     """The parts of an Apptainer definition: its header under ``""``, and what stands below every %name."""
     header, *others = re.split(r"^%", definition, flags=re.MULTILINE)
-    return {"": header} | {name: body for name, _, body in (each.partition("\n") for each in others)}
+    return {"": header} | {name: body for name, _, body in (other.partition("\n") for other in others)}
 
 
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:

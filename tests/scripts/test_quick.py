@@ -31,13 +31,13 @@ def files(entry: str) -> list[Path]:
 
 def imported(file: Path) -> set[str]:
     """Modules that a test names, in its imports."""
-    found = set()
+    imports = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            found |= {str(node.module), *(f"{node.module}.{each.name}" for each in node.names)}
+            imports |= {str(node.module), *(f"{node.module}.{name.name}" for name in node.names)}
         elif isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
-    return found
+            imports |= {name.name for name in node.names}
+    return imports
 
 
 def of_tests() -> set[Path]:

@@ -154,7 +154,7 @@ def test_the_exit_code_and_the_kept_results(quickstart, monkeypatch, capsys, tmp
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--only", "zbv", "v-half", "--output", str(tmp_path)])
     assert quickstart.main() == code
     text = capsys.readouterr().out
-    ran = {f"{found['engine']}-{found['schedule']}" for found in json.loads((tmp_path / "summary.json").read_text())}
+    ran = {f"{row['engine']}-{row['schedule']}" for row in json.loads((tmp_path / "summary.json").read_text())}
     assert ran == {"stock-1f1b", "stock-interleaved", "pipemem-zbv", "pipemem-v-half"} - {broken}
     assert ("[/red] the reason" in text) == (broken is not None)
     assert ("not the losses of stock: v-half" in text) == (losses != (4.5, 3.25))

@@ -59,8 +59,8 @@ NAMES = (
 
 @pytest.mark.parametrize("name", rest_nightly(NAMES, NAMES[:-1], "test_prices_of_single_queues_are_current"))
 def test_a_generated_table_is_current(tables, name):
-    found = block(name, f"docs/{tables.DOCUMENTS[name]}")
-    assert found == tables.BLOCKS[name]().split("\n"), "python scripts/doc_tables.py writes this table anew"
+    text = block(name, f"docs/{tables.DOCUMENTS[name]}")
+    assert text == tables.BLOCKS[name]().split("\n"), "python scripts/doc_tables.py writes this table anew"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half", "dualpipe", "seq1f1b", "pipedream"])
@@ -102,7 +102,7 @@ def test_the_claims_hold_for_the_costs_beside_them(tables):
     names = [name for name, *_ in said]
     assert names == ["zb-h1", "interleaved", "gis", "zbv", "v-half"]
     for name, *shares in said:
-        what = next(each for each in rates if each in (f"`{name}`", f"`{name}`, 5 chunks"))
+        what = next(rate for rate in rates if rate in (f"`{name}`", f"`{name}`, 5 chunks"))
         assert [float(share) for share in shares] == pytest.approx(
             [rate / of_1f1b for rate, of_1f1b in zip(rates[what], rates["`1f1b`"], strict=True)], abs=0.01
         )

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs what builds the documentation: pip install '.[docs]'",
 )
 
-COMMANDS = {name: each for name, each in load_commands().items() if not each.hidden}
+COMMANDS = {name: command for name, command in load_commands().items() if not command.hidden}
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,14 @@ def test_every_command_has_a_page_with_all_its_options(site):
     for name, command in COMMANDS.items():
         page = text(site / "commands" / f"{name}.html")
         options = [
-            option for each in command.params for option in (*each.opts, *each.secondary_opts) if option[0] == "-"
+            option
+            for parameter in command.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+            if option[0] == "-"
         ]
         assert [option for option in options if option not in page] == [], name
         assert f"pipemem {name}" in listed
-    flags = [option for each in flag_parser()._actions for option in each.option_strings if each.help]
+    flags = [option for action in flag_parser()._actions for option in action.option_strings if action.help]
     page = text(site / "commands" / "run.html")
     assert len(flags) > 10 and [flag for flag in flags if flag not in page] == []
 
@@ -78,9 +81,9 @@ def test_the_readme_is_the_start_page(site):
 
 def test_the_gallery_has_a_picture_of_every_schedule(site):
     gallery = (site / "gallery.html").read_text(encoding="utf-8")
-    for each in families():
-        assert f"src='gallery/{each.name}.html'" in gallery or f'src="gallery/{each.name}.html"' in gallery
-        assert f"{each.name}: p=4, m=8" in (site / "gallery" / f"{each.name}.html").read_text(encoding="utf-8")
+    for family in families():
+        assert f"src='gallery/{family.name}.html'" in gallery or f'src="gallery/{family.name}.html"' in gallery
+        assert f"{family.name}: p=4, m=8" in (site / "gallery" / f"{family.name}.html").read_text(encoding="utf-8")
 
 
 def test_the_gallery_leads_to_the_explorer(site):

@@ -176,9 +176,9 @@ class MiniSlurm:
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for server in sockets:
+            server.bind(("127.0.0.1", 0))
+        return [server.getsockname()[1] for server in sockets]
 
 
 def _pids() -> Sequence[int]:

@@ -105,10 +105,10 @@ def uninterrupted(slurm, grid):
 
 def starts(log: str) -> list[list[int]]:
     """The numbers of the steps that a log tells of, those of every start of its job apart."""
-    found: list[list[int]] = []
+    ranks: list[list[int]] = []
     for part in log.split("[before the start of training step]")[1:]:
-        found.append([step for step, _ in losses(part)])
-    return found
+        ranks.append([step for step, _ in losses(part)])
+    return ranks
 
 
 @nightly("the array job and the failing rank below; end_to_end/test_checkpoints.py saves and resumes")
@@ -121,10 +121,10 @@ def test_a_signal_costs_no_step_and_a_crashed_node_those_since_the_last_checkpoi
     second = slurm.job(job)["NodeList"]
     node = slurm.call("scontrol", "show", "hostnames", second).split()[1]
     slurm.crash(node, job)
-    found = slurm.ended(job)
+    state = slurm.ended(job)
     slurm.start_node(node)
     text = log.read_text()
-    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "2"), text
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), text
 
     signalled, crashed, last = starts(text)
     loaded = [int(step) for step in re.findall(r"successfully loaded checkpoint .* at iteration (\d+)", text)]
@@ -137,8 +137,8 @@ def test_a_signal_costs_no_step_and_a_crashed_node_those_since_the_last_checkpoi
     # As the second loss of a start, Megatron logs the mean of the first two; the report has every step's own.
     means = {crashed[1], last[1]}
     told, whole = (
-        {(step, loss) for step, loss in losses(each.read_text()) if step not in means}
-        for each in (log, uninterrupted / "log.txt")
+        {(step, loss) for step, loss in losses(path.read_text()) if step not in means}
+        for path in (log, uninterrupted / "log.txt")
     )
     assert told == whole
     report, whole_report = (
@@ -170,12 +170,12 @@ def test_an_array_job_that_was_killed_goes_on_where_it_was(slurm, grid, uninterr
 
 def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, submit):
     job, log = submit("fail", {**FOUR_RANKS, "script": STAND_IN, "behaviour": "fail"})
-    found = slurm.ended(job)
+    state = slurm.ended(job)
     text = log.read_text()
-    assert found["JobState"] == "FAILED" and found["ExitCode"] != "0:0", text
-    assert found["Restarts"] == "0"
+    assert state["JobState"] == "FAILED" and state["ExitCode"] != "0:0", text
+    assert state["Restarts"] == "0"
     assert "(exitcode: 7)" in text, "the last rank, once all have started"
-    nodes = slurm.call("scontrol", "show", "hostnames", found["NodeList"]).split()
+    nodes = slurm.call("scontrol", "show", "hostnames", state["NodeList"]).split()
     where = dict(re.findall(r"rank (\d) of 4 on (\S+)", text))
     assert where == {"0": nodes[0], "1": nodes[0], "2": nodes[1], "3": nodes[1]}
     slurm.until(lambda: not slurm.processes(job), "none of its processes is left")

@@ -158,7 +158,7 @@ def gradients(
         torch.randn(SEQUENCE, 2, HIDDEN, generator=generator).requires_grad_(not frozen) for _ in range(MICROBATCHES)
     ]
     with net.no_sync() if hasattr(net, "no_sync") else nullcontext():
-        losses = [net(each).square().sum() for each in inputs]
+        losses = [net(tensor).square().sum() for tensor in inputs]
         if order is None:
             for loss in losses:
                 loss.backward()
@@ -178,11 +178,11 @@ def gradients(
     }
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    wrong = [name for name in found if not torch.equal(found[name], wanted[name])]
+def same(result: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == wanted.keys()
+    wrong = [name for name in result if not torch.equal(result[name], wanted[name])]
     assert not wrong, f"other gradients of {wrong}"
-    assert all(gradient.abs().sum() > 0 for gradient in found.values())
+    assert all(gradient.abs().sum() > 0 for gradient in result.values())
 
 
 def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
@@ -228,8 +228,8 @@ def _exact(bias: bool, fusion: bool, overlap: bool | None, order: str) -> None:
 def _penalised() -> None:
     """Both parts are added to the sum one after the other, and not together."""
     wanted = gradients(build(True, False, False, False, kind=Penalised), None)
-    found = gradients(build(True, True, False, True, kind=Penalised), ORDERS["IIWIWW"])
-    torch.testing.assert_close(found, wanted)
+    computed = gradients(build(True, True, False, True, kind=Penalised), ORDERS["IIWIWW"])
+    torch.testing.assert_close(computed, wanted)
 
 
 def _frozen() -> None:
@@ -248,8 +248,8 @@ def _frozen_input(overlap: bool | None) -> None:
     def count(action: str, queue: WeightGradientQueue) -> None:
         waiting.append([type(work.module).__name__ for work in queue._pending])
 
-    found = gradients(net, ORDERS["IIWIWW"], count, frozen=True)
-    same(found, gradients(build(True, False, False, None if overlap is None else False), None, frozen=True))
+    computed = gradients(net, ORDERS["IIWIWW"], count, frozen=True)
+    same(computed, gradients(build(True, False, False, None if overlap is None else False), None, frozen=True))
     one = ["TERowParallelLinear"]
     assert waiting == [one, one, [], one, [], []], waiting
 
@@ -257,10 +257,10 @@ def _frozen_input(overlap: bool | None) -> None:
 def _early_weight() -> None:
     net, waiting = build(True, True, True, True), []
     setattr(net.module.fc2.weight, EARLY, True)
-    found = gradients(
+    computed = gradients(
         net, ORDERS["IIWIWW"], lambda action, queue: waiting.append([type(work.module) for work in queue._pending])
     )
-    same(found, gradients(build(True, False, True, False), None))
+    same(computed, gradients(build(True, False, True, False), None))
     one = [TELayerNormColumnParallelLinear]
     assert waiting == [one, one, [], one, [], []], waiting
 
@@ -346,8 +346,8 @@ def _counted(delayed: bool) -> None:
     ledger = observe([net]).ledger
     assert (ledger.failure is None) == (delayed or is_te_min_version(MARKS_THE_PARAMETER)), ledger.failure
     with ledger.watch_saved():
-        found = gradients(net, order)
-    same(found, gradients(build(True, False, True, False), None))
+        computed = gradients(net, order)
+    same(computed, gradients(build(True, False, True, False), None))
 
 
 def _planned(sequence_parallel: bool, kept: str) -> None:
@@ -367,9 +367,9 @@ def _planned_with_flash(model: Model, recompute: str) -> None:
     """Formulas give the bytes that a layer keeps after F and for W with the kernels of rotations and of flash attention."""
     execution = Execution(tp=2, sequence_parallel=True, implementation="transformer_engine", recompute=recompute)
     with mock.patch.object(profiling, "FlashAttention", TEDotProductAttention):
-        found = _changes_by_a_layer(model, execution, AttnBackend.flash)
+        changes = _changes_by_a_layer(model, execution, AttnBackend.flash)
     wanted, kind_of_mask = layer_bytes(model, execution), 4 if recompute == "selective" else 0
-    assert (found[Kind.F] - kind_of_mask, -found[Kind.W]) == (wanted.saved, wanted.after_input), (found, wanted)
+    assert (changes[Kind.F] - kind_of_mask, -changes[Kind.W]) == (wanted.saved, wanted.after_input), (changes, wanted)
 
 
 def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend) -> dict[Kind, int]:
@@ -390,13 +390,13 @@ def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend
             profiling, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
         ),
     ):
-        found = []
+        faults = []
         for layers in (1, 2):
             stage = profiling.build_stage(model, execution, profiling.MIDDLE, [model.main_kind] * layers)
             assert len(delayed_modules(stage)) == 4 * layers
             entries = profiling.run_stage(stage, model, execution, profiling.MIDDLE, 3).counter.entries
-            found.append(profiling.changes(entries))
-    return {kind: more - less for (kind, less), more in zip(found[0].items(), found[1].values(), strict=True)}
+            faults.append(profiling.changes(entries))
+    return {kind: more - less for (kind, less), more in zip(faults[0].items(), faults[1].values(), strict=True)}
 
 
 def _alone(check: Callable[..., None], how: tuple) -> None:

@@ -27,7 +27,7 @@ def train(name: str, p: int, m: int, device: int) -> dict[str, int]:
     schedule = build_schedule(name, num_devices=p, num_microbatches=m)
     order, stages = schedule.orders[device], schedule.placement.stages[device]
     chunks, plain = ([[Layer() for _ in range(DEPTH)] for _ in stages] for _ in range(2))
-    layers, others = ([layer for chunk in each for layer in chunk] for each in (chunks, plain))
+    layers, others = ([layer for chunk in modules for layer in chunk] for modules in (chunks, plain))
     for one, other in zip(layers, others, strict=True):
         other.load_state_dict(one.state_dict())
     before = CUDAGraph.counts.copy()
@@ -64,7 +64,7 @@ def train(name: str, p: int, m: int, device: int) -> dict[str, int]:
                 (h, r), gradient = outputs.pop(key), torch.randn(TOKENS, WIDTH)
                 h.backward(gradient.clone())
                 r.backward(gradient)
-                h, r = (each.grad for each in inputs.pop(key))
+                h, r = (tensor.grad for tensor in inputs.pop(key))
                 at_once += not torch.equal(h, r)
                 given.append(h)
                 sent.append(h.clone())
@@ -74,20 +74,20 @@ def train(name: str, p: int, m: int, device: int) -> dict[str, int]:
         for layer, other_layer in zip(layers, others, strict=True)
         for one, other in zip(layer.parameters(), other_layer.parameters(), strict=True)
     ]
-    counts, each = CUDAGraph.counts - before, len(order) * DEPTH
+    counts, expected = CUDAGraph.counts - before, len(order) * DEPTH
     return {
         "wrong": at_once + sum(unlike) + sum(not torch.equal(*pair) for pair in zip(sent, wanted, strict=True)),
         "overwritten": sum(not torch.equal(*pair) for pair in zip(given, wanted, strict=True)),
-        "captures": counts["captures"] - each,
-        "replays": counts["replays"] - 2 * each,
+        "captures": counts["captures"] - expected,
+        "replays": counts["replays"] - 2 * expected,
     }
 
 
 def train_all(*cases: str) -> dict[str, dict[str, int]]:
     """Return the counts of every device of every case ``family,p,m``."""
-    found = {}
+    results = {}
     for case in cases:
         family, devices, microbatches = case.split(",")
         for device in range(int(devices)):
-            found[f"{case},{device}"] = train(family, int(devices), int(microbatches), device)
-    return found
+            results[f"{case},{device}"] = train(family, int(devices), int(microbatches), device)
+    return results

@@ -81,8 +81,8 @@ def held(flags: str) -> dict[str, float]:
 def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    found = {flags: held(flags) for flags in sys.argv[1:]}
-    json.dump(found, sys.stdout)
+    byte_counts = {flags: held(flags) for flags in sys.argv[1:]}
+    json.dump(byte_counts, sys.stdout)
 
 
 main()

@@ -53,7 +53,7 @@ def consumers() -> list[str]:
 
     Skips the test if the package index cannot be reached.
     """
-    return [*(_installed(each) for each in CONSUMERS), *folders(NEWEST)]
+    return [*(_installed(consumer) for consumer in CONSUMERS), *folders(NEWEST)]
 
 
 def verl() -> list[str]:

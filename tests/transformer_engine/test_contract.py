@@ -16,11 +16,11 @@ NUMBER, WITH_FLASH = 2 * (2 + 2 * 2 * 2) + 4 + 2 + 3 + 3 + 2 * 9, 6 * 2
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_case_is_exact(contract, version):
-    found = contract(version)
-    assert found["version"] == version
-    wrong = {name: result for name, result in found["cases"].items() if result != "exact"}
+    results = contract(version)
+    assert results["version"] == version
+    wrong = {name: result for name, result in results["cases"].items() if result != "exact"}
     assert not wrong, "\n".join(f"{name}: {result}" for name, result in wrong.items())
-    assert len(found["cases"]) == NUMBER + WITH_FLASH * (version != packages.VERSIONS[0])
+    assert len(results["cases"]) == NUMBER + WITH_FLASH * (version != packages.VERSIONS[0])
 
 
 @pytest.mark.parametrize("version", VERSIONS)

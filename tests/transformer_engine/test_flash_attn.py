@@ -26,12 +26,12 @@ def test_values_and_gradients_are_those_of_pytorch(causal, groups, keys):
     gradient = torch.randn(2, 6, 4, 8)
     seen = torch.ones(6, keys, dtype=torch.bool).tril(keys - 6) if causal else None
     expected = functional.scaled_dot_product_attention(
-        *(each.transpose(1, 2) for each in (q, k, v)), attn_mask=seen, enable_gqa=True
+        *(tensor.transpose(1, 2) for tensor in (q, k, v)), attn_mask=seen, enable_gqa=True
     ).transpose(1, 2)
     wanted = torch.autograd.grad(expected, (q, k, v), gradient)
-    found = flash_attn_func(q, k, v, causal=causal)
-    torch.testing.assert_close(found, expected)
-    for one, other in zip(torch.autograd.grad(found, (q, k, v), gradient), wanted, strict=True):
+    result = flash_attn_func(q, k, v, causal=causal)
+    torch.testing.assert_close(result, expected)
+    for one, other in zip(torch.autograd.grad(result, (q, k, v), gradient), wanted, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -39,9 +39,9 @@ def test_documents_see_themselves_only():
     torch.manual_seed(1)
     q, k, v = (torch.randn(9, 4, 8, requires_grad=True) for _ in range(3))
     ends = torch.tensor([0, 4, 9])
-    found = flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True)
-    gradients = torch.autograd.grad(found.sum(), (q, k, v))
-    alone = [flash_attn_func(*(each[None, a:b] for each in (q, k, v)), causal=True)[0] for a, b in ((0, 4), (4, 9))]
-    torch.testing.assert_close(found, torch.cat(alone))
+    result = flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True)
+    gradients = torch.autograd.grad(result.sum(), (q, k, v))
+    alone = [flash_attn_func(*(tensor[None, a:b] for tensor in (q, k, v)), causal=True)[0] for a, b in ((0, 4), (4, 9))]
+    torch.testing.assert_close(result, torch.cat(alone))
     for one, other in zip(gradients, torch.autograd.grad(torch.cat(alone).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(one, other)

@@ -13,9 +13,9 @@ from lanes import nightly
     ids=["small", "large"],
 )
 def test_gradients_are_those_without_graphs(contract, sizes):
-    found = contract(packages.NEWEST, sizes)["orders"]
-    assert {"1f1b", "gpipe", "interleaved", "1f1b-v"} <= {case.split(",")[0] for case in found}
-    for case, counts in found.items():
+    results = contract(packages.NEWEST, sizes)["orders"]
+    assert {"1f1b", "gpipe", "interleaved", "1f1b-v"} <= {case.split(",")[0] for case in results}
+    for case, counts in results.items():
         assert {**counts, "overwritten": 0} == {"wrong": 0, "overwritten": 0, "captures": 0, "replays": 0}, case
     # Without copies of the gradients between chunks, messages would be overwritten before they are sent.
-    assert any(counts["overwritten"] for counts in found.values())
+    assert any(counts["overwritten"] for counts in results.values())

@@ -263,7 +263,7 @@ def thd_out_correction(out, out_per_step, old_lse, lse, lse_per_step, cu_seqlens
     """Weigh the output so far and that of a step by their shares of all sums, and add them in ``out``."""
     assert lse_packed, "flash attention packs them"
     place = _half(cu_seqlens, 1) if only_second_half else slice(None)
-    old, step = (torch.exp(each - lse[:, place]).t()[..., None] for each in (old_lse[:, place], lse_per_step))
+    old, step = (torch.exp(tensor - lse[:, place]).t()[..., None] for tensor in (old_lse[:, place], lse_per_step))
     out[place] = (out[place] * old + out_per_step * step).to(out.dtype)
 
 

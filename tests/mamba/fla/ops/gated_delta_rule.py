@@ -24,7 +24,7 @@ def chunk_gated_delta_rule(
     """Return the outputs (batch, tokens, heads, channels of values) of queries, keys and values of as many heads."""
     assert initial_state is None and cu_seqlens is None and not (output_final_state or use_qk_l2norm_in_kernel)
     kind, scale = v.dtype, q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v, g, beta = (each.float().unbind(1) for each in (q, k, v, g, beta))
+    q, k, v, g, beta = (tensor.float().unbind(1) for tensor in (q, k, v, g, beta))
     state = q[0].new_zeros(*k[0].shape, v[0].shape[-1])
     outputs = []
     for query, key, value, forget, learn in zip(q, k, v, g, beta, strict=True):

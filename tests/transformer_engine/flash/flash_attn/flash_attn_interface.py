@@ -53,7 +53,7 @@ def _flash_attn_backward(
 ):  # fmt: skip
     """Write the gradients to ``dq``, ``dk`` and ``dv``. The shares of the keys are made again from ``softmax_lse``."""
     _check(dropout_p, softcap, alibi_slopes)
-    keys, values = (_repeated(q, each).float() for each in (k, v))
+    keys, values = (_repeated(q, tensor).float() for tensor in (k, v))
     scores = _scores(q, keys, softmax_scale, causal, window_size_left, window_size_right)
     shares = torch.exp(scores - softmax_lse[..., None]).nan_to_num(0.0)
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
@@ -83,11 +83,11 @@ def _flash_attn_varlen_forward(
     """Run every document alone. ``q`` is ``[t, h, d]``, the logarithms of sums are ``[h, t]``."""
     out, sums = q.new_zeros(q.shape), torch.zeros(q.size(1), q.size(0))
     for mine, theirs in _documents(cu_seqlens_q, cu_seqlens_k):
-        found, lse, *_ = _flash_attn_forward(
+        output, lse, *_ = _flash_attn_forward(
             q[None, mine], k[None, theirs], v[None, theirs], dropout_p, softmax_scale, causal, window_size_left,
             window_size_right, softcap, alibi_slopes, return_softmax,
         )  # fmt: skip
-        out[mine], sums[:, mine] = found[0], lse[0]
+        out[mine], sums[:, mine] = output[0], lse[0]
     return out, sums, None, torch.zeros(2, dtype=torch.int64)
 
 
@@ -119,7 +119,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, sums = ctx.saved_tensors
         lengths, scale, causal, window = ctx.how
-        gradients = [torch.zeros_like(each) for each in (q, k, v)]
+        gradients = [torch.zeros_like(tensor) for tensor in (q, k, v)]
         call = _flash_attn_varlen_backward if lengths else _flash_attn_backward
         call(dout, q, k, v, out, sums, *gradients, *lengths, 0.0, scale, causal, *window, 0.0, None, False)
         return *gradients, None, None, None, None

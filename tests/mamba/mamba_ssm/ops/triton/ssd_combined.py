@@ -32,7 +32,7 @@ def mamba_chunk_scan_combined(
     if dt_softplus:
         dt = F.softplus(dt)
     heads, tokens = x.shape[2], x.shape[1]
-    B, C = (each.repeat_interleave(heads // each.shape[2], dim=2).float() for each in (B, C))
+    B, C = (tensor.repeat_interleave(heads // tensor.shape[2], dim=2).float() for tensor in (B, C))
     passed = (dt * A).cumsum(1)
     decay = (passed[:, :, None] - passed[:, None]).permute(0, 3, 1, 2)
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
@@ -79,8 +79,8 @@ def mamba_split_conv1d_scan_combined(
     weight = conv1d_weight[:, None]
     convolved = F.conv1d(xbc.transpose(1, 2), weight, conv1d_bias, padding=weight.shape[-1] - 1, groups=weight.shape[0])
     x, B, C = F.silu(convolved[..., :tokens]).transpose(1, 2).split([width, states, states], dim=-1)
-    x, z = (each.unflatten(-1, (heads, headdim)) for each in (x, z))
-    B, C = (each.unflatten(-1, (ngroups, -1)) for each in (B, C))
+    x, z = (tensor.unflatten(-1, (heads, headdim)) for tensor in (x, z))
+    B, C = (tensor.unflatten(-1, (ngroups, -1)) for tensor in (B, C))
     y = mamba_chunk_scan_combined(
         x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, dt_softplus=True
     )
