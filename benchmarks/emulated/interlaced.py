@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 
 
 def interlaced(num_devices: int, num_microbatches: int) -> Schedule:
@@ -52,4 +53,4 @@ def interlaced(num_devices: int, num_microbatches: int) -> Schedule:
         coming = interval + 1 - first_head + (p - 1) // 2
         everywhere(Kind.EMBED_F, coming)
         everywhere(Kind.REDUCE_E, coming)
-    return Schedule("interlaced", placement, m, tuple(map(tuple, lists)), vocabulary_barriers=2)
+    return Schedule("interlaced", placement, Units.equal(m), tuple(map(tuple, lists)), vocabulary_barriers=2)

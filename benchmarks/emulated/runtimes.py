@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate_program
 
 CPU = torch.device("cpu")
@@ -182,7 +183,7 @@ def torch_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
     }
     for name, schedule_class in TORCH.items():
         placement = Placement.from_devices(placements[name])
-        device = device_of(Schedule(name, placement, microbatches, ()), costs)
+        device = device_of(Schedule(name, placement, Units.equal(microbatches), ()), costs)
         stages = [
             pipelining.PipelineStage(SleepingStage(device, stage), stage, placement.num_stages, CPU)
             for stage in placement.stages[rank]

@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import BARRIERS
 
@@ -204,4 +205,4 @@ def forward_schedule(placement: Placement, num_microbatches: int, name: str = "f
                     orders[device].append(Action(Kind.F, stage, before[stage] * replicas + replica))
                     done[stage] += 1
                     break
-    return Schedule(name, placement, num_microbatches, tuple(map(tuple, orders)))
+    return Schedule(name, placement, Units.equal(num_microbatches), tuple(map(tuple, orders)))

@@ -34,6 +34,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
 from megatron_pipemem.search.problem import better_full
@@ -416,7 +417,7 @@ def serial_schedule(
                 kinds = (Kind.B,) if stage in full else (Kind.I, Kind.W)
                 order += [Action(kind, stage, microbatch) for kind in kinds]
         orders.append(tuple(order))
-    return Schedule(name, placement, num_microbatches, tuple(orders))
+    return Schedule(name, placement, Units.equal(num_microbatches), tuple(orders))
 
 
 def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> Choice:

@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Formula, built_in
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.units import Units
 
 
 def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
@@ -117,7 +118,9 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
                     (begin + s + 2 * (turn // forwards), Action(Kind.F, stage, first + k)),
                     (begin + 2 * p - 1 - s + 2 * turn, Action(Kind.B, stage, first + k)),
                 ]
-    return Schedule("chimera", placement, m, tuple(tuple(action for _, action in sorted(row)) for row in rows))
+    return Schedule(
+        "chimera", placement, Units.equal(m), tuple(tuple(action for _, action in sorted(row)) for row in rows)
+    )
 
 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
@@ -129,7 +132,7 @@ def gems(num_devices: int, num_microbatches: int) -> Schedule:
         kinds = product(range(num_microbatches), (Kind.F, Kind.B))
         return tuple(Action(kind, stages[microbatch % 2], microbatch) for microbatch, kind in kinds)
 
-    return Schedule("gems", Placement.bidirectional(p), num_microbatches, tuple(map(order, range(p))))
+    return Schedule("gems", Placement.bidirectional(p), Units.equal(num_microbatches), tuple(map(order, range(p))))
 
 
 def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
@@ -159,7 +162,7 @@ def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
             actions.append(Action(kind, replica * p + stage, replica * (m // 2) + microbatch))
         return tuple(actions)
 
-    return Schedule("dualpipe", Placement.bidirectional(p), m, tuple(map(order, range(p))))
+    return Schedule("dualpipe", Placement.bidirectional(p), Units.equal(m), tuple(map(order, range(p))))
 
 
 def _check_even(name: str, p: int) -> None:

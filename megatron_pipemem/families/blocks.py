@@ -25,6 +25,7 @@ from megatron_pipemem.schedule.action import Action, Kind, mirrored
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 
 
 class Pass(NamedTuple):
@@ -44,7 +45,7 @@ def in_microbatch_order(
     stage has no I. Passes beyond the last microbatch are dropped.
     """
     orders = (_order(list(device_passes), num_microbatches * slices, slices) for device_passes in passes)
-    return Schedule(name, placement, num_microbatches, tuple(orders), slices)
+    return Schedule(name, placement, Units.equal(num_microbatches, slices), tuple(orders))
 
 
 def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...]:

@@ -113,7 +113,7 @@ def zb_auto(
         if most >= forwards:
             candidates.append(build(p, num_microbatches))
     chosen = min(candidates, key=lambda schedule: _quality(schedule, costs))
-    return Schedule(NAME, chosen.placement, num_microbatches, chosen.orders)
+    return Schedule(NAME, chosen.placement, chosen.units, chosen.orders)
 
 
 class _Policy(NamedTuple):

@@ -15,6 +15,7 @@ from megatron_pipemem.schedule.action import FORWARD, PREPARING, RECOMPUTE, VOCA
 from megatron_pipemem.schedule.csv_format import Header, Table, read_table, write_header, write_table
 from megatron_pipemem.schedule.display import Shown, brief
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import Units, as_units
 
 Order = tuple[Action, ...]
 
@@ -41,9 +42,9 @@ class Schedule(Shown):
     Args:
         name: the name of its family, or ``csv`` for an imported schedule.
         placement: the device of every stage.
-        num_microbatches: microbatches of one step, or of the part of an endless asynchronous run that it shows.
+        units: the units of one step, or of the part of an endless asynchronous run that it shows. A number stands for
+            that many whole microbatches.
         orders: one tuple of actions (``action.ORDERED``) per device.
-        slices: sequence slices per microbatch. Each slice has its own actions in ``orders`` (``Action``).
         updates: weight updates within the orders; ``None`` if weights change only at the end of the step.
         vocabulary_barriers: 0 if the first stage has the embedding and the last stage the head. If both are cut over
             the devices, the number of barriers between forward and backward of the last stage: 1 (Algorithm 2 of
@@ -54,12 +55,14 @@ class Schedule(Shown):
 
     name: str
     placement: Placement
-    num_microbatches: int
+    units: Units
     orders: tuple[Order, ...]
-    slices: int = 1
     updates: WeightUpdates | None = None
     vocabulary_barriers: int = 0
     pairs: frozenset[Action] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", as_units(self.units))
 
     def __repr__(self) -> str:
         size = f"{self.num_stages} stages on {self.num_devices} devices"
@@ -77,9 +80,16 @@ class Schedule(Shown):
         return self.placement.num_stages
 
     @property
+    def num_microbatches(self) -> int:
+        return self.units.num_microbatches
+
+    @property
+    def slices(self) -> int:
+        return self.units.parts
+
+    @property
     def num_units(self) -> int:
-        """Return the number of microbatches in a step, times the sequence slices of each."""
-        return self.num_microbatches * self.slices
+        return len(self.units)
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
@@ -198,8 +208,8 @@ class Schedule(Shown):
         if header.update_every is not None:
             assert header.versions_kept is not None, "read_header refuses one without the other"
             updates = WeightUpdates(header.update_every, header.versions_kept, header.update_delay)
-        settings = header.slices, updates, header.vocabulary, table.pairs
-        return cls(name, table.placement(), num_microbatches, table.orders, *settings)
+        units = Units.equal(num_microbatches, header.slices)
+        return cls(name, table.placement(), units, table.orders, updates, header.vocabulary, table.pairs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,7 @@ from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import NEVER_FLUSHED, Order, Program, Schedule, versions_held, weight_uses
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.waits import run_single_queues
 
@@ -105,7 +106,7 @@ class Window:
     def schedule(self) -> Schedule:
         """Return the compute actions of the window, without the past, as a schedule to simulate and draw."""
         orders = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in self.actions)
-        return replace(self.stream, orders=orders, updates=None, num_microbatches=self.batch)
+        return replace(self.stream, orders=orders, updates=None, units=Units.equal(self.batch))
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """Simulate the window. All devices begin at the same time. Peaks count the memory of earlier windows too.
@@ -354,7 +355,7 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
                 )
 
         orders, pairs = tuple(map(tuple, map(repeated, schedule.orders))), frozenset(repeated(schedule.pairs))
-        drawn = replace(schedule, num_microbatches=steps * schedule.num_microbatches, orders=orders, pairs=pairs)
+        drawn = replace(schedule, units=schedule.units.times(steps), orders=orders, pairs=pairs)
     return simulate(replace(drawn, name=f"{schedule.name}, {steps} steps"), costs)
 
 

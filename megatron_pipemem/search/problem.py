@@ -23,6 +23,7 @@ from megatron_pipemem.schedule.dependencies import Waits
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 
 FORWARD, INPUT, WEIGHT = range(3)
 KINDS = (Kind.F, Kind.I, Kind.W)
@@ -342,7 +343,8 @@ def to_schedule(
             elif kind != WEIGHT or pass_ - units not in fused:
                 yield Action(KINDS[kind], stage, unit)
 
-    return Schedule(name, placement, problem.num_microbatches, tuple(tuple(actions(o)) for o in orders), slices=n)
+    orders_of_actions = tuple(tuple(actions(order)) for order in orders)
+    return Schedule(name, placement, Units.equal(problem.num_microbatches, n), orders_of_actions)
 
 
 def from_schedule(schedule: Schedule) -> Orders:

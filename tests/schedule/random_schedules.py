@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 
 # Those that offload have tests, and an oracle, of their own: test_offload.py.
 FAMILIES = {family.name: family for family in families() if not family.offloads}
@@ -87,7 +88,7 @@ def random_schedules(
         inputs[action.stage] += action.kind in (Kind.I, Kind.B)
         weights[action.stage] += action.kind in (Kind.W, Kind.B)
         orders[placement.devices[action.stage]].append(action)
-    return Schedule("random", placement, num_microbatches, tuple(map(tuple, orders)), slices)
+    return Schedule("random", placement, Units.equal(num_microbatches, slices), tuple(map(tuple, orders)))
 
 
 @st.composite

@@ -32,6 +32,7 @@ from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program, Schedule, WeightUpdates
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 
 # Both files are what torch.distributed.pipelining wrote for two devices: before and since it renamed its letters.
@@ -231,7 +232,7 @@ def test_the_hash_tells_what_the_actions_do_not() -> None:
     others = [
         replace(schedule, updates=WeightUpdates(1, 2)),
         replace(schedule, updates=WeightUpdates(1, 2, 1)),
-        replace(schedule, slices=2, num_microbatches=1),
+        replace(schedule, units=Units.equal(1, 2)),
     ]
     assert len({other.digest for other in (schedule, *others)}) == 4
 

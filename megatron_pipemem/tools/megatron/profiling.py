@@ -58,6 +58,7 @@ from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.tools.planner.profile import Part, Profile
 
@@ -382,7 +383,7 @@ def _schedule(microbatches: int) -> Schedule:
             actions += [*following, Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
         return tuple(actions)
 
-    return Schedule("lone stage", _PIPELINE, microbatches, tuple(map(order, range(_PIPELINE.num_stages))))
+    return Schedule("lone stage", _PIPELINE, Units.equal(microbatches), tuple(map(order, range(_PIPELINE.num_stages))))
 
 
 def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:

@@ -1,0 +1,46 @@
+"""The arithmetic of units, against lists."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from lanes import examples
+from refusals import refused
+
+from megatron_pipemem.schedule.units import WHOLE, Units
+
+
+@examples(100)
+@given(st.lists(st.integers(1, 4), max_size=6) | st.integers(1, 4).flatmap(lambda n: st.lists(st.just(n), max_size=6)))
+def test_units_are_those_of_a_list_of_microbatches(sizes):
+    members = [[sum(sizes[:k]) + j for j in range(size)] for k, size in enumerate(sizes)]
+    units = Units(tuple(sum(sizes[: k + 1]) for k in range(len(sizes))))
+    assert len(units) == sum(sizes)
+    assert units.num_microbatches == len(sizes)
+    assert units.parts == max(sizes, default=1)
+    assert (units.lead, units.are_whole) == (units.parts - 1, units.parts == 1)
+    assert [list(units.of(k)) for k in range(len(sizes))] == members
+    for k, own in enumerate(members):
+        for j, unit in enumerate(own):
+            assert (units.microbatch(unit), units.part(unit)) == (k, j)
+            assert (units.first(unit), units.last(unit)) == (own[0], own[-1])
+            assert units.before(unit) == (own[j - 1] if j else None)
+            assert units.after(unit) == (own[j + 1] if j + 1 < len(own) else None)
+    backwards = [unit for own in members for unit in reversed(own)]
+    assert [units.backward(place) for place in range(len(units))] == backwards
+    assert [units.backward(unit) for unit in backwards] == list(range(len(units)))
+    assert units.sizes == tuple(sizes)
+    assert units.are_equal == (len({*sizes}) < 2)
+    assert units.times(2).sizes == (*sizes, *sizes)
+    if len({*sizes}) == 1:
+        assert units == Units.equal(len(sizes), sizes[0])
+        assert hash(units) == hash(Units.equal(len(sizes), sizes[0]))
+
+
+def test_a_microbatch_without_units_is_refused():
+    for ends in ((0,), (2, 2), (3, 1)):
+        with refused("bad-number"):
+            Units(ends)
+
+
+def test_any_number_of_whole_microbatches():
+    assert WHOLE.are_whole
+    assert [WHOLE.microbatch(unit) for unit in (0, 7)] == [WHOLE.last(unit) for unit in (0, 7)] == [0, 7]
