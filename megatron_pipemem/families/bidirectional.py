@@ -32,7 +32,7 @@ def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
     """
     p, n = num_devices, max(2 * num_devices, num_microbatches)
     passes = (_device_passes(device, p, n) for device in range(p))
-    return in_microbatch_order("dualpipe-v", Placement.v_shape(p), num_microbatches, passes)
+    return in_microbatch_order("dualpipe-v", Placement.v_shape(p), Units.equal(num_microbatches), passes)
 
 
 def _device_passes(device: int, p: int, n: int) -> list[Pass]:

@@ -1,13 +1,13 @@
 """Build schedules from lists of passes, and lists of passes from a building block.
 
 A pass is a kind on a stage, without a microbatch. Microbatches of a stage always run in order, forward and backward.
-The slices of a microbatch run forward from the first to the last, and backward from the last to the first. So the list
-of passes of a device determines its order, and weight gradients accumulate as in 1F1B.
+The parts of a microbatch run forward from the first to the last, and backward from the last to the first. So the list of
+passes of a device determines its order, and weight gradients accumulate as in 1F1B.
 
 A block has the passes of one microbatch on all stages, each in a time slot. It is repeated at a fixed interval. Then
 passes move into idle slots, and the remaining idle slots are dropped. The peak memory follows from the time that each
-activation lives (arXiv 2405.15362, sections 2 and 3). F, I and W take one slot, and B takes two. With sequence slices
-a block has the passes of one slice, and backwards wait for the last slice.
+activation lives (arXiv 2405.15362, sections 2 and 3). F, I and W take one slot, and B takes two. If
+microbatches run in parts, a block has the passes of one part, and backwards wait for the last part.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from itertools import accumulate, count
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import Action, Kind, mirrored
-from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.units import Units
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 
 class Pass(NamedTuple):
@@ -35,20 +34,17 @@ class Pass(NamedTuple):
     stage: int
 
 
-def in_microbatch_order(
-    name: str, placement: Placement, num_microbatches: int, passes: Iterable[Iterable[Pass]], slices: int = 1
-) -> Schedule:
+def in_microbatch_order(name: str, placement: Placement, units: Units, passes: Iterable[Iterable[Pass]]) -> Schedule:
     """Return the schedule of a list of passes per device: microbatches of every kind and stage run in order.
 
-    The k-th F of a stage is that of unit ``k``, and the k-th I or B that of unit ``mirrored(k)``. Units are slices, or
-    whole microbatches without slices. The k-th W of a stage has the unit of its k-th I, or of its k-th backward if the
-    stage has no I. Passes beyond the last microbatch are dropped.
+    The k-th F of a stage is that of unit ``k``, and the k-th I or B that of unit ``units.backward(k)``. The k-th W of a
+    stage has the unit of its k-th I, or of its k-th backward if the stage has no I. Passes beyond the last microbatch
+    are dropped.
     """
-    orders = (_order(list(device_passes), num_microbatches * slices, slices) for device_passes in passes)
-    return Schedule(name, placement, Units.equal(num_microbatches, slices), tuple(orders))
+    return Schedule(name, placement, units, tuple(_order(list(device_passes), units) for device_passes in passes))
 
 
-def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...]:
+def _order(passes: list[Pass], units: Units) -> tuple[Action, ...]:
     numbers = {pass_: count() for pass_ in set(passes)}
     # On a stage that mixes I and B, both have one numbering, and a W has the number of its I.
     mixed = [stage for kind, stage in numbers if kind is Kind.I and Pass(Kind.B, stage) in numbers]
@@ -61,9 +57,10 @@ def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...
             (kind, stage, places_of_inputs[place] if (kind, stage) == (Kind.W, mixed_stage) else place)
             for kind, stage, place in numbered
         ]
+    num_units = len(units)
     within = ((kind, stage, place) for kind, stage, place in numbered if place < num_units)
-    if slices > 1:
-        within = ((kind, stage, place if kind is Kind.F else mirrored(place, slices)) for kind, stage, place in within)
+    if not units.are_whole:
+        within = ((kind, stage, place if kind is Kind.F else units.backward(place)) for kind, stage, place in within)
     return tuple(map(partial(tuple.__new__, Action), within))  # as Action._make does, in half the time
 
 
@@ -139,13 +136,13 @@ class Block:
             starts[Pass(Kind.W, stage)] = vacant
         return cls(placement, interval, starts)
 
-    def sliced(self, slices: int) -> Block:
-        """Return the block of one sequence slice: with the same forwards, and backwards ``slices - 1`` intervals later.
+    def of_unit(self, units: Units) -> Block:
+        """Return the block of one unit: with the same forwards, and backwards ``units.lead`` intervals later.
 
-        Slices run backward in reverse. So the last slice of a microbatch has its backward as soon after its forward as
-        in this block, and the first slice ``2 (slices - 1)`` intervals later.
+        Parts run backward in reverse. So the last part of a microbatch has its backward as soon after its forward as in
+        this block, and the first part ``2 * units.lead`` intervals later.
         """
-        later = (slices - 1) * self.interval
+        later = units.lead * self.interval
         starts = {pass_: start if pass_.kind is Kind.F else start + later for pass_, start in self.starts.items()}
         return Block(self.placement, self.interval, starts)
 
@@ -183,7 +180,7 @@ def repeat(block: Block, num_microbatches: int) -> Timetable:
 
 
 def reorder(
-    timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False, slices: int = 1
+    timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False, units: Units = WHOLE
 ) -> Timetable:
     """Return the timetable with passes of warm-up and cool-down moved to earlier idle slots.
 
@@ -191,7 +188,7 @@ def reorder(
     stage 0, and cool-down begins after the last forward of stage 0. Passes move, in order of time, to the earliest idle
     slots that their inputs allow. In the cool-down, W take the slots that are idle after all other passes have moved.
     ``steady`` also moves the passes in between. That saves about one slot if backwards are full, and makes the schedule
-    worse if they are split. ``slices`` is the number of slices per microbatch.
+    worse if they are split. ``units`` has the parts of microbatches.
     """
     warm_up_end = min(slot for slot, (kind, stage) in timetable if stage == 0 and kind in (Kind.I, Kind.B))
     cool_down = 1 + max(slot for slot, pass_ in timetable if pass_ == Pass(Kind.F, 0))
@@ -204,7 +201,7 @@ def reorder(
             for slot, pass_ in timetable
             if pass_.kind is not Kind.W or slot < deferred_from[placement.devices[pass_.stage]]
         ]
-        plan = _Plan(kept, placement, slices)
+        plan = _Plan(kept, placement, units)
         for slot, pass_ in kept:
             start = slot
             if steady or slot < warm_up_end or slot >= cool_down:
@@ -237,7 +234,7 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
     return before + [(slot + shift, pass_) for slot, pass_ in after]
 
 
-def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
+def squeeze(name: str, timetable: Timetable, placement: Placement, units: Units) -> Schedule:
     """Return the schedule of a timetable without its idle slots. A device's W get the stages of its I, in order."""
 
     by_device: list[list[Pass]] = [[] for _ in placement.stages]
@@ -248,24 +245,24 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
     for passes in by_device:
         weights = iter([weights_of[stage] for kind, stage in passes if kind is Kind.I])
         passes[:] = [next(weights) if pass_.kind is Kind.W else pass_ for pass_ in passes]
-    return in_microbatch_order(name, placement, num_microbatches, by_device, slices)
+    return in_microbatch_order(name, placement, units, by_device)
 
 
-def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False, slices: int = 1) -> Schedule:
+def build(name: str, block: Block, units: Units, *, steady: bool = False) -> Schedule:
     """Return the schedule of a repeated block. No device holds more than the highest peak of the block.
 
-    If there are fewer microbatches than activations in the peak, a longer step is built, and the passes of surplus
-    microbatches are dropped. ``Block.sliced`` is applied here, so pass the block of a whole microbatch.
+    If there are fewer units than activations in the peak, a longer step is built, and the passes of surplus units are
+    dropped. ``Block.of_unit`` is applied here, so pass the block of a whole microbatch. All microbatches must have
+    equally many parts.
     """
-    check_whole(f"{name}: slices", slices, least=1)
-    block = block.sliced(slices)
+    block, parts = block.of_unit(units), units.parts
     peak = max(block.peaks())
-    # Whole microbatches: a warm-up, a steady state longer than any wait of a pass for its input, and a cool-down.
-    enough = -(-3 * (block.length // block.interval + 1) // slices)
-    units = slices * min(max(num_microbatches, -(-peak // slices)), enough)
-    reordered = _reordered(block.placement, block.interval, tuple(block.starts.items()), units, peak, steady, slices)
-    timetable = extend([*reordered], slices * block.interval, num_microbatches - enough)
-    return squeeze(name, timetable, block.placement, num_microbatches, slices)
+    # Microbatches of a warm-up, a steady state longer than any wait of a pass for its input, and a cool-down.
+    enough = -(-3 * (block.length // block.interval + 1) // parts)
+    built = Units.equal(min(max(units.num_microbatches, -(-peak // parts)), enough), parts)
+    reordered = _reordered(block.placement, block.interval, tuple(block.starts.items()), built, peak, steady)
+    timetable = extend([*reordered], parts * block.interval, units.num_microbatches - enough)
+    return squeeze(name, timetable, block.placement, units)
 
 
 @lru_cache(maxsize=16)
@@ -273,14 +270,13 @@ def _reordered(
     placement: Placement,
     interval: int,
     starts: tuple[tuple[Pass, int], ...],
-    units: int,
+    units: Units,
     peak: int,
     steady: bool,
-    slices: int,
 ) -> tuple[tuple[int, Pass], ...]:
-    """Return the result of ``reorder`` for ``units`` repetitions of a block. It is cached: long steps share it."""
-    timetable = repeat(Block(placement, interval, dict(starts)), units)
-    return tuple(reorder(timetable, placement, peak, steady=steady, slices=slices))
+    """Return the result of ``reorder`` for the repetitions of a block. It is cached: long steps share it."""
+    timetable = repeat(Block(placement, interval, dict(starts)), len(units))
+    return tuple(reorder(timetable, placement, peak, steady=steady, units=units))
 
 
 def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:
@@ -313,9 +309,9 @@ def _peak(timetable: Timetable, placement: Placement) -> int:
 class _Plan:
     """A timetable whose passes are moved one by one: the passes placed so far, and the idle slots of every device."""
 
-    def __init__(self, timetable: Timetable, placement: Placement, slices: int) -> None:
+    def __init__(self, timetable: Timetable, placement: Placement, units: Units) -> None:
         self.placed: Timetable = []
-        self._slices = slices
+        self._units = units
         self._placement = placement
         self._busy: list[set[int]] = [set() for _ in range(placement.num_devices)]
         self._ends: dict[Pass, list[int]] = defaultdict(list)
@@ -343,7 +339,7 @@ class _Plan:
             return self._input_gradient_ends[device][self._weight_gradients[device]]
         place = len(self._ends[pass_])
         # Forwards and backwards of a stage have different orders. Only the step from a forward to its backward joins them.
-        unit = place if kind is Kind.F else mirrored(place, self._slices)
+        unit = place if kind is Kind.F else self._units.backward(place)
         inputs = [
             self._ends[needed][unit if needed.kind is Kind.F else place]
             for needed in _inputs(pass_, self._placement, self._backwards)

@@ -20,47 +20,44 @@ from megatron_pipemem.schedule.family import Family, Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 
 
-def interleaved(
-    num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None, slices: int = 1
-) -> Schedule:
-    """Build Megatron's interleaved order, also for numbers of microbatches that Megatron refuses, and for slices.
+def interleaved(num_devices: int, units: Units, chunks: int = 2, group_size: int | None = None) -> Schedule:
+    """Build Megatron's interleaved order, also for numbers of microbatches that Megatron refuses, and for parts of them.
 
-    ``group_size`` is Megatron's ``microbatch_group_size_per_vp_stage``: the number of microbatches (or slices) that
-    run through a chunk before the next chunk's turn. It is at least ``p``, and ``p`` by default. If microbatches have
-    a number of slices that is not a multiple of ``p``, the default is the smallest group of whole microbatches with at
-    least ``p`` slices.
+    ``group_size`` is Megatron's ``microbatch_group_size_per_vp_stage``: the number of units that run through a chunk
+    before the next chunk's turn. It is at least ``p``, and ``p`` by default. If microbatches have a number of parts
+    that is not a multiple of ``p``, the default is the smallest group of whole microbatches with at least ``p`` units.
 
     If ``group_size`` is given, the order is exactly Megatron's whenever it has no deadlock, even if the last group has
     fewer than ``p`` microbatches.
     """
-    check_whole("interleaved: slices", slices, least=1)
-    p, units = num_devices, num_microbatches * slices
+    p, total = num_devices, len(units)
     # A microbatch spread over more groups than it fills would hold all their chunks before its first backward.
-    group = (p if slices % p == 0 else _group(p, slices)) if group_size is None else group_size
+    group = (p if units.parts % p == 0 else _group(p, units.parts)) if group_size is None else group_size
     check_whole("interleaved: chunks", chunks, least=1)
     check_whole("interleaved: group_size", group, least=p)
     if group_size is not None:
-        sizes = [min(group, units - first) for first in range(0, units, group)]
-        exact = _from_visits(p, num_microbatches, chunks, group, sizes, slices)
+        sizes = [min(group, total - first) for first in range(0, total, group)]
+        exact = _from_visits(p, units, chunks, group, sizes)
         if Dependencies.of_schedule(exact).stuck() is None:
             return exact
     # A last group of fewer than p leaves bubbles or deadlocks (Megatron refuses it). So it is laid out for p and loses its
     # surplus passes.
-    sizes = [min(group, max(p, units - first)) for first in range(0, units, group)]
-    return _from_visits(p, num_microbatches, chunks, group, sizes, slices)
+    sizes = [min(group, max(p, total - first)) for first in range(0, total, group)]
+    return _from_visits(p, units, chunks, group, sizes)
 
 
-def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int], slices: int) -> Schedule:
+def _from_visits(p: int, units: Units, chunks: int, group: int, group_sizes: list[int]) -> Schedule:
     # The order in which a device visits its chunks going forward. Going backward it visits the mirrored chunks.
     # p = 2, 2 chunks, groups of 2 microbatches: chunks 0 0 1 1 0 0 1 1, so stages 0 0 2 2 ... of device 0:
     #   0F0 0F1 2F0 2F1 | 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 | 2B2 2B3 0B2 0B3     (warm-up | steady state | cool-down)
     visits = [chunk for size in group_sizes for chunk in range(chunks) for _ in range(size)]
-    # The forwards before the last slice's forward on the last chunk, less the backwards before the slice's own.
+    # The forwards before that of a microbatch's last part on the last chunk, less the backwards before that part's own.
     there = [index for index, chunk in enumerate(visits) if chunk == chunks - 1]
     back = [index for index, chunk in enumerate(visits) if chunk == 0]
-    waits = [there[k + slices - 1] - back[k] for k in range(0, m * slices, slices)]
+    waits = [there[end - 1] - back[units.first(end - 1)] for end in units.ends]
     ahead = max((chunks - 1) * group, *waits)
 
     def device_passes(device: int) -> list[Pass]:
@@ -70,11 +67,11 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
         steady = list(chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False)))
         return forwards[:warm_up] + steady + backwards[len(visits) - warm_up :]
 
-    return in_microbatch_order("interleaved", Placement.interleaved(p, chunks), m, map(device_passes, range(p)), slices)
+    return in_microbatch_order("interleaved", Placement.interleaved(p, chunks), units, map(device_passes, range(p)))
 
 
 def _group(p: int, n: int) -> int:
-    """Return the number of slices in the smallest group of whole microbatches (``n`` each) with at least ``p``."""
+    """Return the number of parts in the smallest group of whole microbatches (``n`` each) with at least ``p``."""
     return -(-p // n) * n
 
 
@@ -96,8 +93,8 @@ INTERLEAVED = built_in(
     options={
         "chunks": "stages per device, v (default 2)",
         "group_size": "microbatches (or slices) that run through a chunk before the next one, at least p (default p)",
-        "slices": "sequence slices of a microbatch, n (default 1)",
     },
+    in_parts=True,
     placement="interleaved",
 )
 
@@ -114,7 +111,7 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
     for stages in placement.stages:
         visits = [stage for stage in stages for _ in range(m)]
         passes.append([Pass(Kind.F, stage) for stage in visits] + [Pass(Kind.B, stage) for stage in reversed(visits)])
-    return in_microbatch_order("looped-bfs", placement, m, passes)
+    return in_microbatch_order("looped-bfs", placement, Units.equal(m), passes)
 
 
 LOOPED_BFS = built_in(
@@ -147,7 +144,8 @@ def slimpipe(num_devices: int, num_microbatches: int, chunks: int = 2, slices: i
             "or 'interleaved', which take any number",
         )
     # With one chunk, the warm-up of interleaved 1F1B would be up to p - 1 slices longer than needed.
-    built = seq1f1b(p, num_microbatches, n) if chunks == 1 else interleaved(p, num_microbatches, chunks, slices=n)
+    units = Units.equal(num_microbatches, n)
+    built = seq1f1b(p, units) if chunks == 1 else interleaved(p, units, chunks)
     return replace(built, name="slimpipe")
 
 
@@ -209,7 +207,7 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
         passes = (_balanced(device, p, v, sizes) for device in range(p))
     else:
         passes = (_in_slots(device, p, v, group, m) for device in range(p))
-    return in_microbatch_order(name, Placement.interleaved(p, v), m, passes)
+    return in_microbatch_order(name, Placement.interleaved(p, v), Units.equal(m), passes)
 
 
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:

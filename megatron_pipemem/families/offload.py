@@ -22,6 +22,7 @@ from megatron_pipemem.schedule.family import Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.units import Units
 
 _MOST_WAITING = 4
 
@@ -70,7 +71,7 @@ def uniform_repeating(
             f"placement {shortened(placement)} with {chunks} chunks has no order that repeats uniformly; use interleaved with "
             "any number of chunks, or v with 2",
         )
-    return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
+    return next(with_prompt_weights(zbv(num_devices, Units.equal(num_microbatches)), Costs()))
 
 
 def pipe_offload(

@@ -2,7 +2,7 @@
 
 GPipe runs all forwards, then all backwards (arXiv 1811.06965, section 2.3). 1F1B runs some forwards, then one forward
 and one backward in turn. One variant runs more forwards ahead (eager). One has a V placement with full backwards (arXiv
-2405.15362, appendix I). One runs sequence slices in place of whole microbatches (arXiv 2406.03488).
+2405.15362, appendix I). One runs parts of microbatches (arXiv 2406.03488).
 
 The asynchronous variants, PipeDream and PipeDream-2BW, are never flushed: weights change while microbatches are in the
 pipeline. Their schedules show a part of an endless run, which begins and ends with an empty pipeline, as if training
@@ -19,17 +19,18 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Formula, built_in
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_PARTS, Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates
+from megatron_pipemem.schedule.units import Units
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     """Build GPipe: all forwards, then all backwards, in microbatch order, so that gradients accumulate as in 1F1B."""
     m = num_microbatches
     passes = ([Pass(Kind.F, r)] * m + [Pass(Kind.B, r)] * m for r in range(num_devices))
-    return in_microbatch_order("gpipe", Placement.linear(num_devices), m, passes)
+    return in_microbatch_order("gpipe", Placement.linear(num_devices), Units.equal(m), passes)
 
 
 GPIPE = built_in(
@@ -46,27 +47,28 @@ GPIPE = built_in(
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
     """Build stock Megatron's 1F1B: device ``r`` runs ``p - r - 1`` forwards before it alternates with backwards."""
-    return _with_warm_up("1f1b", num_devices, num_microbatches, lambda hops_to_loss: hops_to_loss)
+    return _with_warm_up("1f1b", num_devices, Units.equal(num_microbatches), lambda hops_to_loss: hops_to_loss)
 
 
 def eager_one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
     """Build 1F1B with ``2 (p - r - 1)`` forwards ahead on device ``r``, so that messages overlap with computing."""
-    return _with_warm_up("1f1b-eager", num_devices, num_microbatches, lambda hops_to_loss: 2 * hops_to_loss)
+    return _with_warm_up(
+        "1f1b-eager", num_devices, Units.equal(num_microbatches), lambda hops_to_loss: 2 * hops_to_loss
+    )
 
 
-def _with_warm_up(name: str, p: int, m: int, forwards_ahead: Callable[[int], int], slices: int = 1) -> Schedule:
+def _with_warm_up(name: str, p: int, units: Units, forwards_ahead: Callable[[int], int]) -> Schedule:
     # p = 3, m = 4:
     #   device 0: F0 F1 | F2 B0 F3 B1             | B2 B3     (warm-up | a forward and a backward in turn | cool-down)
     #   device 1: F0    | F1 B0 F2 B1 F3 B2       | B3
     #   device 2:       | F0 B0 F1 B1 F2 B2 F3 B3 |
-    units = m * slices
 
     def device_passes(device: int) -> list[Pass]:
-        warm_up = min(units, forwards_ahead(p - device - 1))
+        warm_up = min(len(units), forwards_ahead(p - device - 1))
         forward, backward = Pass(Kind.F, device), Pass(Kind.B, device)
-        return [forward] * warm_up + [forward, backward] * (units - warm_up) + [backward] * warm_up
+        return [forward] * warm_up + [forward, backward] * (len(units) - warm_up) + [backward] * warm_up
 
-    return in_microbatch_order(name, Placement.linear(p), m, map(device_passes, range(p)), slices)
+    return in_microbatch_order(name, Placement.linear(p), units, map(device_passes, range(p)))
 
 
 ONE_F_ONE_B = built_in(
@@ -93,7 +95,7 @@ EAGER_ONE_F_ONE_B = built_in(
 _INTERVAL = 6
 
 
-def one_f_one_b_v(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def one_f_one_b_v(num_devices: int, units: Units) -> Schedule:
     """Build 1F1B over a V: passes start right after their input, and only every third backward waits for a slot."""
     # p = 4: the slots of every pass, two for each B. The next microbatch follows 6 slots later.
     #   device 0: F0 .. .. .. .. .. .. F7 B7 -- .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. B0 --
@@ -112,7 +114,7 @@ def one_f_one_b_v(num_devices: int, num_microbatches: int, slices: int = 1) -> S
             in_group = 0
             clock += 3
     block = Block(Placement.v_shape(p), _INTERVAL, starts)
-    return build("1f1b-v", block, num_microbatches, steady=True, slices=slices)
+    return build("1f1b-v", block, units, steady=True)
 
 
 ONE_F_ONE_B_V = built_in(
@@ -122,29 +124,29 @@ ONE_F_ONE_B_V = built_in(
     peak=Formula("(floor(2p/3)+n)/(pn)", lambda p, m, n, **_: min(2 * p // 3 + n, m * n) / (p * n)),
     bubble=Formula("a little under (p-1)(F+B)/n", lambda p, f, b, n, **_: (p - 1) * (f + b) / n, at_most=True),
     source="arXiv 2405.15362, appendix I",
-    options=SLICES,
+    in_parts=True,
     placement="v",
 )
 
 
-def seq1f1b(num_devices: int, num_microbatches: int, slices: int = 2) -> Schedule:
-    """Build 1F1B of sequence slices. The slices of a microbatch run backward from the last to the first.
+def seq1f1b(num_devices: int, units: Units) -> Schedule:
+    """Build 1F1B of parts of microbatches, which run backward from the last to the first.
 
-    The last slice comes first, because no other slice attends to its keys and values. With one slice this is 1F1B.
+    The last part comes first, because no other part attends to its keys and values. With whole microbatches this is
+    1F1B.
     """
-    check_whole("seq1f1b: slices", slices, least=1)
-    return _with_warm_up("seq1f1b", num_devices, num_microbatches, lambda hops: hops + slices - 1, slices)
+    return _with_warm_up("seq1f1b", num_devices, units, lambda hops: hops + units.lead)
 
 
 SEQ1F1B = built_in(
     name="seq1f1b",
     build=seq1f1b,
     summary="1F1B on n slices of every sequence: about 1/n of the bubble and of the memory, for causal models.",
-    peak=PEAK_OF_SLICES,
+    peak=PEAK_OF_PARTS,
     bubble=Formula("(p-1)(F+B)/n", lambda p, n, f, b, **_: (p - 1) * (f + b) / n),
     source="arXiv 2406.03488, section 3.3",
-    options={"slices": "slices of a microbatch, n (default 2)"},
     placement="linear",
+    in_parts=True,
     slices=2,
 )
 

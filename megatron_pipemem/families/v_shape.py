@@ -12,28 +12,28 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import SLOTS, Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.family import PEAK_OF_SLICES, SLICES, Formula, built_in
+from megatron_pipemem.schedule.family import PEAK_OF_PARTS, Formula, built_in
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 
 # Slots of a device's work per microbatch: two chunks of F, I and W.
 INTERVAL = 6
 
 
-def zbv(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def zbv(num_devices: int, units: Units) -> Schedule:
     """Build ZBV, whose order is given by a formula for equal F, I and W.
 
     The order is that of at least ``2p - 1`` microbatches, without the passes of microbatches that do not exist.
     """
-    check_whole("zbv: slices", slices, least=1)
-    p, units = num_devices, max(2 * num_devices + slices - 2, num_microbatches * slices)
-    passes = (_zbv_passes(device, p, units, slices - 1) for device in range(p))
-    return in_microbatch_order("zbv", Placement.v_shape(p), num_microbatches, passes, slices)
+    p, least = num_devices, max(2 * num_devices - 1 + units.lead, len(units))
+    passes = (_zbv_passes(device, p, least, units.lead) for device in range(p))
+    return in_microbatch_order("zbv", Placement.v_shape(p), units, passes)
 
 
-def v_half(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def v_half(num_devices: int, units: Units) -> Schedule:
     """Build V-Half: forwards take two slots per device down the V, and one per device back. Backwards mirror them."""
     # p = 4: the slot and the stage of every pass. The next microbatch follows 6 slots later.
     #   device 0: F0 .. .. .. .. .. .. .. .. .. F7 .. .. .. I7 W7 .. .. .. .. .. .. .. .. .. I0 .. .. .. W0
@@ -42,10 +42,10 @@ def v_half(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule
     #   device 3: .. .. .. .. .. .. F3 F4 .. .. .. .. .. .. .. .. .. .. .. .. I4 W4 I3 W3 .. .. .. .. .. ..
     p, turn = num_devices, 0 if num_devices % 2 else 3
     slots = ((2 * r, 3 * p - 2 - r, 3 * p - 1 + turn + 2 * r, 6 * p - 2 + turn - r) for r in range(p))
-    return _repeated("v-half", slots, p, num_microbatches, slices)
+    return _repeated("v-half", slots, p, units)
 
 
-def v_min(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def v_min(num_devices: int, units: Units) -> Schedule:
     """Build V-Min: every F and I starts right after its input, so that activations live as short as possible.
 
     If ``p`` is divisible by 3, the first I starts two slots later.
@@ -57,10 +57,10 @@ def v_min(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
     #   device 3: .. .. .. F3 F4 .. .. .. .. .. .. I4 I3 W4 W3 .. .. ..
     p, turn = num_devices, 0 if num_devices % 3 else 2
     slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
-    return _repeated("v-min", slots, p, num_microbatches, slices)
+    return _repeated("v-min", slots, p, units)
 
 
-def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatches: int, slices: int) -> Schedule:
+def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, units: Units) -> Schedule:
     """Return the schedule of a block, given four start slots per device in this order: F down, F up, I up, I down.
 
     "Down" is the device's stage on the way to the last device, and "up" that on the way back to device 0.
@@ -71,7 +71,7 @@ def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatc
         passes = (Pass(Kind.F, down), Pass(Kind.F, up), Pass(Kind.I, up), Pass(Kind.I, down))
         starts |= dict(zip(passes, own, strict=True))
     block = Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
-    return build(name, block, num_microbatches, slices=slices)
+    return build(name, block, units)
 
 
 def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
@@ -93,7 +93,7 @@ def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
 
 
 def _bubble_of_v_half(p: int, f: float, n: int, **_: float) -> float:
-    # Every further slice adds memory with which the warm-up runs two slots faster, up to a limit.
+    # Every further part of a microbatch adds memory with which the warm-up runs two slots faster, up to a limit.
     slots = max(3 * p - 2 - 2 * n, 2 * p - 2) if p % 2 else max(3 * p - 5 - 2 * n, 2 * p - 3)
     return slots * f / (2 * n)
 
@@ -107,10 +107,10 @@ ZBV = built_in(
     name="zbv",
     build=zbv,
     summary="1F1B's memory; if F, I and W are equally long, no bubble between a device's first and last pass.",
-    peak=PEAK_OF_SLICES,
+    peak=PEAK_OF_PARTS,
     bubble=Formula("F = I = W: 0 per device, (p-1)F/(2n) over all", lambda p, f, n, **_: (p - 1) * f / (2 * n)),
     source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
-    options=SLICES,
+    in_parts=True,
     placement="v",
     splits_backward=True,
 )
@@ -122,7 +122,7 @@ V_HALF = built_in(
     peak=Formula("(floor((p+2)/2)+n-1)/(pn)", lambda p, m, n, **_: min((p + 2) // 2 + n - 1, m * n) / (p * n)),
     bubble=Formula("F = I = W: max(3p-5-2n, 2p-3)F/(2n), p odd: max(3p-2-2n, 2p-2)F/(2n)", _bubble_of_v_half),
     source="arXiv 2405.15362, section 3 and appendix",
-    options=SLICES,
+    in_parts=True,
     placement="v",
     splits_backward=True,
 )
@@ -133,7 +133,7 @@ V_MIN = built_in(
     peak=Formula("(floor((p+4)/3)+n-1)/(pn)", lambda p, m, n, **_: min((p + 4) // 3 + n - 1, m * n) / (p * n)),
     bubble=Formula("F = I = W: max(4p-3-2n, 3p-3)F/(2n), p divisible by 3: max(4p-5-2n, 3p-5)F/(2n)", _bubble_of_v_min),
     source="arXiv 2405.15362, section 3 and appendix",
-    options=SLICES,
+    in_parts=True,
     placement="v",
     splits_backward=True,
 )
@@ -167,7 +167,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
     block = min((_block(placement, delay) for delay in _DELAYS), key=lambda block: (max(block.peaks()), block.length))
     if max(block.peaks()) > placement.num_stages + 2 * waves:
         return _list_schedule(placement, m)
-    repeated = build("hanayo", block, m)
+    repeated = build("hanayo", block, Units.equal(m))
     if m > 3 * p:
         return repeated
     return min(_list_schedule(placement, m), repeated, key=lambda schedule: simulate(schedule).makespan)

@@ -12,36 +12,34 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.blocks import Pass, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, SLICES, Formula, built_in
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_PARTS, Formula, built_in
 from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 
 
-def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def zb_h1(num_devices: int, units: Units) -> Schedule:
     """Build ZB-H1 in 1F1B's memory.
 
-    With whole sequences, device ``r`` runs ``p - r`` forwards ahead, and W ``r`` microbatches after I.
+    With whole microbatches, device ``r`` runs ``p - r`` forwards ahead, and W ``r`` microbatches after I.
     """
-    return _zb("zb-h1", num_devices, num_microbatches, slices, turns=1)
+    return _zb("zb-h1", num_devices, units, turns=1)
 
 
-def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+def zb_h2(num_devices: int, units: Units) -> Schedule:
     """Build ZB-H2. With unit costs and ``m >= 2p - 1`` no device idles between its first and last pass.
 
-    With whole sequences it takes ``2 - 1/p`` of 1F1B's memory, and less with slices.
+    With whole microbatches it takes ``2 - 1/p`` of 1F1B's memory, and less with parts.
     """
-    return _zb("zb-h2", num_devices, num_microbatches, slices, turns=2)
+    return _zb("zb-h2", num_devices, units, turns=2)
 
 
-def _zb(name: str, p: int, m: int, slices: int, turns: int) -> Schedule:
+def _zb(name: str, p: int, units: Units, turns: int) -> Schedule:
     """Return the schedule in which W of device ``r`` run ``turns * r`` units after I."""
-    check_whole(f"{name}: slices", slices, least=1)
-    units = m * slices
-    passes = (_device_passes(r, units, turns * (p - r) + slices - turns, turns * r) for r in range(p))
-    return in_microbatch_order(name, Placement.linear(p), m, passes, slices)
+    passes = (_device_passes(r, len(units), turns * (p - r - 1) + 1 + units.lead, turns * r) for r in range(p))
+    return in_microbatch_order(name, Placement.linear(p), units, passes)
 
 
 def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> list[Pass]:
@@ -64,10 +62,10 @@ ZB_H1 = built_in(
     name="zb-h1",
     build=zb_h1,
     summary="1F1B's memory; weight gradients run when nothing else can. A third of its bubble if F, I and W are equally long.",
-    peak=PEAK_OF_SLICES,
+    peak=PEAK_OF_PARTS,
     bubble=Formula("(p-1)(F+I-W)/n", lambda p, f, i, w, n, **_: (p - 1) * (f + i - w) / n),
     source="arXiv 2401.10241, section 2.1",
-    options=SLICES,
+    in_parts=True,
     placement="linear",
     splits_backward=True,
 )
@@ -78,7 +76,7 @@ ZB_H2 = built_in(
     peak=Formula("(2p+n-2)/(pn)", lambda p, m, n, **_: min(2 * p + n - 2, m * n) / (p * n)),
     bubble=Formula("F = I = W: 0 per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
     source="arXiv 2401.10241, section 2.2",
-    options=SLICES,
+    in_parts=True,
     placement="linear",
     splits_backward=True,
 )
@@ -108,12 +106,12 @@ def zb_auto(
     # The best policy for a few microbatches is the best for many, because a longer steady state repeats its rhythm.
     few = min(num_microbatches, 2 * p + 8)
     best = min(policies, key=lambda policy: _quality(_greedy(costs, policy, few, most), costs))
-    candidates = [_greedy(costs, best, num_microbatches, most)]
+    candidates, units = [_greedy(costs, best, num_microbatches, most)], Units.equal(num_microbatches)
     for forwards, build in ((p, zb_h1), (2 * p - 1, zb_h2)):
         if most >= forwards:
-            candidates.append(build(p, num_microbatches))
+            candidates.append(build(p, units))
     chosen = min(candidates, key=lambda schedule: _quality(schedule, costs))
-    return Schedule(NAME, chosen.placement, chosen.units, chosen.orders)
+    return Schedule(NAME, chosen.placement, units, chosen.orders)
 
 
 class _Policy(NamedTuple):
@@ -158,7 +156,7 @@ def _greedy(costs: Costs, policy: _Policy, num_microbatches: int, most: int) -> 
     passes: list[list[Pass]] = [[] for _ in range(p)]
     for device, kind in _run(costs, policy, num_microbatches, most):
         passes[device].append(Pass(kind, device))
-    return in_microbatch_order(NAME, Placement.linear(p), num_microbatches, passes)
+    return in_microbatch_order(NAME, Placement.linear(p), Units.equal(num_microbatches), passes)
 
 
 def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:

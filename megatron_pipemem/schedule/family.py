@@ -9,9 +9,11 @@ from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.display import brief, shortened
+from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.units import Units
 
 _PLACEMENTS = {"linear": Placement.linear, "v": Placement.v_shape, "bidirectional": Placement.bidirectional}
 """The placements that follow from their name and the number of devices."""
@@ -49,10 +51,8 @@ class Formula(str):
 PEAK_OF_1F1B = Formula("1", lambda p, m, **_: min(p, m) / p)
 """The peak of 1F1B's first device, which defines the activation unit."""
 
-PEAK_OF_SLICES = Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m * n) / (p * n))
-"""The peak of 1F1B's first device if microbatches are cut into ``n`` sequence slices."""
-SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
-"""The options of families that run whole microbatches or slices of them."""
+PEAK_OF_PARTS = Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m * n) / (p * n))
+"""The peak of 1F1B's first device if microbatches run in ``n`` parts."""
 
 
 class _Fact:
@@ -119,7 +119,7 @@ class Family:
     Args:
         name: the name that users type.
         build: ``build(num_devices, num_microbatches, **options) -> Schedule``. The counts are at least 1, and the
-            options are among those below.
+            options are among those below. With ``in_parts`` it takes ``Units`` in place of ``num_microbatches``.
         summary: one sentence that helps a user to choose.
         peak: highest activation memory of any device, in activation units, for many microbatches. A ``Formula``, or a
             text that no test can check.
@@ -142,6 +142,9 @@ class Family:
             consider such a family only if a user names it.
         has_room_for_pairs: whether an outclassed family is considered for runs whose forwards and backwards are in
             pairs.
+        in_parts: whether ``build`` takes ``Units``, and so runs parts of microbatches. The family then has the option
+            ``slices``, the number of parts into which every sequence is cut, with the field of that name (or 1) as
+            its default.
     """
 
     name: str
@@ -158,11 +161,18 @@ class Family:
     splits_backward: bool = _fact(lambda family: family.example.splits_backward)
     chunks: int | None = _fact(lambda f: None if "chunks" in f.options else f._example_placement().num_chunks)
     asynchronous: bool = _fact(lambda family: family.example.updates is not None)
-    slices: int = _fact(lambda family: family.example.slices)
+    slices: int = _fact(lambda family: family.example.units.parts)
     offloads: bool = _fact(lambda family: family.example.offloads)
     replicas: int = _fact(lambda family: family._example_placement().replicas)
     outclassed_by: str = ""
     has_room_for_pairs: bool = False
+    in_parts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.in_parts:
+            object.__setattr__(self, "slices", self.__dict__["slices"] or 1)
+            option = {"slices": f"sequence slices of a microbatch, n (default {self.slices})"}
+            object.__setattr__(self, "options", {**self.options, **option})
 
     def __repr__(self) -> str:
         return f"<Family {brief(self.name)}: peak {brief(self.peak)}, bubble {brief(self.bubble)}>"
@@ -179,7 +189,7 @@ class Family:
         for devices, microbatches in sizes:
             try:
                 microbatches = max(microbatches, self.fewest_microbatches(devices))
-                built = self.build(devices, microbatches)
+                built = self._build(devices, microbatches)
                 if isinstance(built, Schedule):
                     return built
                 refusal = TypeError(f"it returns {shortened(built)}, not a Schedule")
@@ -190,6 +200,13 @@ class Family:
             f"schedule {shortened(self.name)} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in sizes)}: "
             f"{type(refusal).__name__}: {refusal}; correct its build function or min_devices",
         ) from refusal
+
+    def _build(self, num_devices: int, num_microbatches: int, **options: Any) -> Schedule:
+        if not self.in_parts:
+            return self.build(num_devices, num_microbatches, **options)
+        parts = options.pop("slices", self.slices)
+        check_whole(f"{self.name}: slices", parts, least=1)
+        return self.build(num_devices, Units.equal(num_microbatches, parts), **options)
 
     def schedule(self, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
         """Return the schedule of a step, built unless the last one had equal arguments.
@@ -204,12 +221,12 @@ class Family:
         """
         options = self._accepted(num_devices, options)
         if not all(isinstance(value, str | int | float) for value in options.values()):
-            return self.build(num_devices, num_microbatches, **options)
+            return self._build(num_devices, num_microbatches, **options)
         # With the types, because True and 1.0 are equal to 1, which a builder accepts where it refuses them.
         typed = frozenset((name, type(value), value) for name, value in options.items())
         key = num_devices, num_microbatches, typed
         if key not in self._last:
-            built = self.build(num_devices, num_microbatches, **options)
+            built = self._build(num_devices, num_microbatches, **options)
             self._last.clear()
             self._last[key] = built
         return self._last[key]
@@ -260,7 +277,7 @@ class Family:
             accepted = self._accepted(num_devices, options)
             placement = None if accepted or self.needs else self._declared_on(num_devices)
             if placement is None:
-                placement = self.build(num_devices, self.fewest_microbatches(num_devices), **accepted).placement
+                placement = self._build(num_devices, self.fewest_microbatches(num_devices), **accepted).placement
             self._placements[key] = placement
         return self._placements[key]
 

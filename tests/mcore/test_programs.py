@@ -75,7 +75,7 @@ def counts(monkeypatch) -> Callable[[str], Counts]:
         known = registry.family(name)
 
         def build(p, m, **options):
-            counted.built.append((p, m))
+            counted.built.append((p, m if isinstance(m, int) else m.num_microbatches))
             return known.build(p, m, **options)
 
         monkeypatch.setitem(registry._FAMILIES, name, replace(known, build=build))

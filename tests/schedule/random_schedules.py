@@ -110,7 +110,7 @@ def _shapes(name: str, max_devices: int, max_microbatches: int) -> list[tuple[in
     shapes = []
     for shape in product(range(1, max_devices + 1), range(1, max_microbatches + 1)):
         try:
-            FAMILIES[name].build(*shape)
+            FAMILIES[name].schedule(*shape, {})
         except UnsupportedError:
             continue
         if shape[0] >= FAMILIES[name].min_devices:

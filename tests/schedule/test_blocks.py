@@ -17,6 +17,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 
 
 def one_f_one_b(p: int) -> Block:
@@ -50,7 +51,7 @@ def test_the_paper_example(p: int) -> None:
     block = one_f_one_b(p)
     assert [block.lifespan(r) for r in range(p)] == [3 * (p - r) for r in range(p)]
     assert lifespan_bounds(block) == block.peaks() == tuple(p - r for r in range(p))
-    squeezed = squeeze("1f1b", repeat(block, 3 * p), block.placement, 3 * p)
+    squeezed = squeeze("1f1b", repeat(block, 3 * p), block.placement, Units.equal(3 * p))
     assert squeezed.orders == build_schedule("1f1b", num_devices=p, num_microbatches=3 * p).orders
 
 
@@ -109,6 +110,6 @@ def test_any_block_makes_a_correct_schedule(p: int, m: int, hop: int, turn: int,
         assume(False)
     peak = max(block.peaks())
     assert peak <= max(lifespan_bounds(block))
-    schedule = build("v", block, m, steady=steady)
+    schedule = build("v", block, Units.equal(m), steady=steady)
     assert_correct(schedule)
     assert max(oracle.peak(schedule)) * 2 * p <= peak

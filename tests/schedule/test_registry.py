@@ -205,11 +205,11 @@ def test_a_peak_and_a_bubble_that_nobody_declares_are_measured() -> None:
         ("po-h", {"offloads": False}, "offloads=True"),
         ("gems", {"replicas": 1}, "replicas=2"),
         ("pipedream", {"asynchronous": False}, "asynchronous=True"),
-        ("seq1f1b", {"slices": 1}, "slices=2"),
+        ("slimpipe", {"slices": 1}, "slices=4"),
     ],
 )
 def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], derived: str) -> None:
-    mine = Family("mine", family(build).build, "claims", "1", "0", "a test", **declared)
+    mine = Family("mine", lambda p, m: family(build).schedule(p, m, {}), "claims", "1", "0", "a test", **declared)
     ((name, value),) = declared.items()
     with refused("family-declaration", "mine", f"{name}={value!r}", 4, 8, derived, kind=UnsupportedError):
         register_schedule(mine)

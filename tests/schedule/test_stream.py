@@ -359,7 +359,7 @@ def test_updates_that_make_no_sense(updates: WeightUpdates) -> None:
 def test_synchronous_schedules_use_one_version() -> None:
     for family in families():
         if not family.asynchronous:
-            assert simulate(family.build(6, 24)).weight_versions == (1,) * 6
+            assert simulate(family.schedule(6, 24, {})).weight_versions == (1,) * 6
 
 
 def test_evaluation_updates_nothing() -> None:
