@@ -65,7 +65,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     caps = request.caps(devices)
     tries = _times_to_look(request, knowledge)
     search = _search(request, shape, knowledge, costs, placements, effort=1.0)
-    best: dict[tuple[Placement, int], Candidate] = {}
+    best: dict[tuple[Placement, Units], Candidate] = {}
     results: list[SearchResult] = []
 
     def consider(candidate: Candidate) -> Sequence[float]:
@@ -75,7 +75,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
             candidate = _candidate(schedule, costs, caps if not request.barriers else None, candidate.found_by)
         over = knowledge.excess(request, schedule, costs)
         if not any(over):
-            which = schedule.placement, schedule.slices
+            which = schedule.placement, schedule.units
             best[which] = min(best.get(which, candidate), candidate, key=attrgetter("makespan"))
         return over
 
@@ -104,7 +104,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     if not best:
         notes = ONE_BY_ONE
         for one_by_one in _last_resort(request, placements, microbatches, knowledge, costs):
-            best[one_by_one.placement, 1] = _candidate(one_by_one, costs, None, "one by one")
+            best[one_by_one.placement, one_by_one.units] = _candidate(one_by_one, costs, None, "one by one")
         logger.warning("memory cap of %s: %s (%s)", request.memory_cap, ONE_BY_ONE, why)
     candidates = fastest_first(best.values())
     bound = min(candidate.lower_bound for candidate in candidates)
@@ -213,7 +213,7 @@ def _search(
 
 def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, found_by: str) -> Candidate:
     timeline = simulate(schedule, costs)
-    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, caps, slices=schedule.slices)
+    bound = lower_bound(schedule.placement, schedule.units, costs, caps)
     return Candidate(schedule, timeline.makespan, timeline.peaks, max(bound, timeline.ideal), found_by)
 
 

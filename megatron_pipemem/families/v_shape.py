@@ -194,7 +194,9 @@ def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
     # I stands for the whole backward. Its W takes no time and has priority.
     ticks, change = (SLOTS[Kind.F], SLOTS[Kind.B], 0) * stages, (1, -1, 0) * stages
     waits = waits_of(placement, lambda source, destination: 0)
-    problem = Problem(m, device, ticks, change, waits, (stages,) * placement.num_devices, frozenset(range(stages)))
+    problem = Problem(
+        Units.equal(m), device, ticks, change, waits, (stages,) * placement.num_devices, frozenset(range(stages))
+    )
     rank = {FORWARD: m, INPUT: 0, WEIGHT: -m}
     urgency = [(k + rank[c % 3]) * stages - c // 3 for c in range(len(ticks)) for k in range(m)]
     table = dispatch(problem, urgency)

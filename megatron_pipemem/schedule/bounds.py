@@ -1,12 +1,13 @@
 """Lower bounds of the makespan and of the memory that hold for every order, with split or full backwards.
 
-The bounds are computed from chains. A chain is one microbatch (or slice) that runs forward through all stages and then
+The bounds are computed from chains. A chain is one unit that runs forward through all stages and then
 backward through them, with the least time of every part and the memory that it holds.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from megatron_pipemem.schedule.action import PLAIN, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import Units, as_units
 
 Share = tuple[float, float, int]
 """Seconds and memory of a piece of work, and the number of such pieces."""
@@ -30,7 +32,7 @@ class StageMemory(NamedTuple):
 
 
 class Chain:
-    """The least times of one microbatch (or slice) on every stage, in seconds, and the memory that it holds there.
+    """The least times of one unit on every stage, in seconds, and the memory that it holds there.
 
     ``count`` microbatches are like this one. ``seconds`` has the seconds of F, of I and of W, each per stage. ``links``
     has the seconds of messages between neighbouring stages, forward and backward. ``memory`` has one ``StageMemory``
@@ -82,30 +84,30 @@ class Chain:
         )
 
 
-def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
+def most_needed(parts: Sequence[Chain], stages: Sequence[int]) -> float:
     """Return the peak memory that one microbatch alone needs on a device's stages.
 
     First the microbatch has run forward on all stages. Then it runs backward on one stage after another, from the
-    last to the first. ``slices`` has the chains of the microbatch's slices. If there are several, only the first
+    last to the first. ``parts`` has the chains of the microbatch's parts. If there are several, only the first
     backward on the last stage is considered.
     """
-    now = most = sum(chain.memory[s].forward for chain in slices for s in stages)
-    for s in reversed(stages) if len(slices) == 1 else stages[-1:]:
-        memory = slices[-1].memory[s]
+    now = most = sum(chain.memory[s].forward for chain in parts for s in stages)
+    for s in reversed(stages) if len(parts) == 1 else stages[-1:]:
+        memory = parts[-1].memory[s]
         now += min(memory.input, memory.weight) - memory.forward
         most = max(most, now)
     return most
 
 
-def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int], float]) -> list[Share]:
+def together(parts: Sequence[Chain], stage: int, seconds: Callable[[Chain, int], float]) -> list[Share]:
     """Return the work of a microbatch on a stage as shares, with falling seconds per memory.
 
-    ``slices`` has the chains of the microbatch's slices, and ``seconds(chain, stage)`` returns the seconds of a slice's
-    work there. A device never holds a slice without the slices before it. So slices are joined until no share has more
+    ``parts`` has the chains of the microbatch's parts, and ``seconds(chain, stage)`` returns the seconds of a part's
+    work there. A device never holds a part without the parts before it. So parts are joined until no share has more
     seconds per memory than an earlier one.
     """
     shares: list[Share] = []
-    for chain in slices:
+    for chain in parts:
         shares.append((seconds(chain, stage), chain.memory[stage].forward, chain.count))
         while len(shares) > 1:
             (before, held_before, count), (after, held_after, _) = shares[-2:]
@@ -115,56 +117,57 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
     return shares
 
 
-def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits: bool, slices: int = 1) -> list[Chain]:
-    """Return one chain for all microbatches if they are alike, else one per microbatch; with slices, one per slice.
+def chains_of(placement: Placement, units: Units, costs: Costs, splits: bool) -> list[list[Chain]]:
+    """Return the chains of the parts of all microbatches, once for those that are alike.
 
-    Chains are in the order of microbatches and, within a microbatch, of slices. ``splits`` says whether backwards may
-    run as I and W.
+    ``splits`` says whether backwards may run as I and W.
     """
-    prices, devices = costs.seconds(placement, slices), placement.devices
-    memory = _stage_memory(placement, costs, splits, slices)
+    n, sizes = units.parts, units.sizes
+    prices, devices = costs.seconds(placement, n), placement.devices
+    memory_of = {size: _stage_memory(placement, costs, splits, n, size) for size in set(sizes)}
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
-    there = [costs.link_seconds(device, following) / slices for device, following in pairwise(devices)]
-    back = [costs.link_seconds(following, device) / slices for device, following in pairwise(devices)]
+    there = [costs.link_seconds(device, following) / n for device, following in pairwise(devices)]
+    back = [costs.link_seconds(following, device) / n for device, following in pairwise(devices)]
     links = [there, back]
     weights = costs.microbatch
     if weights is None:
-        parts = [_backward([of_kind[j::slices] for of_kind in seconds], None, splits) for j in range(slices)]
-        return _joined([Chain(num_microbatches, part, links, memory[j::slices]) for j, part in enumerate(parts)])
-    weights.check(num_microbatches)
-    chains: list[Chain] = []
+        passes = _backward(seconds, None, splits)
+        return [_joined(count, passes, links, memory_of[size], n, size) for size, count in Counter(sizes).items()]
+    weights.check(units.num_microbatches)
+    groups: list[list[Chain]] = []
     factors = zip(*map(weights.seconds_of, (Kind.F, Kind.I, Kind.W)), weights.tokens, strict=True)
     for number, (*times, tokens) in enumerate(factors):
         own = [[price * weight for price in stages] for stages, weight in zip(seconds, times, strict=True)]
         of_full = weights.kinds.get(Kind.B)
         full = None if of_full is None else [price * of_full[number] for price in prices[Kind.B]]
-        passes = _backward(own, full, splits)
         own_links = [[link * tokens for link in direction] for direction in links]
-        own_memory = [StageMemory(*(after * tokens for after in stage)) for stage in memory]
-        parts = [[of_kind[j::slices] for of_kind in passes] for j in range(slices)]
-        chains += _joined([Chain(1, part, own_links, own_memory[j::slices]) for j, part in enumerate(parts)])
-    return chains
+        own_memory = [StageMemory(*(after * tokens for after in stage)) for stage in memory_of[sizes[number]]]
+        groups.append(_joined(1, _backward(own, full, splits), own_links, own_memory, n, sizes[number]))
+    return groups
 
 
-def _stage_memory(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[StageMemory]:
-    """Return a ``StageMemory`` for every stage and slice, stage by stage, in the unit of ``Costs.memory_changes``."""
-    changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
+def _stage_memory(placement: Placement, costs: Costs, splits: bool, parts: int, size: int) -> list[StageMemory]:
+    """Return a ``StageMemory`` for every stage and part, stage by stage, in the unit of ``Costs.memory_changes``.
+
+    The microbatch has only the first ``size`` of the ``parts`` with a price.
+    """
+    changes, nothing = costs.memory_changes(placement, slices=parts), (0,) * (placement.num_stages * parts)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
     for f, i, w, b in zip(forward, inputs, weights, full, strict=True):
         after = (f, f + i, f + min(i + w, b)) if splits else (f, f + b, f + b)
         rounding = 1e-12 * max(map(abs, (f, i, w, b)))
         result.append(StageMemory(*(0 if abs(left) <= rounding else left for left in after)))
-    for stage in range(placement.num_stages if slices > 1 else 0):
-        own = slice(stage * slices, (stage + 1) * slices)
+    for stage in range(placement.num_stages if parts > 1 else 0):
+        own = slice(stage * parts, stage * parts + size)
         result[own] = _settled(result[own])
     return result
 
 
 def _settled(memory: Sequence[StageMemory]) -> list[StageMemory]:
-    """Return a lower bound of the memory that a stage holds for every slice of a microbatch, each slice by itself.
+    """Return a lower bound of the memory that a stage holds for every part of a microbatch, each part by itself.
 
-    The I of a slice may take memory that the later I of an earlier slice gives back, as with gradients of keys and
+    The I of a part may take memory that the later I of an earlier part gives back, as with gradients of keys and
     values. The result counts such memory from the later I on, so it is never more than the true memory.
     """
     settled, left = list(memory), 0.0
@@ -196,26 +199,35 @@ def _backward(
     return forward, inputs, [min(w, b - i) for i, w, b in zip(inputs, weights, full, strict=True)]
 
 
-def _joined(slices: list[Chain]) -> list[Chain]:
-    """Lengthen the least times in the chains of a microbatch's slices, in place, and return the same chains.
+def _joined(
+    count: int,
+    passes: Sequence[Sequence[float]],
+    links: Sequence[Sequence[float]],
+    memory: Sequence[StageMemory],
+    priced: int,
+    size: int,
+) -> list[Chain]:
+    """Return the chains of a microbatch's parts, whose least times take account of one another.
 
-    The F of a slice waits for the slice before it, and its I for the slice after it.
+    The F of a part waits for the part before it, and its I for the part after it. ``passes`` and ``memory`` have
+    ``priced`` values per stage, of which the microbatch has the first ``size``.
     """
-    if len(slices) == 1:
-        return slices
-    top, final = len(slices[0].memory) - 1, len(slices) - 1
+    parts = [Chain(count, [of_kind[j::priced] for of_kind in passes], links, memory[j::priced]) for j in range(size)]
+    if size == 1:
+        return parts
+    top, final = len(parts[0].memory) - 1, len(parts) - 1
     # From the start of every F to the end of the last F, and from the start of the first I to the end of every I.
-    turning = [list(chain.forward) for chain in slices]
-    returning = [list(chain.input) for chain in slices]
-    for j in reversed(range(len(slices))):
-        chain = slices[j]
+    turning = [list(chain.forward) for chain in parts]
+    returning = [list(chain.input) for chain in parts]
+    for j in reversed(range(len(parts))):
+        chain = parts[j]
         for s in reversed(range(top + 1)):
             onward = chain.there[s] + turning[j][s + 1] if s < top else 0.0
             turning[j][s] += max(onward, turning[j + 1][s] if j < final else 0.0)
             before_it = chain.back[s] + returning[j][s + 1] if s < top else 0.0
             returning[j][s] += max(before_it, returning[j + 1][s] if j < final else 0.0)
-    for at, chain in enumerate(slices):
-        before = slices[at - 1] if at else None
+    for at, chain in enumerate(parts):
+        before = parts[at - 1] if at else None
         for s in range(top + 1):
             start = chain.forward_start[s - 1] + chain.forward[s - 1] + chain.there[s - 1] if s else 0.0
             left = chain.back[s - 1] + chain.input[s - 1] + chain.after_input[s - 1] if s else 0.0
@@ -224,27 +236,26 @@ def _joined(slices: list[Chain]) -> list[Chain]:
                 left = max(left, before.input[s] + before.after_input[s])
             chain.forward_start[s] = start
             chain.after_input[s] = left if s or at else chain.weight[0]
-    turn = slices[-1].forward_start[top] + slices[-1].forward[top]
-    after_turn = slices[-1].input[top] + slices[-1].after_input[top]
-    for chain, there, back in zip(slices, turning, returning, strict=True):
+    turn = parts[-1].forward_start[top] + parts[-1].forward[top]
+    after_turn = parts[-1].input[top] + parts[-1].after_input[top]
+    for chain, there, back in zip(parts, turning, returning, strict=True):
         chain.input_start = [turn + span - own for span, own in zip(back, chain.input, strict=True)]
         chain.after_forward = [span - own + after_turn for span, own in zip(there, chain.forward, strict=True)]
         chain.alive = [a + b for a, b in zip(there, back, strict=True)]
         chain.end = chain.input_start[0] + chain.input[0] + chain.weight[0]
-    return slices
+    return parts
 
 
-_MOST_TRIED = 4096  # ways to divide a cap between two kinds of work; beyond it, parts of passes change almost nothing
+_MOST_TRIED = 4096  # ways to divide a cap between two kinds of work; beyond it, fractions change almost nothing
 
 
 def lower_bound(
     placement: Placement,
-    num_microbatches: int,
+    units: Units | int,
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
     *,
     splits: bool = True,
-    slices: int = 1,
     pairs: bool = False,
 ) -> float:
     """Return a makespan in seconds that no schedule with this placement and cap can beat, whatever its order.
@@ -273,21 +284,21 @@ def lower_bound(
     If microbatches have weights, the idle times are those of the microbatches that return or leave soonest. The path
     is that of the longest microbatch. The work within the cap is that with the most seconds per memory.
 
-    If microbatches are cut into slices, the slices wait for one another: forward in order, backward in reverse. The
-    first and the last pass are then those of a microbatch's first or last slice.
+    If microbatches run in parts, the parts wait for one another: forward in order, backward in reverse. The
+    first and the last pass are then those of a microbatch's first or last part.
 
     If actions may run in pairs (``pairs``), exchanges of experts' tokens count only on the path of one microbatch, which
     has no pairs.
 
     If backwards may not be split (``splits``), a gradient leaves a stage at the end of its B, and the bound is higher.
     ``memory_cap`` is one number or one per device, in activation units or in the unit of ``costs.memory``. Raise an
-    UnsupportedError if the cap admits no schedule.
+    UnsupportedError if the cap admits no schedule. ``units`` may be a number of whole microbatches.
     """
-    costs = costs or Costs()
+    costs, units = costs or Costs(), as_units(units)
     if pairs and costs.have_exchanges:
-        ways = ((1, costs), (num_microbatches, costs.of_computing(placement)))
-        return max(lower_bound(placement, *way, memory_cap, splits=splits, slices=slices) for way in ways)
-    step, unit = _Step(placement, num_microbatches, costs, splits, slices), costs.memory_unit(placement, slices)
+        ways = ((Units.equal(1, units.parts), costs), (units, costs.of_computing(placement)))
+        return max(lower_bound(placement, *way, memory_cap, splits=splits) for way in ways)
+    step, unit = _Step(placement, units, costs, splits), costs.memory_unit(placement, units.parts)
     p = placement.num_devices
     caps = (math.inf,) * p if memory_cap is None else per_device(memory_cap, p)
     weighs = costs.slice_units is not None or (costs.microbatch is not None and costs.microbatch.memory is not None)
@@ -308,28 +319,27 @@ def lower_bound(
     return max(bounds)
 
 
-def least_held(placement: Placement, num_microbatches: int, costs: Costs, slices: int = 1) -> list[float]:
+def least_held(placement: Placement, units: Units | int, costs: Costs) -> list[float]:
     """Return the lowest cap of every device that a schedule can keep: the peak of one microbatch on all its stages.
 
     A schedule that runs one microbatch after another needs no more, with full backwards if I takes memory. Costs can
     break this only if memory is negative after a pass, or is left over after the last pass. The unit is the
     activation unit, or that of ``costs.memory``.
     """
-    step, unit = _Step(placement, num_microbatches, costs, slices=slices), costs.memory_unit(placement, slices)
+    units = as_units(units)
+    step, unit = _Step(placement, units, costs), costs.memory_unit(placement, units.parts)
     return [step.least_held(device) * unit for device in range(placement.num_devices)]
 
 
 class _Step:
     """Compute the bounds of every device from the chains of all microbatches of a step."""
 
-    def __init__(
-        self, placement: Placement, num_microbatches: int, costs: Costs, splits: bool = True, slices: int = 1
-    ) -> None:
+    def __init__(self, placement: Placement, units: Units, costs: Costs, splits: bool = True) -> None:
         self._stages = placement.stages
-        self._chains = chains_of(placement, num_microbatches, costs, splits, slices)
-        self._steps = [self._chains[at : at + slices] for at in range(0, len(self._chains), slices)]
+        self._steps = chains_of(placement, units, costs, splits)
+        self._chains = [chain for parts in self._steps for chain in parts]
         # The first forward and last backward of a stage; the last forward and first backward.
-        self._first, self._last = self._chains[::slices], self._chains[slices - 1 :: slices]
+        self._first, self._last = [parts[0] for parts in self._steps], [parts[-1] for parts in self._steps]
 
     def least_held(self, device: int) -> float:
         """Return the lowest memory cap with which a device can run, in the unit of ``Costs.memory_changes``."""
@@ -392,7 +402,7 @@ class _Step:
         """Return a lower bound from the number of microbatches that a device can hold at once."""
         if any(min(c.memory[s]) < 0 for c in self._chains for s in stages):
             return 0.0
-        last, sliced = self._last, len(self._chains) > len(self._last)
+        last, in_parts = self._last, len(self._chains) > len(self._last)
         taken, release = [0.0] * len(last), math.inf
         bound = 0.0
         for stage in stages:
@@ -403,7 +413,7 @@ class _Step:
             at_once = _most([(1.0, memory, c.count) for memory, c in zip(taken, last, strict=True)], cap)
             turns = math.ceil(sum(c.count for c in last) / int(loosened(at_once)))
             # The first memory after I is released by the W of this stage, or on a stage before it.
-            by_input = sliced or any(c.memory[stage].input < c.memory[stage].forward for c in last)
+            by_input = in_parts or any(c.memory[stage].input < c.memory[stage].forward for c in last)
             release = min(release, 0.0 if by_input else min(c.weight[stage] for c in last))
             start, after = min(c.forward_start[stage] for c in last), min(c.after_input[stage] for c in last)
             life = min(c.alive[stage] for c in last) + release
@@ -416,7 +426,7 @@ class _Step:
 
         On stage ``done`` and the stages after it, every I has run, and only W are left.
         """
-        # A slice runs backward after the slices that follow it.
+        # A part runs backward after the parts that follow it.
         waiting = [s for s in stages if s < done]
         shares, are_single = self._in_turn(waiting, lambda chain, s: chain.input[s] + chain.weight[s])
         for chain in self._chains:
@@ -431,7 +441,7 @@ class _Step:
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
         """Return the shares that ``together`` makes of every microbatch on every one of these stages.
 
-        The second value is True if each share is a single slice, so that no slices were joined.
+        The second value is True if each share is a single part, so that no parts were joined.
         """
         shares = [share for step in self._steps for s in stages for share in together(step, s, seconds)]
         return shares, len(shares) == len(self._chains) * len(stages)
@@ -440,9 +450,9 @@ class _Step:
 def _most(shares: Sequence[Share], cap: float, are_single: bool = True) -> float:
     """Return the most seconds of work that the cap can hold at once, or an upper bound of them.
 
-    ``are_single`` is the second value of ``_Step._in_turn``: every share is of one slice. With ``are_single``, parts of passes
-    do not count if all passes take the same memory, or if there are two shares with few passes. In all other cases
-    parts of passes count too, and the result is an upper bound.
+    ``are_single`` is the second value of ``_Step._in_turn``: every share is of one part. Fractions of passes then
+    do not count if all passes take the same memory, or if there are two shares with few passes. In all other cases they
+    count too, and the result is an upper bound.
     """
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
@@ -459,7 +469,7 @@ def _most(shares: Sequence[Share], cap: float, are_single: bool = True) -> float
         return total + max(
             n * seconds + _most([other], cap - n * memory) for n in range(min(count, int(loosened(cap / memory))) + 1)
         )
-    # Parts of passes are allowed here, the densest first: never less than the best of whole passes.
+    # Fractions of passes are allowed here, the densest first: never less than the best of whole passes.
     room = max(0.0, cap)
     for seconds, memory, count in sorted(shares, key=lambda share: share[1] / share[0] if share[0] else math.inf):
         taken = min(count, room / memory)

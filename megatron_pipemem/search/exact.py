@@ -89,7 +89,7 @@ class _Steps:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        m, way = problem.num_microbatches, problem.way
+        m, way = problem.units.num_microbatches, problem.way
         weights: dict[tuple[int, int, int], list[int]] = {}
         for c in range(WEIGHT, len(problem.device), 3):
             weights.setdefault((problem.device[c], problem.ticks[c], problem.change[c]), []).append(c)
@@ -178,7 +178,7 @@ class _Steps:
 
     def bound(self, step: _Beginning) -> int:
         """Return the ticks that a step with this beginning takes at least."""
-        m, counts, earliest = self._problem.num_microbatches, step.counts, [0] * self._length
+        m, counts, earliest = self._problem.units.num_microbatches, step.counts, [0] * self._length
         longest = 0
         for i in range(self._length):
             if counts[i] == m:
@@ -205,16 +205,16 @@ class _Steps:
                 time += ready * self._ticks[i]
         forwards = self._forwards[device]
         least = min(self._change[i] for i in forwards)
-        fitting = room // least if least > 0 else len(forwards) * self._problem.num_microbatches
+        fitting = room // least if least > 0 else len(forwards) * self._problem.units.num_microbatches
         for i in sorted(forwards, key=lambda i: -self._ticks[i]):
-            some = min(fitting, self._problem.num_microbatches - counts[i])
+            some = min(fitting, self._problem.units.num_microbatches - counts[i])
             fitting -= some
             time += some * self._ticks[i]
         return time
 
     def orders(self, step: _Beginning) -> Orders:
         """Return every device's passes in order, given a beginning that has all passes of the step."""
-        m = self._problem.num_microbatches
+        m = self._problem.units.num_microbatches
         pools = []
         while step.before is not None:
             pools.append(step.pool)

@@ -30,6 +30,7 @@ from megatron_pipemem.schedule.registry import Family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search.exact import solve
 from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, justify, timetable
@@ -125,26 +126,25 @@ _FAR_FROM_BOUND = 1.03
 _LEFT_IDLE = 1 / 6
 # Passes that are justified again, with a part of them frozen, if the steady state idles.
 _PASSES_TO_POLISH = 150_000
-# With more rounds, small searches of slices took up to five times as long.
-_MOST_ROUNDS_OF_SLICES = 60
+# With more rounds, small searches of parts took up to five times as long.
+_MOST_ROUNDS_OF_PARTS = 60
 # Factor of trials under a cap that makes the steady state idle, because intervals multiply the possibilities.
 _EFFORT_WHEN_IDLE = 4
 
 
 @dataclass
 class Exploration:
-    """The search within one placement and number of slices.
+    """The search within one placement and with microbatches of equally many parts.
 
     Times are in seconds, except in timetables and private values, which have ticks.
     """
 
     placement: Placement
-    num_microbatches: int  # of a step
+    units: Units  # of a step
     costs: Costs
     caps: Sequence[float] | None
     """The most memory of every device, in the unit of the costs' memory; ``None`` is no limit."""
     seed: int  # of all random choices
-    slices: int = 1  # of a microbatch
     full: frozenset[int] = frozenset()  # stages that are restricted to full backwards
     period: bool = False
     """Whether to minimise the time from step to step without a barrier. Makespans are then upper bounds of that period,
@@ -155,23 +155,21 @@ class Exploration:
     """Whether ``explore`` found no periodic order within the caps without idle time in the steady state."""
 
     def __post_init__(self) -> None:
-        n = self.slices
-        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps, slices=n)
+        n = self.units.parts
+        self.bound = lower_bound(self.placement, self.units, self.costs, self.caps)
         if self.period:
             prices = self.costs.seconds(self.placement, n)
             work = (
                 sum(sum(prices[kind][s * n : s * n + n]) for s in stages for kind in KINDS)
                 for stages in self.placement.stages
             )
-            self.bound = self.num_microbatches * max(work)
+            self.bound = self.units.num_microbatches * max(work)
 
     @cached_property
     def _problem(self) -> Problem:
-        unit = self.costs.memory_unit(self.placement, self.slices)
+        unit = self.costs.memory_unit(self.placement, self.units.parts)
         caps = None if self.caps is None else [cap / unit for cap in self.caps]
-        return make_problem(
-            self.placement, self.num_microbatches, self.costs, caps, self.full, self.period, self.slices
-        )
+        return make_problem(self.placement, self.units, self.costs, caps, self.full, self.period)
 
     @property
     def has_orders(self) -> bool:
@@ -256,29 +254,29 @@ class Exploration:
     def is_far_from_bound(self) -> bool:
         """Return whether random starts may improve much: the best makespan is at least 3 % above the lower bound.
 
-        With slices any distance counts, because the exact search and periodic orders do not support them.
+        With parts of microbatches any distance counts, because the exact search and periodic orders do not support them.
         """
-        return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else EXACT)
+        return self.makespan > self.bound * (_FAR_FROM_BOUND if self.units.are_whole else EXACT)
 
     @property
     def num_passes(self) -> int:
-        return 3 * self.placement.num_stages * self.num_microbatches * self.slices
+        return 3 * self.placement.num_stages * len(self.units)
 
     @cached_property
     def is_periodic(self) -> bool:
         """Return whether periodic orders can be searched.
 
-        They need at most two chunks per device, no slices, messages between all neighbouring devices, and microbatches
+        They need at most two chunks per device, whole microbatches, messages between all neighbouring devices, and microbatches
         whose W leaves no memory behind.
         """
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
-        few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
+        few = self.units.are_whole and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
         return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
 
     @property
     def _can_be_solved(self) -> bool:
-        if self.period or self.slices > 1:
+        if self.period or not self.units.are_whole:
             return False
         return self.caps is None or keeps_memory_exactly(self.placement, self.costs)
 
@@ -287,8 +285,8 @@ class Exploration:
 
         If more than ``most_states`` would be needed, the search fails and returns that number.
         A finished search raises ``bound`` to ``reached``, or to the makespan of this placement if that is less. It does
-        not if full backwards may keep the caps better (``better_full``), because it has none. A period, slices, and
-        caps on memory that is not in whole numbers are not supported: no search is made, and 0 states are used.
+        not if full backwards may keep the caps better (``better_full``), because it has none. A period, parts of microbatches,
+        and caps on memory that is not in whole numbers are not supported: no search is made, and 0 states are used.
         """
         if not self._can_be_solved:
             return 0
@@ -313,11 +311,11 @@ class Exploration:
         from megatron_pipemem.search.periodic import PeriodicStarts  # only here, because numpy takes long to load
 
         short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
-        remaining = self._problem.num_microbatches - short.num_microbatches
-        passes = len(short.device) * short.num_microbatches
+        remaining = self.units.num_microbatches - short.units.num_microbatches
+        passes = len(short.device) * len(short.units)
         trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
         sampler = PeriodicStarts(short, self.seed)
-        idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._problem.ticks_per_second
+        idle_if_doubled = _LEFT_IDLE * self.units.num_microbatches * max(short.work) / self._problem.ticks_per_second
         evaluated = proposed = improved = 0
         while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.leaves_idle else 1) and proposed < 4 * trials:
             if sampler.is_exhausted or evaluated - improved > trials:
@@ -358,10 +356,10 @@ class Exploration:
         """Justify the best orders many times, with other passes frozen, which helps if the steady state idles."""
         rng = Random(self.seed)
         problem = self._problem
-        classes, units = len(problem.device), problem.units
+        classes, units = len(problem.device), len(problem.units)
         pool = [entry[2:] for entry in self._finalists]
         rounds, improved = effort * _PASSES_TO_POLISH / self.num_passes, 0
-        rounds = int(rounds if self.slices == 1 else min(rounds, effort * _MOST_ROUNDS_OF_SLICES))
+        rounds = int(rounds if self.units.are_whole else min(rounds, effort * _MOST_ROUNDS_OF_PARTS))
         patience = max(_FEWEST_TRIALS, rounds / 3)
         for number in range(rounds):
             if self.is_optimal or number - improved > patience or not self.may_justify(clock):
@@ -408,14 +406,14 @@ class Exploration:
         return Candidate(schedule, makespan, timeline.peaks, min(bound, makespan), name)
 
     def recalled(self, values: Mapping[str, Any], schedule: Schedule, most_states: int) -> Candidate:
-        """Return the candidate of an earlier search with this placement and number of slices.
+        """Return the candidate of an earlier search with this placement and these units.
 
         ``values`` are those of ``result.to_json``, and ``schedule`` is read from them. ``most_states`` is that of
         ``proves``. Raise a ValueError if the schedule is another kind of schedule, invalid or above the caps, or if its
         makespan or bound is false.
         """
         others = schedule.updates is not None or schedule.vocabulary_barriers or schedule.pairs
-        if others or schedule.num_microbatches != self.num_microbatches or not schedule.kinds <= {*KINDS, Kind.B}:
+        if others or schedule.units != self.units or not schedule.kinds <= {*KINDS, Kind.B}:
             raise ValueError("its schedule is not of this search")
         validate(schedule, self.costs, self.caps)
         bound, name = float(values["lower_bound"]), repeated(str(values["found_by"]))

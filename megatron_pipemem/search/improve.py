@@ -50,10 +50,16 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
     ``urgency`` has one number per pass, and a smaller number is more urgent. The result is ``None`` if the caps block
     all devices before the end.
     """
-    units, ticks, change, caps, reserve = problem.units, problem.ticks, problem.change, problem.caps, problem.reserve
+    units, ticks, change, caps, reserve = (
+        len(problem.units),
+        problem.ticks,
+        problem.change,
+        problem.caps,
+        problem.reserve,
+    )
     classes_of, passes = problem.classes, problem.reversed
     device_of, price_of, followers, lags = passes.device, passes.price, passes.waits, passes.lags
-    left, sliced = len(followers), problem.slices > 1
+    left, in_parts = len(followers), not problem.units.are_whole
     ready, starts = [0] * left, [-1] * left
     missing = [len(waits) for waits in problem.waits for _ in range(units)]
     upcoming = list(range(0, left, units))
@@ -75,8 +81,8 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
             price = price_of[pass_]
             delta = change[price]
             if delta > 0:
-                sliced_forward = sliced and c % 3 == FORWARD
-                needed = problem.owed(c, upcoming) if sliced_forward else delta + reserve[price]
+                is_forward_of_part = in_parts and c % 3 == FORWARD
+                needed = problem.owed(c, upcoming) if is_forward_of_part else delta + reserve[price]
                 if level + needed > caps[d]:
                     continue
             value = urgency[pass_]

@@ -240,7 +240,7 @@ class PeriodicBlock:
 
     def orders(self) -> Orders:
         """Return the orders of a step: the block, repeated for every microbatch. No peak exceeds the steady state's."""
-        m = self.problem.num_microbatches
+        m = self.problem.units.num_microbatches
         microbatches = np.arange(m)
         orders = []
         for classes in self.problem.classes:

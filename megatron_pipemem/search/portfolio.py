@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.schedule.action import mirrored
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, dispatch, timetable
 from megatron_pipemem.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem, from_schedule
 
@@ -27,12 +27,12 @@ def first_start(problem: Problem) -> Timetable | None:
     the one that is planned earlier runs first. The result is ``None`` if even one microbatch after another exceeds the
     caps.
     """
-    n, units, ends = problem.slices, problem.units, [0] * len(problem.ticks)
+    n, units, ends = problem.units.parts, len(problem.units), [0] * len(problem.ticks)
     for c in (*problem.way, *range(WEIGHT, len(problem.device), 3)):
         for part in range(n):
             ready = ends[c * n + part - 1] if part else 0
             for other, lag in problem.waits[c]:
-                at = other * n + (mirrored(part, n) if problem.are_mirrored(c, other) else part)
+                at = other * n + (n - 1 - part if problem.are_mirrored(c, other) else part)
                 ready = max(ready, ends[at] + lag)
             ends[c * n + part] = ready + problem.ticks[c * n + part]
     starts = [end - ticks for end, ticks in zip(ends, problem.ticks, strict=True)]
@@ -58,7 +58,7 @@ def _one_by_one(problem: Problem) -> Orders:
     In that case I has given back more memory than F took.
     """
     orders: Orders = []
-    n, units = problem.slices, problem.units
+    n, units = problem.units.parts, len(problem.units)
     for classes in problem.classes:
         forwards = [c for c in classes if c % 3 == FORWARD]
         late = {c for c in classes if c % 3 == WEIGHT and max(problem.change[c * n : c * n + n]) > 0}
@@ -80,9 +80,9 @@ def family_starts(
     settings: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
         settings["memory_cap"] = min(caps)
-    if problem.slices > 1:
-        settings["slices"] = problem.slices
-    p, m = placement.num_devices, problem.num_microbatches
+    if not problem.units.are_whole:
+        settings["slices"] = problem.units.parts
+    p, m = placement.num_devices, problem.units.num_microbatches
     for family in families:
         options = {name: value for name, value in settings.items() if name in family.options}
         if "chunks" in family.options:
@@ -117,7 +117,7 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int
         size = (fits + exceeds) // 2
         # Two whole groups, or as many as fill the pipeline, have the same peak as any larger number.
         some = shortened(problem, size * max(2, -(-problem.num_devices // size)))
-        schedule = build_schedule(name, num_microbatches=some.num_microbatches, group_size=size, **shape)
+        schedule = build_schedule(name, num_microbatches=some.units.num_microbatches, group_size=size, **shape)
         if some.fits(from_schedule(schedule)):
             fits = size
         else:
@@ -130,7 +130,7 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 
     The last one runs one microbatch after another, and keeps every cap that admits one microbatch.
     """
-    units, n = problem.units, problem.slices
+    units, n = len(problem.units), problem.units.parts
     passes = range(len(problem.device) * units)
     longest, stages = max(problem.ticks), problem.num_stages
     # Later passes of a microbatch first, and W only if nothing else can run.
@@ -140,7 +140,7 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
         "oldest first": [(p % units + (p // units % 3 == WEIGHT)) * longest * 4.0 for p in passes],
     }
     if n > 1:
-        # With equal ranks, backwards of a microbatch compete with forwards of its slices. These go a microbatch ahead.
+        # With equal ranks, backwards of a microbatch compete with forwards of its parts. These go a microbatch ahead.
         rank = {FORWARD: 0, INPUT: -n, WEIGHT: 1}
         rules["oldest backward first"] = [p % units + rank[p // units % 3] for p in passes]
     rules["one by one"] = [p % units // n * sum(problem.ticks) * 4.0 + (p // units % 3 == WEIGHT) for p in passes]
@@ -156,8 +156,8 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
     The urgency of a pass is a weighted sum of its microbatch's number, the microbatch's remaining passes, and for W a
     delay. A smaller sum is more urgent. The weights are random, because no fixed weights are best for all costs.
     """
-    units, stages, longest = problem.units, problem.num_stages, max(problem.ticks)
-    age, way, put_off = 2 ** rng.uniform(0, 3) / problem.slices, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
+    units, stages, longest = len(problem.units), problem.num_stages, max(problem.ticks)
+    age, way, put_off = 2 ** rng.uniform(0, 3) / problem.units.parts, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
     rank = []
     for stage in range(stages):
         inputs = 2 * stages - 1 - stage
@@ -172,7 +172,8 @@ def shortened(problem: Problem, num_microbatches: int) -> Problem:
 
     With enough of them, the start and the end of a step stay the same.
     """
-    return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
+    count = min(problem.units.num_microbatches, num_microbatches)
+    return replace(problem, units=Units.equal(count, problem.units.parts))
 
 
 def fusable(problem: Problem, table: Timetable) -> set[int]:
@@ -181,7 +182,7 @@ def fusable(problem: Problem, table: Timetable) -> set[int]:
     That is so if W directly follows I, and no other device needs the gradient before W ends. A full backward saves
     kernel launches and the storage of deferred weight gradients. All I of the problem's full stages are included.
     """
-    units, starts, passes = problem.units, table.starts, problem.reversed
+    units, starts, passes = len(problem.units), table.starts, problem.reversed
     ends = [start + problem.ticks[price] for start, price in zip(starts, passes.price, strict=True)]
     fused = problem.full_backwards
     for order in table.orders:

@@ -1,8 +1,8 @@
 """The search problem in whole numbers: passes, their waits, times and memory.
 
 A pass class is a kind (F, I or W) on a stage. Microbatches are identical, so every class runs them in order, and a
-device's order is a sequence of passes. With sequence slices a class of F runs slice by slice. A class of I or W runs
-microbatch by microbatch, each from its last slice to its first (arXiv 2406.03488, section 3.2). Times are whole
+device's order is a sequence of passes. A class of F runs the parts of a microbatch in order. A class of I or W
+runs microbatch by microbatch, each from its last part to its first (arXiv 2406.03488, section 3.2). Times are whole
 *ticks*, and memory is in whole *steps*, because a search compares sums of thousands of terms for equality. Both units
 are so small that rounding changes nothing.
 """
@@ -17,7 +17,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.action import Action, Kind, mirrored
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Waits
 from megatron_pipemem.schedule.memory_cap import loosened
@@ -61,25 +61,18 @@ class PassTable(NamedTuple):
 class Problem:
     """A problem to solve: find the order of the passes of every device with the least makespan under the caps."""
 
-    num_microbatches: int  # ``m``
+    units: Units  # of a step; all its microbatches have equally many parts
     device: tuple[int, ...]  # per class; class ``3 * stage + kind`` with kinds F, I, W
     ticks: tuple[int, ...]
-    """Ticks of a pass, at index ``class * slices + j``, if its slice is the ``j``-th of a microbatch that the class
-    runs."""
+    """Ticks of a pass, at index ``class * parts + j``, if its unit is the ``j``-th of a microbatch that the class runs."""
     change: tuple[int, ...]  # change of the device's memory by a pass, at the same index
     waits: ClassWaits
     """Per class, ``(class, lag)`` of every class that it needs: a pass starts at least ``lag`` ticks after the end of
-    the pass of that class with the same microbatch and slice. Passes of a class also run in order."""
+    the pass of that class with the same unit. Passes of a class also run in order."""
     caps: tuple[int, ...]  # most memory of every device
     full: frozenset[int] = frozenset()
     """Stages with full backwards (B). Their class I has the time and memory of B, and their class W has none."""
     ticks_per_second: float = 1.0
-    slices: int = 1  # of a microbatch
-
-    @property
-    def units(self) -> int:
-        """Return the number of passes of every class: microbatches times slices."""
-        return self.num_microbatches * self.slices
 
     @property
     def num_devices(self) -> int:
@@ -107,7 +100,7 @@ class Problem:
 
     def _per_device(self, prices: Sequence[int]) -> tuple[int, ...]:
         """Return for every device the sum of ``prices`` over its passes of one microbatch."""
-        n = self.slices
+        n = self.units.parts
         return tuple(sum(sum(prices[c * n : c * n + n]) for c in classes) for classes in self.classes)
 
     @cached_property
@@ -119,14 +112,14 @@ class Problem:
         """Return the passes with time reversed: a pass waits for its followers, and takes the memory that it frees."""
         # Memory left at the end is there from the start in reversed time, and held memory counts from there.
         left = self._per_device(self.change)
-        caps = tuple(cap - self.num_microbatches * kept for cap, kept in zip(self.caps, left, strict=True))
+        caps = tuple(cap - self.units.num_microbatches * kept for cap, kept in zip(self.caps, left, strict=True))
         return self._passes(self.followers, self.ticks, tuple(-change for change in self.change), caps, 1)
 
     def _passes(
         self, waits: ClassWaits, ticks: Sequence[int], change: Sequence[int], caps: Sequence[int], before: int
     ) -> PassTable:
-        units, n, classes, links = self.units, self.slices, range(len(self.device)), dict[int, int]()
-        turned, of_pass = [mirrored(rank, n) for rank in range(units)], list[Waits]()
+        units, n, classes, links = len(self.units), self.units.parts, range(len(self.device)), dict[int, int]()
+        turned, of_pass = list(map(self.units.backward, range(units))), list[Waits]()
         for c, waits_of_class in enumerate(waits):
             columns = []
             for other, lag in waits_of_class:
@@ -137,18 +130,18 @@ class Problem:
         neighbours = list(range(before, len(of_pass) + before))
         neighbours[0 if before < 0 else units - 1 :: units] = [-1] * len(classes)
         device = [self.device[c] for c in classes for _ in range(units)]
-        price = [at for c in classes for at in list(range(c * n, c * n + n)) * self.num_microbatches]
+        price = [at for c in classes for at in list(range(c * n, c * n + n)) * self.units.num_microbatches]
         shortest = [min(min(ticks[c * n : c * n + n]) for c in device_classes) for device_classes in self.classes]
         return PassTable(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
 
     @staticmethod
     def are_mirrored(one: int, other: int) -> bool:
-        """Return whether two classes run the slices of a microbatch in opposite orders."""
+        """Return whether two classes run the parts of a microbatch in opposite orders."""
         return (one % 3 == FORWARD) != (other % 3 == FORWARD)
 
     @cached_property
     def is_steady(self) -> bool:
-        """Return whether a microbatch without slices never holds less than 0 on a stage, and holds 0 after its W."""
+        """Return whether a whole microbatch never holds less than 0 on a stage, and holds 0 after its W."""
         changes = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
         return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in changes)
 
@@ -168,7 +161,7 @@ class Problem:
         A forward leaves room for its microbatch on all later chunks of the device, and for the memory of an I. With
         less free memory the microbatch might never reach its backward.
         """
-        n, change, reserve = self.slices, self.change, [0] * len(self.change)
+        n, change, reserve = self.units.parts, self.change, [0] * len(self.change)
 
         def taken(c: int) -> int:
             turn = (change[at] for j in range(n) for at in ((c + INPUT) * n + j, (c + WEIGHT) * n + j))
@@ -183,16 +176,16 @@ class Problem:
         return tuple(reserve)
 
     def owed(self, c: int, upcoming: Sequence[int]) -> int:
-        """Return the memory that must be free before the next forward of class ``c``, if microbatches have slices.
+        """Return the memory that must be free before the next forward of class ``c``, if microbatches have parts.
 
         ``upcoming`` has the next pass of every class. The result, in memory steps, is the memory of this forward, of
         all remaining forwards of the microbatches that the device has begun, and of one I. With less free memory, no
         microbatch might reach its backward.
         """
-        n, change = self.slices, self.change
+        n, units, change = self.units.parts, len(self.units), self.change
         forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]
-        ran = [upcoming[other] - other * self.units for other in forwards]
-        begun = max(max(ran), upcoming[c] % self.units + 1)
+        ran = [upcoming[other] - other * units for other in forwards]
+        begun = max(max(ran), upcoming[c] % units + 1)
         room = self.reserve[forwards[-1] * n + n - 1]
         for other, done in zip(forwards, ran, strict=True):
             first, part = other * n, other * n + done % n
@@ -202,12 +195,12 @@ class Problem:
     @property
     def full_backwards(self) -> set[int]:
         """Return all I passes of stages with full backwards."""
-        units = self.units
+        units = len(self.units)
         return {(3 * stage + INPUT) * units + rank for stage in self.full for rank in range(units)}
 
     def held(self, order: Iterable[int]) -> int:
         """Return the most memory, in memory steps, that a device holds after any pass of its ``order``."""
-        units, n, change = self.units, self.slices, self.change
+        units, n, change = len(self.units), self.units.parts, self.change
         now = most = 0
         for pass_ in order:
             now += change[pass_ // units * n + pass_ % n]
@@ -221,12 +214,11 @@ class Problem:
 
 def make_problem(
     placement: Placement,
-    num_microbatches: int,
+    units: Units,
     costs: Costs,
     caps: Sequence[float] | None,
     full: frozenset[int] = frozenset(),
     staggered: bool = False,
-    slices: int = 1,
 ) -> Problem:
     """Return the problem of a placement with these costs, in whole ticks and memory steps.
 
@@ -235,7 +227,7 @@ def make_problem(
     than that of the previous device. The makespan, from the earliest start to the latest end in these times, is then an
     upper bound for every device's own part of a step. Raise a CostsError if all passes cost 0 seconds.
     """
-    stages, n = placement.num_stages, slices
+    stages, n = placement.num_stages, units.parts
     seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
     longest = max(max(seconds[kind]) for kind in KINDS)
     if longest <= 0:
@@ -248,7 +240,7 @@ def make_problem(
         kinds = (Kind.F, Kind.B) if stage in full else KINDS
         after = list(accumulate(memory.get(kind, zero)[place] for kind in kinds))
         for index in range(3):
-            at = (3 * stage + index) * n + (part if index == FORWARD else mirrored(part, n))
+            at = (3 * stage + index) * n + (part if index == FORWARD else n - 1 - part)
             length[at] = seconds[kinds[index]][place] if index < len(kinds) else 0.0
             memory_after[at] = after[min(index, len(kinds) - 1)]
     # At least one tick, so that a pass always starts after its needs.
@@ -258,12 +250,12 @@ def make_problem(
     rounded = [ceil(value * memory_scale - _NOISE) for value in memory_after]
 
     def before(at: int) -> int:
-        """Return the memory that the pass's slice held before the pass, in memory steps."""
+        """Return the memory that the pass's unit held before the pass, in memory steps."""
         c, part = divmod(at, n)
-        return 0 if c % 3 == FORWARD else rounded[(c - 1) * n + (part if c % 3 == WEIGHT else mirrored(part, n))]
+        return 0 if c % 3 == FORWARD else rounded[(c - 1) * n + (part if c % 3 == WEIGHT else n - 1 - part)]
 
     change = tuple(after - before(at) for at, after in enumerate(rounded))
-    total = sum(max(0, value) for value in change) * num_microbatches
+    total = sum(max(0, value) for value in change) * units.num_microbatches
     allowed = (
         (total,) * placement.num_devices
         if caps is None
@@ -277,10 +269,10 @@ def make_problem(
         return round(costs.link_seconds(a, b) / n * scale) - stagger * (b - a)
 
     device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
-    return Problem(num_microbatches, device, ticks, change, waits_of(placement, lag), allowed, full, scale, n)
+    return Problem(units, device, ticks, change, waits_of(placement, lag), allowed, full, scale)
 
 
-def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
+def _stagger(placement: Placement, ticks: Sequence[int], parts: int) -> int:
     """Return the number of ticks by which the clock of each device is later than the clock of the device before it.
 
     It is less than the ticks of any pass whose result goes to a later device, and of the pass that needs this result,
@@ -291,8 +283,8 @@ def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
     for source in range(placement.num_stages):
         for kind, destination in ((FORWARD, placement.next_stage(source)), (INPUT, placement.previous_stage(source))):
             if destination is not None and (hop := placement.devices[destination] - placement.devices[source]) > 0:
-                firsts = ((3 * stage + kind) * slices for stage in (source, destination))
-                least = min(min(ticks[first : first + slices]) for first in firsts)
+                firsts = ((3 * stage + kind) * parts for stage in (source, destination))
+                least = min(min(ticks[first : first + parts]) for first in firsts)
                 shortest.append((least - 1) // hop)
     return max(0, min(shortest, default=0))
 
@@ -313,9 +305,9 @@ def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits
     return tuple(waits)
 
 
-def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) -> bool:
+def keeps_memory_exactly(placement: Placement, costs: Costs, parts: int = 1) -> bool:
     """Return whether all memory changes are whole numbers in the unit of the costs, which need no scale or rounding."""
-    changes = costs.memory_changes(placement, slices=slices)
+    changes = costs.memory_changes(placement, slices=parts)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 
 
@@ -332,30 +324,29 @@ def to_schedule(
     name: str, placement: Placement, problem: Problem, orders: Orders, fused: Collection[int] = ()
 ) -> Schedule:
     """Return the schedule with these orders. ``fused`` has the I passes that become a B, together with their W."""
-    units, n = problem.units, problem.slices
+    units = len(problem.units)
 
     def actions(order: list[int]) -> Iterator[Action]:
         for pass_ in order:
             stage, kind = divmod(pass_ // units, 3)
-            unit = pass_ % units if kind == FORWARD else mirrored(pass_ % units, n)
+            unit = pass_ % units if kind == FORWARD else problem.units.backward(pass_ % units)
             if pass_ in fused:
                 yield Action(Kind.B, stage, unit)
             elif kind != WEIGHT or pass_ - units not in fused:
                 yield Action(KINDS[kind], stage, unit)
 
-    orders_of_actions = tuple(tuple(actions(order)) for order in orders)
-    return Schedule(name, placement, Units.equal(problem.num_microbatches, n), orders_of_actions)
+    return Schedule(name, placement, problem.units, tuple(tuple(actions(o)) for o in orders))
 
 
 def from_schedule(schedule: Schedule) -> Orders:
     """Return a schedule's orders as passes of a problem, per device. A full backward becomes I, followed by W."""
-    units, n = schedule.num_microbatches * schedule.slices, schedule.slices
+    units = len(schedule.units)
     offset = {kind: index * units for index, kind in enumerate(KINDS)}
     orders = []
     for order in schedule.orders:
         passes: list[int] = []
         for kind, stage, unit in order:
-            at = 3 * stage * units + (unit if kind is Kind.F else mirrored(unit, n))
+            at = 3 * stage * units + (unit if kind is Kind.F else schedule.units.backward(unit))
             if kind is Kind.B:
                 passes += [at + offset[Kind.I], at + offset[Kind.W]]
             else:

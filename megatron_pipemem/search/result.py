@@ -95,7 +95,8 @@ def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     least = min(candidate.makespan for candidate in ordered) * (1 + 1e-12)
     return tuple(
         sorted(
-            ordered, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, c.schedule.slices, -c.lower_bound)
+            ordered,
+            key=lambda c: (max(c.makespan, least), c.schedule.num_stages, c.schedule.units.parts, -c.lower_bound),
         )
     )
 

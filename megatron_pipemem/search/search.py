@@ -24,6 +24,7 @@ from megatron_pipemem.schedule.options import AUTO, SEARCH_SECONDS, check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_families
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.search.exploration import EXACT, PASSES_TO_SOLVE, Clock, Exploration, SearchStep
 from megatron_pipemem.search.improve import Timetable
 from megatron_pipemem.search.problem import better_full
@@ -31,8 +32,8 @@ from megatron_pipemem.search.result import Candidate, ResultCache, SearchResult,
 
 logger = logging.getLogger(__name__)
 
-SlicedPlacement = tuple[Placement, int]
-"""A placement, and a number of slices."""
+Shape = tuple[Placement, Units]
+"""A placement, and the units of a step."""
 
 MAX_CHUNKS = 8
 """The most stages per device of the placements that are tried by default."""
@@ -114,17 +115,17 @@ def search_schedule(
             "unsupported-placement",
             f"placements must have one replica of the model on {num_devices} devices; give at least one such placement",
         )
-    shapes = [(placement, count) for placement in placements for count in counts]
+    shapes = [(placement, Units.equal(num_microbatches, parts)) for placement in placements for parts in counts]
     if len(counts) > 1:
         shapes = [shape for shape in shapes if _misfit(costs, *shape) is None] or shapes
-    considered = _explorations(shapes, num_microbatches, costs, caps, seed, period)
+    considered = _explorations(shapes, costs, caps, seed, period)
     question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
     recall = partial(_recalled, considered, costs, int(effort * _STATES))
     if cache is not None and (cached := cache.get(question, recall)) is not None:
         return cached
     explorations = _first_orders(considered, clock)
     if not explorations:
-        raise UnsupportedError("cap-unreachable", _nothing_fits(shapes, num_microbatches, costs, caps))
+        raise UnsupportedError("cap-unreachable", _nothing_fits(shapes, costs, caps))
     _improve(explorations, clock, effort, seed)
     bound = min(exploration.bound for exploration in considered)
     result = SearchResult(fastest_first(_described(explorations, clock)), bound, clock.elapsed, costs)
@@ -141,10 +142,10 @@ def _recalled(explorations: Sequence[Exploration], costs: Costs, most_states: in
     prove bounds again.
     """
     candidates: list[Candidate] = []
-    missing = {(e.placement.name, e.placement.devices, e.slices): e for e in reversed(explorations)}
+    missing = {(e.placement.name, e.placement.devices, e.units): e for e in reversed(explorations)}
     for row in values["candidates"]:
         schedule = Schedule.from_csv(row["orders"], name=AUTO)
-        exploration = missing.pop((row["placement"], schedule.placement.devices, schedule.slices), None)
+        exploration = missing.pop((row["placement"], schedule.placement.devices, schedule.units), None)
         if exploration is None:
             raise ValueError("it has a placement that is not searched, or twice the same")
         schedule = replace(schedule, placement=exploration.placement)
@@ -158,8 +159,7 @@ def _recalled(explorations: Sequence[Exploration], costs: Costs, most_states: in
 
 
 def _explorations(
-    shapes: Sequence[SlicedPlacement],
-    num_microbatches: int,
+    shapes: Sequence[Shape],
     costs: Costs,
     caps: tuple[float, ...] | None,
     seed: int,
@@ -171,15 +171,15 @@ def _explorations(
     backwards there.
     """
     explorations = []
-    for number, (placement, slices) in enumerate(shapes):
+    for number, (placement, units) in enumerate(shapes):
         tell(partial("bounds of {} placements, {} left".format, len(shapes), len(shapes) - number))
-        explore = partial(Exploration, placement, num_microbatches, costs, caps, seed, slices, period=period)
+        explore = partial(Exploration, placement, units, costs, caps, seed, period=period)
         try:
             explorations.append(explore())
         except UnsupportedError:
             continue  # one microbatch exceeds a cap
-        if caps is not None and slices == 1 and (full := better_full(placement, costs)):
-            explorations.append(explore(full))
+        if caps is not None and units.are_whole and (full := better_full(placement, costs)):
+            explorations.append(explore(full=full))
     return explorations
 
 
@@ -194,7 +194,7 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
     sliced = tuple(synchronous_families(sliced=True)) if clock.seconds else ()
     for number, exploration in enumerate(explorations):
         clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
-        exploration.take_families(unsliced if exploration.slices == 1 else sliced, clock)
+        exploration.take_families(unsliced if exploration.units.are_whole else sliced, clock)
     return [exploration for exploration in explorations if exploration.has_orders]
 
 
@@ -210,7 +210,7 @@ def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, s
     if not leader.is_periodic:
         leader.polish(clock, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
     for other in sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]:
-        if other.slices > 1 and other is not leader and other.can_beat(min(e.makespan for e in explorations)):
+        if not other.units.are_whole and other is not leader and other.can_beat(min(e.makespan for e in explorations)):
             other.polish(clock, effort)
     _explore_periodic(explorations, clock, effort)
 
@@ -219,8 +219,8 @@ def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candid
     """Return the best schedule of every placement and number of slices for which there is time, and of at least one."""
     candidates: list[Candidate] = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
-        shape = exploration.placement, exploration.slices
-        if any((candidate.schedule.placement, candidate.schedule.slices) == shape for candidate in candidates):
+        shape = exploration.placement, exploration.units
+        if any((candidate.schedule.placement, candidate.schedule.units) == shape for candidate in candidates):
             continue
         if not candidates or clock.allows(SearchStep.DESCRIBE, 0, exploration.num_passes):
             with clock.step(SearchStep.DESCRIBE, exploration.num_passes):
@@ -252,10 +252,10 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
     """Return the placements that the costs fit with any of the numbers of slices. Raise a CostsError if none does."""
     fitting_placements: list[Placement] = []
     problem = None
-    for placement, count in product(placements, slices):
+    for placement, parts in product(placements, slices):
         if placement in fitting_placements:
             continue
-        error = _misfit(costs, placement, count)
+        error = _misfit(costs, placement, Units.equal(1, parts))
         if error is None:
             fitting_placements.append(placement)
         problem = problem or error
@@ -268,12 +268,12 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
     return tuple(fitting_placements)
 
 
-def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
-    """Return (not raise) the CostsError if the costs do not fit a placement with these slices; ``None`` if they fit."""
+def _misfit(costs: Costs, placement: Placement, units: Units) -> CostsError | None:
+    """Return (not raise) the CostsError if the costs do not fit a placement with these units; ``None`` if they fit."""
     try:
-        costs.seconds(placement, slices)
-        costs.memory_changes(placement, slices=slices)
-        costs.transfer_seconds(placement, slices=slices)
+        costs.seconds(placement, units.parts)
+        costs.memory_changes(placement, slices=units.parts)
+        costs.transfer_seconds(placement, slices=units.parts)
         for source, destination in pairwise(placement.devices):
             costs.link_seconds(source, destination)
     except CostsError as error:
@@ -281,11 +281,9 @@ def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | Non
     return None
 
 
-def _nothing_fits(
-    shapes: Sequence[SlicedPlacement], num_microbatches: int, costs: Costs, caps: Sequence[float] | None
-) -> str:
+def _nothing_fits(shapes: Sequence[Shape], costs: Costs, caps: Sequence[float] | None) -> str:
     unit = "activation units" if costs.memory is None else "bytes"
-    needs = [least_held(placement, num_microbatches, costs, slices) for placement, slices in shapes]
+    needs = [least_held(placement, units, costs) for placement, units in shapes]
     limits = caps or (math.inf,) * len(needs[0])
     # The placement that exceeds its caps least, and the device that exceeds its cap most.
     lacking = [[need - loosened(cap) for need, cap in zip(needed, limits, strict=True)] for needed in needs]
@@ -325,7 +323,7 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
             return
         if can_win(exploration) and exploration.may_justify(clock):
             exploration.justify(name, table, clock)
-            justified += exploration.num_passes // exploration.slices
+            justified += exploration.num_passes // exploration.units.parts
 
 
 def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
-from megatron_pipemem.schedule.action import PLAIN, Action, Kind, place
+from megatron_pipemem.schedule.action import PLAIN, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
@@ -185,19 +185,19 @@ class ManyOrders:
     def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
         assert costs.microbatch is not None and not schedule.offloads
         graph = Dependencies.of_schedule(schedule)
-        prices, slices, microbatches = ActionPrices(schedule, costs), schedule.slices, range(schedule.num_microbatches)
+        prices, units, microbatches = ActionPrices(schedule, costs), schedule.units, range(schedule.num_microbatches)
         self._lanes, rows = len(graph.lanes), dict[tuple[Kind, int, int], int]()
         self._steps = []
         """For every action: its node, lane and waits, its row in ``_seconds``, and its position in the step."""
         for node, lane, waits, _ in graph.graph.steps(graph.walk.nodes):
             kind, stage, unit = graph.actions[node]
-            row = rows.setdefault((kind, stage, unit % slices), len(rows))
-            self._steps.append((node, lane, waits, row, unit // slices))
-        self._positions = [action.microbatch // slices for action in graph.actions]
+            row = rows.setdefault((kind, stage, units.part(unit)), len(rows))
+            self._steps.append((node, lane, waits, row, units.microbatch(unit)))
+        self._positions = [units.microbatch(action.microbatch) for action in graph.actions]
         self._seconds = np.array(
-            [[prices.of_node(kind, stage, k * slices + at) for k in microbatches] for kind, stage, at in rows]
+            [[prices.of_node(kind, stage, units.of(k)[part]) for k in microbatches] for kind, stage, part in rows]
         )
-        self._lags = np.array([[prices.of_message(link, k * slices) for k in microbatches] for link in graph.links])
+        self._lags = np.array([[prices.of_message(link, units.of(k)[0]) for k in microbatches] for link in graph.links])
         self._tokens = np.array(costs.microbatch.tokens)
         self._changes = list(_memory_changes(schedule, costs, caps))
 
@@ -230,14 +230,14 @@ def _memory_changes(
     schedule: Schedule, costs: Costs, caps: Sequence[float]
 ) -> Iterator[tuple[np.ndarray, list[int], float]]:
     """Yield, per device, the changes of memory by its actions as a column, their positions in the step, and its cap."""
-    placement, slices = schedule.placement, schedule.slices
-    by_kind = costs.memory_changes(placement, schedule.recomputed, slices)
-    unit = costs.memory_unit(placement, slices)
+    placement, units = schedule.placement, schedule.units
+    by_kind = costs.memory_changes(placement, schedule.recomputed, units.parts)
+    unit = costs.memory_unit(placement, units.parts)
     for order, cap in zip(schedule.orders, caps, strict=True):
         actions = [action for action in order if action.kind in by_kind]
         if actions:
-            changes = [[by_kind[action.kind][place(action, slices)] * unit] for action in actions]
-            yield np.array(changes), [action.microbatch // slices for action in actions], cap
+            changes = [[by_kind[kind][units.place(stage, number)] * unit] for kind, stage, number in actions]
+            yield np.array(changes), [units.microbatch(action.microbatch) for action in actions], cap
 
 
 class _OneByOne:
@@ -289,7 +289,7 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
 
     If the base in arrival order keeps the cap, the plan is not slower than it. If the base has only F, I, W and B
     on one replica of the model, its actions get a new order, too. Otherwise (recomputation, offload, vocabulary
-    parallelism, replicas, slices) only the microbatches get a new order. The result is validated.
+    parallelism, replicas, parts of microbatches) only the microbatches get a new order. The result is validated.
 
     ``cap`` is in the unit of the costs' memory. By default, it is the peaks of the base in arrival order. The search
     ends after ``seconds`` of processor time, but a first plan may take longer for many devices and microbatches. Two
@@ -390,7 +390,7 @@ class _Search:
         if all(peak <= loosened(most) for peak, most in zip(in_arrival_order, self._caps, strict=True)):
             self._best = _Candidate(self._in_arrival.makespan, self._by_arrival, base)
         kinds = {action.kind for order in base.orders for action in order}
-        self._is_plain = kinds <= set(PLAIN) and base.placement.replicas == base.slices == 1
+        self._is_plain = kinds <= set(PLAIN) and base.placement.replicas == base.units.parts == 1
         self._arrival = self._best
 
     def run(self) -> StepPlan:
@@ -427,7 +427,7 @@ class _Search:
 
     def _work(self) -> list[float]:
         """Return the seconds of every microbatch, summed over all devices."""
-        seconds = self._costs.seconds(self._base.placement, self._base.slices)
+        seconds = self._costs.seconds(self._base.placement, self._base.units.parts)
         kinds = [(sum(seconds[kind]), self._weights.seconds_of(kind)) for kind in (Kind.F, Kind.I, Kind.W)]
         return [sum(price * weights[k] for price, weights in kinds) for k in range(len(self._weights))]
 

@@ -18,6 +18,7 @@ from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import planned_flags
@@ -122,7 +123,7 @@ def test_a_plan_chooses_slices():
         timeline = simulate(schedule, way.step.costs)
         assert way.makespan == pytest.approx(timeline.makespan)
         assert way.peaks == pytest.approx(way.step.held(timeline.peaks))
-        bound = lower_bound(way.step.placement, cut.microbatches, way.step.costs, slices=n)
+        bound = lower_bound(way.step.placement, Units.equal(cut.microbatches, n), way.step.costs)
         assert bound <= way.makespan * (1 + 1e-9)
     assert {way.run.schedule.slices for way in answer.plans} >= {2, 4}
 
@@ -181,7 +182,7 @@ def test_a_searched_order_of_slices_is_no_slower_than_its_families():
     way = plan(run, limits=Limits(only), top=1, search_seconds=0.3).plans[0]
     assert way.seconds <= known.seconds * (1 + 1e-9)
     if way.passes is not None:
-        assert way.passes.slices == 2
+        assert way.passes.units.parts == 2
         validate(way.passes, way.step.costs, way.step.room(run.cluster.memory_bytes))
 
 

@@ -25,6 +25,7 @@ from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.search.exact import solve
 from megatron_pipemem.search.problem import make_problem
 
@@ -90,7 +91,7 @@ def test_a_small_cap_admits_few_microbatches_at_once(
 
 def shortest_makespan(placement: Placement, m: int, costs: Costs, caps: Sequence[float]) -> float | None:
     """Return the makespan of the best order with split backwards; ``None`` if there is none, or too much to try."""
-    problem = make_problem(placement, m, costs, caps)
+    problem = make_problem(placement, Units.equal(m), costs, caps)
     solved = solve(problem, 1000 * max(problem.ticks), 5000)
     return None if solved is None or solved.table is None else solved.table.makespan / problem.ticks_per_second
 
@@ -256,7 +257,7 @@ def test_no_order_beats_the_bound(problem: tuple[Tiny, Costs]) -> None:
     optimum, placement = shortest(tiny), Placement.from_devices(tiny.devices)
     m, n = tiny.m // tiny.slices, tiny.slices
     try:
-        bound = lower_bound(placement, m, costs, tiny.caps, splits="I" in tiny.kinds, slices=n)
+        bound = lower_bound(placement, Units.equal(m, n), costs, tiny.caps, splits="I" in tiny.kinds)
     except UnsupportedError:
         assert optimum is None, "the bound refuses a cap that an order keeps"
     else:
@@ -267,10 +268,10 @@ def test_no_order_beats_the_bound(problem: tuple[Tiny, Costs]) -> None:
 @given(data=st.data())
 def test_no_order_of_any_placement_and_slices_beats_the_bound(data: st.DataObject) -> None:
     schedule = data.draw(random_schedules(max_slices=4))
-    n = schedule.slices
+    n = schedule.units.parts
     tokens = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))
     some = Costs(data.draw(PRICE), data.draw(PRICE), data.draw(PRICE), p2p=data.draw(PRICE))
     costs = slice_costs(some, schedule.placement, tokens, data.draw(st.floats(0, 1)), data.draw(st.floats(0, 1)))
     timeline = simulate(schedule, costs)
-    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, timeline.peaks, slices=n)
+    bound = lower_bound(schedule.placement, schedule.units, costs, timeline.peaks)
     assert bound <= timeline.makespan * (1 + 1e-9)

@@ -32,6 +32,7 @@ from megatron_pipemem.schedule.options import AUTO, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_families, synchronous_schedules
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import SearchResult, search_schedule
 from megatron_pipemem.search.exact import solve
@@ -58,7 +59,7 @@ def check(result: SearchResult, slices: int, costs: Costs, cap: float) -> None:
     """
     for candidate in result.candidates:
         schedule, timeline = candidate.schedule, simulate(candidate.schedule, costs)
-        assert schedule.slices == slices
+        assert schedule.units.parts == slices
         validate(schedule, costs, cap)
         assert_correct(schedule)
         assert candidate.makespan == timeline.makespan and timeline.peak <= loosened(cap)
@@ -94,7 +95,7 @@ def test_every_result_is_valid_within_the_cap_and_no_worse_than_a_family(data: s
     placements = [Placement.linear(p)] if stages == p else [Placement.v_shape(p), Placement.interleaved(p, 2)]
     parts = max(n, 2)
     cap = data.draw(st.integers(parts, parts * (p + 1))) / (p * parts)
-    cap = max(cap, *least_held(placements[0], m, costs, n))
+    cap = max(cap, *least_held(placements[0], Units.equal(m, n), costs))
     result = search(p, m, costs, cap, placements=placements, slices=n)
     check(result, n, costs, cap)
     for candidate in result.candidates:
@@ -161,7 +162,7 @@ def test_costs_that_no_fixed_rule_suits() -> None:
 
 def test_exact_search_gives_up_after_its_number_of_states() -> None:
     """What it finds is compared with all orders in test_tiny.py."""
-    problem = make_problem(Placement.v_shape(2), 4, Costs(), [2, 2])
+    problem = make_problem(Placement.v_shape(2), Units.equal(4), Costs(), [2, 2])
     shorter_than = round(20 * problem.ticks_per_second)
     solved = solve(problem, shorter_than, 1000)
     assert solved is not None and solved.table.makespan == round(16.5 * problem.ticks_per_second)
@@ -264,10 +265,14 @@ def test_stages_of_any_length_are_justified_in_every_mode(data: st.DataObject) -
     costs = Costs(prices(), prices(), prices(), p2p=data.draw(st.sampled_from([0.0, 0.1])))
     caps = None
     if data.draw(st.booleans()):
-        caps = [least * data.draw(st.floats(1, 3)) for least in least_held(placement, m, costs, n)]
+        caps = [least * data.draw(st.floats(1, 3)) for least in least_held(placement, Units.equal(m, n), costs)]
     unit = costs.memory_unit(placement, n)
     problem = make_problem(
-        placement, m, costs, caps and [cap / unit for cap in caps], staggered=data.draw(st.booleans()), slices=n
+        placement,
+        Units.equal(m, n),
+        costs,
+        caps and [cap / unit for cap in caps],
+        staggered=data.draw(st.booleans()),
     )
     for name, table in list_schedules(problem):
         justified = justify(problem, justify(problem, table))
@@ -433,7 +438,7 @@ def draw_prices(data: st.DataObject) -> tuple[Placement, int, int, Costs, float]
 def test_one_microbatch_after_another_fits_any_cap_that_admits_one(data: st.DataObject) -> None:
     placement, m, n, costs, alone = draw_prices(data)
     cap = alone * data.draw(st.floats(1, 1.5))
-    problem = make_problem(placement, m, costs, (cap,) * placement.num_devices, slices=n)
+    problem = make_problem(placement, Units.equal(m, n), costs, (cap,) * placement.num_devices)
     *_, (name, table) = list_schedules(problem)
     assert name == "list schedule, one by one"
     evenly_spaced = first_start(problem)
@@ -454,9 +459,9 @@ def test_auto_keeps_the_best_number_of_slices() -> None:
     """One microbatch on four devices: only slices overlap anything."""
     options = {"slices": "1,2,4", "placement": "linear", "seconds": 600, "effort": 0.2}
     chosen = choose(Request(AUTO, None, options=options), Shape(4, None, 1), Knowledge())
-    assert chosen.schedule.slices == 4
+    assert chosen.schedule.units.parts == 4
     validate(chosen.schedule)
-    assert {candidate.schedule.slices for candidate in chosen.search.candidates} == {1, 2, 4}
+    assert {candidate.schedule.units.parts for candidate in chosen.search.candidates} == {1, 2, 4}
     alone = {
         n: choose(Request(AUTO, None, options={**options, "slices": n}), Shape(4, None, 1), Knowledge())
         for n in (1, 2, 4)

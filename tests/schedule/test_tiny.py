@@ -18,6 +18,7 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import SearchResult, search_schedule
 from megatron_pipemem.search.exact import solve
@@ -148,7 +149,7 @@ def test_what_is_found_is_within_the_caps_and_what_is_called_optimal_is(tiny: Ti
 @given(tiny=problems(odd=False))
 def test_an_exact_search_without_a_first_order_finds_the_shortest_step(tiny: Tiny) -> None:
     placement, costs = terms(tiny)
-    problem, optimum = make_problem(placement, tiny.m, costs, tiny.caps), shortest(tiny, "FIW")
+    problem, optimum = make_problem(placement, Units.equal(tiny.m), costs, tiny.caps), shortest(tiny, "FIW")
     solved = solve(problem, 1000 * max(problem.ticks), 100_000)
     assert solved is not None and (solved.table is None) is (optimum is None)
     assert optimum is None or solved.table.makespan == pytest.approx(optimum * problem.ticks_per_second, rel=1e-6)

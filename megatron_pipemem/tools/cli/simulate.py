@@ -275,7 +275,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
         "devices": schedule.num_devices,
         "microbatches": schedule.num_microbatches,
         "chunks": schedule.placement.num_chunks,
-        "slices": schedule.slices,
+        "slices": schedule.units.parts,
         "makespan": timeline.makespan,
         "ideal": timeline.ideal,
         "bubble_rate": timeline.bubble_rate,
@@ -313,16 +313,16 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
         or all(action.kind is Kind.F for order in schedule.orders for action in order)
     ):
         return timeline.ideal
-    costs, slices, pairs = loaded.chosen.costs, schedule.slices, bool(schedule.pairs)
-    if slices > 1:  # each slice may have its own price
+    costs, pairs = loaded.chosen.costs, bool(schedule.pairs)
+    if not schedule.units.are_whole:  # each slice may have its own price
         costs = replace(timeline.costs, memory=costs.of(schedule.placement).memory)
     if schedule.offloads or schedule.recomputed:
         # Offloaded and recomputed activations leave the device, so a cap on memory does not bound the makespan.
-        return lower_bound(schedule.placement, schedule.num_microbatches, costs, None, slices=slices)
+        return lower_bound(schedule.placement, schedule.units, costs, None)
     if loaded.chosen.search is not None and loaded.chosen.offload is None:
         return loaded.chosen.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
-    return lower_bound(schedule.placement, schedule.num_microbatches, costs, cap, slices=slices, pairs=pairs)
+    return lower_bound(schedule.placement, schedule.units, costs, cap, pairs=pairs)
 
 
 _PRINTED = {

@@ -41,6 +41,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.stream import check_batch, family_window, steady, stream, updates_per_batch
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_weights import moves_weights
@@ -319,14 +320,15 @@ class _Planner:
         if min(room) <= 0:
             self.rejected[TOO_MUCH_STATIC] += len(candidates)
             return
-        m, slices, pairs = run.parallelism.microbatches, _slices(run), variant is IN_PAIRS
+        m, pairs = run.parallelism.microbatches, variant is IN_PAIRS
+        units = Units.equal(m, _slices(run))
         if step.placement.replicas > 1:  # the orders decide how replicas share the microbatches
             free = m * sum(step.work) * (1 - pairs * step.exchange_share) / step.placement.num_devices
         elif run.schedule.overlap_steps:  # the other bounds hold for steps that end together
             free = m * _busiest(step)
         else:
-            free = lower_bound(step.placement, m, step.costs, slices=slices, pairs=pairs)
-            free = max(free, m * _busiest(step, slices))
+            free = lower_bound(step.placement, units, step.costs, pairs=pairs)
+            free = max(free, m * _busiest(step, units.parts))
         bound = free
         if variant is not None and variant.frees_memory:
             if any(step.saved[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
@@ -334,7 +336,7 @@ class _Planner:
                 return
         elif step.placement.replicas == 1:
             try:
-                bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices, pairs=pairs))
+                bound = max(free, lower_bound(step.placement, units, step.costs, room, pairs=pairs))
                 if run.schedule.overlap_steps:
                     bound = free
             except PipememError:
