@@ -438,7 +438,7 @@ class Request(ScheduleOptions):
     def slices(self) -> int:
         """Return the number of sequence slices of a microbatch, or the largest one that a search may choose."""
         if self.file is not None:
-            return self.file.slices
+            return self.file.units.parts
         if self.family is None:
             return max(self.slice_counts)
         requested = self.options.get("slices", self.family.slices)

@@ -82,8 +82,8 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]], keys_and_values:
         if schedule.vocabulary_barriers:
             vocabulary_channels = vocabulary_channels or open_channels()
             kind, vocabulary = _RunnerBetween, SleepingVocabulary(device, schedule, vocabulary_channels)
-        elif schedule.slices > 1:
-            kind = partial(_RunnerOfSlices, slices=schedule.slices, keys_and_values=keys_and_values)
+        elif not schedule.units.are_whole:
+            kind = partial(_RunnerOfSlices, slices=schedule.units.parts, keys_and_values=keys_and_values)
         runners = {stage: kind(device, stage, placement) for stage in placement.stages[dist.get_rank()]}
         message = MessageFormat((ROWS, 1, WIDTH), torch.float32, CPU)
 
@@ -107,10 +107,10 @@ def device_of(schedule: Schedule, costs: Costs, keys_and_values: float = 0.0) ->
     """A device whose passes take, and whose activations count for, what the costs say of the schedule's microbatches, or of
     their slices without keys and values.
     """
-    weights, slices = costs.microbatch, schedule.slices
+    weights, slices = costs.microbatch, schedule.units.parts
     tokens: Sequence[float] = weights.tokens if weights else ()
     if slices > 1:
-        tokens = [(1 - keys_and_values) / slices] * schedule.num_units
+        tokens = [(1 - keys_and_values) / slices] * len(schedule.units)
     return Device(ActionPrices(schedule, costs).of, tokens)
 
 

@@ -193,13 +193,13 @@ class Knowledge:
         compute = replace(costs, memory=self._memory(self.changes, schedule.placement, {}))
         changes = {
             **{kind: self.changes[kind] for kind in (MESSAGES | {Kind.REDUCE_GRAD} | VOCABULARY) & set(self.changes)},
-            **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.slices),
+            **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.units.parts),
         }
         programs = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in self.queues)
         weights = unit_weights(schedule, costs)
         return [
             max(
-                chain.from_iterable(held_after(actions, changes, weights, schedule.slices) for actions in orders),
+                chain.from_iterable(held_after(actions, changes, weights, schedule.units) for actions in orders),
                 default=0,
             )
             for orders in zip(*(program.actions for program in programs), strict=True)

@@ -19,6 +19,7 @@ from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_link
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.measured import Medians, Pair, costs_from
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class _Contribution:
     """The measurements of one rank, or the failure that prevented them."""
 
     device: int  # position of the rank in its pipeline
-    changes: dict[Kind, tuple[int, ...]] | None  # of held bytes, per stage and slice (``bytes_per_action``)
+    changes: dict[Kind, tuple[int, ...]] | None  # of held bytes, per stage and part (``bytes_per_action``)
     medians: Medians  # seconds of its passes
     links: dict[Edge, float]  # seconds of a message
     failure: str | None = None
@@ -68,7 +69,7 @@ class Replanner(Extension):
     def __init__(self, programs: Programs, needs_seconds: bool):
         self._programs = programs
         self._needs_seconds = needs_seconds
-        self._slices = 1
+        self._units = WHOLE
         self._has_seconds = False
         self._stopwatch = Stopwatch()
         self._warm = False
@@ -101,17 +102,18 @@ class Replanner(Extension):
 
     def after(self, step: Step) -> None:
         self._message, ledger = step.message, step.observation.ledger
-        if step.program.schedule.slices != self._slices:
-            # Times of passes with another number of slices cannot be used.
-            self._slices = step.program.schedule.slices
-            self._stopwatch, self._unread = Stopwatch(self._slices), None
+        units = step.program.schedule.units
+        if units.parts != self._units.parts:
+            # Times of passes with another number of parts cannot be used.
+            self._stopwatch, self._unread = Stopwatch(units), None
+        self._units = units
         # All ranks must agree on whether bytes were counted or passes timed, even if this rank failed to do so.
         if self._programs.needs_bytes and ledger is not None:
             self._counted = True
             self._failure = self._failure or ledger.failure
             with self._noting_failure():
                 num_stages = step.pipeline.placement.num_stages
-                self._changes = bytes_per_action(ledger.entries, num_stages, slices=self._slices)
+                self._changes = bytes_per_action(ledger.entries, num_stages, units=units)
         if self._unread is not None:
             actions: list[TracedAction] = []
             with self._noting_failure():
@@ -156,17 +158,17 @@ class Replanner(Extension):
     def _update(
         self, ranks: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool
     ) -> MeasurementUpdate | None:
-        changes = merge_bytes(ranks, placement, self._slices) if counted else None
+        changes = merge_bytes(ranks, placement, self._units.parts) if counted else None
         if not timed:
             return MeasurementUpdate("bytes counted", None, changes, 0.0)
         links = average([rank.links for rank in ranks])
         medians = average([rank.medians for rank in ranks])
         pairs = average([rank.pairs for rank in ranks])
-        costs = costs_from(medians, links, placement, self._programs.costs, self._slices, pairs)
+        costs = costs_from(medians, links, placement, self._programs.costs, self._units.parts, pairs)
         if not self._has_seconds:
             self._has_seconds = True
             return MeasurementUpdate("costs measured", costs, changes, 0.0)
-        moved = drift(self._programs.costs, costs, placement, self._slices)
+        moved = drift(self._programs.costs, costs, placement, self._units.parts)
         return None if moved is None else MeasurementUpdate(moved, costs, changes, MINIMUM_GAIN)
 
     @contextmanager
@@ -177,17 +179,17 @@ class Replanner(Extension):
             self._failure = f"{type(error).__name__}: {error}"
 
 
-def merge_bytes(ranks: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
-    """Return the change of held bytes by each kind of action, one value per stage and slice.
+def merge_bytes(ranks: Sequence[_Contribution], placement: Placement, parts: int = 1) -> dict[Kind, tuple[int, ...]]:
+    """Return the change of held bytes by each kind of action, one value per stage and part.
 
-    The values of a stage's slices are consecutive. ``ranks`` are all ranks of the model. Ranks with the same pipeline
+    The values of a stage's parts are consecutive. ``ranks`` are all ranks of the model. Ranks with the same pipeline
     rank have different batches. Of these ranks, the one whose forwards save the most bytes on the stage counts.
     """
     reports = [(rank.device, rank.changes) for rank in ranks if rank.changes]
     fullest = []
     for stage, device in enumerate(placement.devices):
         of_device = [changes for holder, changes in reports if holder == device]
-        places = slice(stage * slices, (stage + 1) * slices)
-        fullest += [max(of_device, key=lambda changes: sum(changes[Kind.F][places]))] * slices
+        places = slice(stage * parts, (stage + 1) * parts)
+        fullest += [max(of_device, key=lambda changes: sum(changes[Kind.F][places]))] * parts
     kinds = sorted({kind for _, changes in reports for kind in changes})
     return {kind: tuple(c[kind][at] if kind in c else 0 for at, c in enumerate(fullest)) for kind in kinds}

@@ -26,8 +26,9 @@ from typing import Any, Concatenate, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.action_prices import held_after
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +66,17 @@ class _Size(NamedTuple):
 
 
 def bytes_per_action(
-    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False, slices: int = 1
+    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False, units: Units = WHOLE
 ) -> dict[Kind, tuple[int, ...]]:
-    """Return the bytes that each kind of action adds to the rank's memory, one value per stage and slice.
+    """Return the bytes that each kind of action adds to the rank's memory, one value per stage and part.
 
-    An action that frees more bytes than it takes has a negative value. The values of a stage's slices follow each
-    other. ``num_stages`` counts the stages of all ranks, and stages of other ranks get 0. ``entries`` are those of one
-    step, in order.
+    An action that frees more bytes than it takes has a negative value. ``num_stages`` counts the stages of all ranks,
+    and stages of other ranks get 0. ``entries`` are those of one step, in order.
 
     If microbatches differ, the values are those of the largest, or of the smallest with ``most=False``. The largest is
     the one that gives most tokens to experts, then the one with most tokens. With a capacity factor, the largest is
     extrapolated to the tokens that the factor allows, if microbatches differ in tokens of experts. ``on_host`` returns
-    bytes on the host. ``slices`` is their number per microbatch. With several, the microbatch numbers of actions count
-    slices.
+    bytes on the host. ``units`` are those of the step.
     """
     bytes_after = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
@@ -87,7 +86,7 @@ def bytes_per_action(
     routable: dict[int, int] = {}
     for entry, before, after in zip(entries, (0, *bytes_after), bytes_after, strict=False):
         kind, stage, microbatch = entry.action
-        at = place(entry.action, slices)
+        at = units.place(stage, microbatch)
         forward = forwards.get((stage, microbatch))
         (b, s), routed = entry.tokens, 0 if forward is None else forward.routed
         sizes_and_changes.setdefault((kind, at), []).append((_Size(routed, b * s, s), after - before))
@@ -99,22 +98,22 @@ def bytes_per_action(
         change = high if most else low
         if most and least.routed < top.routed < routable[at]:
             change += round((high - low) * (routable[at] - top.routed) / (top.routed - least.routed))
-        changes.setdefault(kind, [0] * (num_stages * slices))[at] = change
-    return {kind: tuple(per_slice) for kind, per_slice in changes.items()}
+        changes.setdefault(kind, [0] * (num_stages * units.parts))[at] = change
+    return {kind: tuple(per_part) for kind, per_part in changes.items()}
 
 
 def predict_peak_bytes(
     actions: Sequence[Action],
     changes: Mapping[Kind, Sequence[int]],
-    slices: int = 1,
+    units: Units = WHOLE,
     further: Sequence[int] | None = None,
 ) -> int:
     """Return the most bytes that a rank holds after any of these actions, which it runs in order.
 
-    It holds none before the first. ``changes`` is the result of ``bytes_per_action``, with the same ``slices``.
+    It holds none before the first. ``changes`` is the result of ``bytes_per_action``, with the same ``units``.
     ``further`` has bytes to add after each action.
     """
-    return int(_peak(held_after(actions, changes, slices=slices), further))
+    return int(_peak(held_after(actions, changes, units=units), further))
 
 
 def _peak(held: Sequence[float], further: Sequence[int] | None) -> float:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.measured import Medians, Pair
@@ -96,11 +97,11 @@ _NOISE = 0.02  # share of a device's seconds per microbatch; shorter times, as o
 class Stopwatch:
     """Collects the durations of one rank's actions over several steps.
 
-    ``slices`` is their number per microbatch. With several, the microbatch numbers of actions count slices. ``steps``
-    is the number of steps since the last ``reset``.
+    ``units`` are those of a step. Other numbers of microbatches with as many parts are fine too. ``steps`` is the
+    number of steps since the last ``reset``.
     """
 
-    slices: int = 1
+    units: Units = WHOLE
     steps: int = 0
     _durations: dict[tuple[Kind, int], list[float]] = field(default_factory=dict)
     _of_pairs: dict[Pair, list[float]] = field(default_factory=dict)
@@ -110,13 +111,16 @@ class Stopwatch:
         self.steps += 1
         coming = iter(actions)
         for traced in coming:
-            key = (traced.action.kind, place(traced.action, self.slices))
+            key = self._key(traced.action)
             if traced.action in pairs:
                 second = next(coming)
-                pair = key, (second.action.kind, place(second.action, self.slices))
+                pair = key, self._key(second.action)
                 self._of_pairs.setdefault(pair, []).append(second.end - traced.start)
             else:
                 self._durations.setdefault(key, []).append(traced.end - traced.start)
+
+    def _key(self, action: Action) -> tuple[Kind, int]:
+        return action.kind, self.units.place(action.stage, action.microbatch)
 
     def medians(self) -> Medians:
         return {key: median(durations) for key, durations in self._durations.items()}
@@ -143,27 +147,27 @@ def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: fmean(values) for key, values in values_of.items()}
 
 
-def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:
+def drift(planned: Costs, measured: Costs, placement: Placement, parts: int = 1) -> str | None:
     """Return a sentence about the F, I or W whose seconds differ most from the plan; ``None`` if none differs enough.
 
     Enough is over 20 % of the planned time, and over 2 % of the busiest device's measured seconds per microbatch.
     """
-    old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
+    old, new = planned.seconds(placement, parts), measured.seconds(placement, parts)
     noise = _NOISE * max(
-        sum(sum(new[kind][stage * slices : (stage + 1) * slices]) for stage in stages for kind in (Kind.F, Kind.B))
+        sum(sum(new[kind][stage * parts : (stage + 1) * parts]) for stage in stages for kind in (Kind.F, Kind.B))
         for stages in placement.stages
     )
     moved = [
         (abs(new[kind][at] - old[kind][at]), kind, at)
         for kind in (Kind.F, Kind.I, Kind.W)
-        for at in range(placement.num_stages * slices)
+        for at in range(placement.num_stages * parts)
         if abs(new[kind][at] - old[kind][at]) > max(TOLERANCE * old[kind][at], noise)
     ]
     if not moved:
         return None
     _, kind, at = max(moved)
-    stage, number = divmod(at, slices)
-    where = f"stage {stage}" if slices == 1 else f"slice {number} on stage {stage}"
+    stage, part = divmod(at, parts)
+    where = f"stage {stage}" if parts == 1 else f"part {part} of microbatches on stage {stage}"
     return f"{kind} of {where} takes {new[kind][at] * 1e3:.3g} ms, planned with {old[kind][at] * 1e3:.3g} ms"
 
 

@@ -46,23 +46,22 @@ class Need(NamedTuple):
     The needed action has the stage and microbatch of the waiting action, unless a field below changes them.
 
     Attributes:
-        kind: the kind of the needed action. If I of another stage or slice is needed, a B there serves too.
+        kind: the kind of the needed action. If I of another stage or unit is needed, a B there serves too.
         stage: -1 for the previous stage, 1 for the next one. A first or last stage without such a neighbour needs
             nothing.
-        slice: -1 for the previous sequence slice, 1 for the next one, within the same microbatch.
+        unit: a unit of the same microbatch: the one ``before`` or ``after`` the action's own, of which a first or last
+            part needs none, the ``last`` one, or all ``until`` the action's own.
         place: ``first`` or ``last`` if the needed action is on that stage of the model (or on its device, for kinds
             with ``KindSpec.of_device``), ``everywhere`` for a collective that all devices must have posted.
         only: ``first`` or ``last`` if only actions of that stage (or its device) have this need.
-        slices: ``last`` for the last slice of the microbatch, ``until`` for all slices up to the action's own.
         barriers: the need exists only in schedules with these numbers of vocabulary barriers; by default in all.
     """
 
     kind: str
     stage: int = 0
-    slice: int = 0
+    unit: Literal["", "before", "after", "last", "until"] = ""
     place: Literal["", "first", "last", "everywhere"] = ""
     only: Literal["", "first", "last"] = ""
-    slices: Literal["", "last", "until"] = ""
     barriers: tuple[int, ...] = ()
 
 
@@ -216,16 +215,16 @@ def kind_called(name: str) -> Kind | None:
 # The order of the rows is that of legends.
 _FORWARD = (
     Need("F", stage=-1),
-    Need("F", slice=-1),
+    Need("F", unit="before"),
     Need("REDUCE_E", place="everywhere", only="first", barriers=(1, 2)),
 )
 # With two barriers T has waited for the loss already.
 _BACKWARD = (
     Need("F"),
     Need("I", stage=1),
-    Need("I", slice=1),
+    Need("I", unit="after"),
     Need("REDUCE_X", place="everywhere", only="last", barriers=(1, 2)),
-    Need("LOSS", place="last", only="last", slices="last", barriers=(1,)),
+    Need("LOSS", place="last", only="last", unit="last", barriers=(1,)),
 )
 _ROWS = (
     KindSpec("F", "forward", (38, 98, 168), needs=_FORWARD, units=1, runs_layers=True, in_evaluation=True),
@@ -252,8 +251,8 @@ _ROWS = (
     KindSpec("EMBED_F", "embedding forward", (184, 225, 173), in_evaluation=True, of_device=True, former_name="IF"),
     KindSpec("S", "head scores", (166, 41, 245), needs=(Need("BCAST_X", place="everywhere"),), in_evaluation=True,
              of_device=True),
-    # On the device of the last stage only. Sequence slices of a microbatch share one loss, which comes with the last slice.
-    KindSpec("LOSS", "loss", (100, 48, 77), needs=(Need("STATS", place="everywhere", slices="until"),), in_evaluation=True,
+    # On the device of the last stage only. The parts of a microbatch share one loss, which comes with the last part.
+    KindSpec("LOSS", "loss", (100, 48, 77), needs=(Need("STATS", place="everywhere", unit="until"),), in_evaluation=True,
              of_device=True),
     KindSpec("T", "head gradients", (244, 191, 230), needs=(Need("BCAST_G", place="everywhere"),), completes=True,
              of_device=True),
@@ -267,7 +266,7 @@ _ROWS = (
     # Exchanges maxima, sums and label logits between all devices.
     KindSpec("STATS", resource=Resource.COLLECTIVE, needs=(Need("S"),), in_evaluation=True, of_device=True),
     # Sends the gradient of the loss per token from the device of the last stage.
-    KindSpec("BCAST_G", resource=Resource.COLLECTIVE, needs=(Need("LOSS", place="last", only="last", slices="last"),),
+    KindSpec("BCAST_G", resource=Resource.COLLECTIVE, needs=(Need("LOSS", place="last", only="last", unit="last"),),
              of_device=True),
     # Sums the gradient of the head's input, to the device of the last stage. With one barrier its summands are formed from
     # the statistics when it is posted, so the device waits for the statistics there.
@@ -314,8 +313,7 @@ PREPARING = kinds_where(lambda spec: bool(spec.prepares) and spec.resource is Re
 class Action(NamedTuple):
     """One action of one device. ``microbatch`` is ``None`` for actions on a whole stage (``2REDUCE_GRAD``).
 
-    In a schedule that cuts microbatches into ``n`` sequence slices, ``microbatch`` counts slices: slice ``j`` of
-    microbatch ``k`` is ``k * n + j``.
+    In a schedule that runs microbatches in parts, ``microbatch`` is the number of a unit (``Units``).
     """
 
     kind: Kind
@@ -364,29 +362,6 @@ class Action(NamedTuple):
 
 KIND_AND_STAGE = itemgetter(0, 1)
 """Return kind and stage of an action, for ``map``: that takes half the time of a loop."""
-
-
-def place(action: Action, slices: int) -> int:
-    """Return ``stage * slices + slice`` of an action: its index in a list with one value per stage and slice.
-
-    An action on a whole stage gets the index of the stage's first slice. For vocabulary actions read "device" in
-    place of "stage".
-    """
-    return action.stage * slices + (action.microbatch or 0) % slices
-
-
-def mirrored(unit: int, slices: int) -> int:
-    """Return the position of a slice's backward among the backwards of its stage: ``mirrored(0, 4)`` is 3.
-
-    Backwards run microbatch by microbatch, and from the last slice of each to the first. The function is its own
-    inverse. ``unit`` counts slices over all microbatches.
-    """
-    return unit + slices - 1 - 2 * (unit % slices)
-
-
-def last_slice(unit: int, slices: int) -> int:
-    """Return the number of the last slice in the microbatch of slice ``unit``: ``last_slice(5, 4)`` is 7."""
-    return unit - unit % slices + slices - 1
 
 
 EVERYWHERE = -1

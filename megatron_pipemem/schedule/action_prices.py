@@ -8,28 +8,30 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, Action, Kind, place
+from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Graph
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 
 def held_after(
     actions: Sequence[Action],
     changes: Mapping[Kind, Sequence[float]],
     weights: Sequence[float] | None = None,
-    slices: int = 1,
+    units: Units = WHOLE,
 ) -> list[float]:
     """Return the memory that a device holds after each of its actions, in the unit of ``changes``.
 
     Before the first action the device holds nothing. ``actions`` are those of one device, in order. ``changes`` has
-    one value per stage, or per stage and slice, for every kind; a positive value takes memory. ``weights`` is the
+    one value per stage and part (``Units.place``) for every kind; a positive value takes memory. ``weights`` is the
     result of ``unit_weights``.
     """
-    if slices == 1:
+    if units.are_whole:
         deltas = [changes[kind][stage] if kind in changes else 0 for kind, stage, _ in actions]
     else:
-        deltas = [changes[a.kind][place(a, slices)] if a.kind in changes else 0 for a in actions]
+        place = units.place
+        deltas = [changes[kind][place(stage, unit)] if kind in changes else 0 for kind, stage, unit in actions]
     if weights is not None:
         # An action on a whole stage has no microbatch, and so no weight.
         of_actions = (1.0 if a.microbatch is None else weights[a.microbatch] for a in actions)
@@ -38,54 +40,53 @@ def held_after(
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return one factor of memory per microbatch or slice; ``None`` if the costs have no weights of microbatches."""
+    """Return one factor of memory per unit; ``None`` if the costs have no weights of microbatches."""
     weights = costs.microbatch
     if weights is None:
         return None
     weights.check(schedule.num_microbatches)
-    return tuple(weight for weight in weights.tokens for _ in range(schedule.slices))
+    return tuple(weights.tokens[schedule.units.microbatch(unit)] for unit in range(len(schedule.units)))
 
 
 class ActionPrices:
     """Look up the seconds of every action and message of a schedule under given costs."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        placement, slices = schedule.placement, schedule.slices
-        self._costs, self._slices, self._placement = costs, slices, placement
+        placement, parts = schedule.placement, schedule.units.parts
+        self._costs, self._units, self._placement = costs, schedule.units, placement
         self._weights = costs.microbatch
         if self._weights is not None:
             self._weights.check(schedule.num_microbatches)
-        self._seconds = costs.seconds(placement, slices)
+        self._seconds = costs.seconds(placement, parts)
         if schedule.offloads:
-            self._seconds |= costs.transfer_seconds(placement, schedule.recomputed, slices)
+            self._seconds |= costs.transfer_seconds(placement, schedule.recomputed, parts)
         self.sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
         """Seconds of the sum of the gradients over the replicas, one value per stage."""
         self._collectives: dict[Kind, float] = {}
         if schedule.vocabulary_barriers:
-            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers, slices)
-            self._seconds |= vocabulary.seconds(placement.num_devices, slices)
-            self._collectives = vocabulary.collective_seconds(slices)
+            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers, parts)
+            self._seconds |= vocabulary.seconds(placement.num_devices, parts)
+            self._collectives = vocabulary.collective_seconds(parts)
 
     def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
         """Return the seconds of an action that is not a message.
 
         Waits for copies, gradient reductions and sums over replicas take no time here. For a vocabulary action
-        ``stage`` is the device. ``unit`` is the microbatch or slice. Without ``unit`` the price is that of a
-        microbatch of weight 1, on its first slice.
+        ``stage`` is the device. Without ``unit`` the price is that of a first unit whose microbatch has weight 1.
         """
         weights = self._weights
         if weights is None or unit is None:
             return self.priced(kind, stage, unit or 0)
         if kind is Kind.B and kind not in weights.kinds:
             return self.of(Kind.I, stage, unit) + self.of(Kind.W, stage, unit)
-        return self.priced(kind, stage, unit) * weights.seconds_of(kind)[unit // self._slices]
+        return self.priced(kind, stage, unit) * weights.seconds_of(kind)[self._units.microbatch(unit)]
 
     def priced(self, kind: Kind, stage: int, unit: int) -> float:
         """Return the seconds that an action would take if its microbatch had weight 1; 0 for a kind without a price."""
         prices = self._seconds.get(kind)
         if prices is None:
             return self._collectives.get(kind, 0.0)
-        return prices[stage if self._slices == 1 else place(Action(kind, stage, unit), self._slices)]
+        return prices[stage if self._units.are_whole else self._units.place(stage, unit)]
 
     def second_of_pair(self, first: Action, second: Action) -> float:
         """Return the seconds that a pair takes longer than its first action alone.
@@ -104,20 +105,19 @@ class ActionPrices:
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
         """Return the seconds of one message over ``edge``, a pair (source device, destination device).
 
-        ``unit`` is the microbatch or slice of the message. Without it the price is that of weight 1. If there are
-        slices, it is the price of one slice.
+        Without ``unit`` the price is that of a unit whose microbatch has weight 1.
         """
-        seconds = self._costs.link_seconds(*edge) / self._slices
+        seconds = self._costs.link_seconds(*edge) / self._units.parts
         if self._weights is None or unit is None:
             return seconds
-        return seconds * self._weights.tokens[unit // self._slices]
+        return seconds * self._weights.tokens[self._units.microbatch(unit)]
 
     def of_graph(self, dependencies: Dependencies) -> tuple[Graph, list[float], list[float]]:
         """Return the graph of ``dependencies``, the seconds of its prices, and the lags of its links: arguments of ``Times``.
 
         A lag is the time of a message over a link. If microbatches are alike, a kind has one price per stage (or per
-        stage and slice), and a link has one lag. If they have weights, every node has a price, and a link has one lag
-        per microbatch or slice.
+        stage and part), and a link has one lag. If they have weights, every node has a price, and a link has one lag
+        per unit.
         """
         graph, seconds, lags = self._of_single_actions(dependencies)
         if not dependencies.pairs:
@@ -134,17 +134,18 @@ class ActionPrices:
 
     def _of_single_actions(self, dependencies: Dependencies) -> tuple[Graph, list[float], list[float]]:
         """Return the result of ``of_graph`` with the price of every action outside of a pair."""
-        graph, links, actions, slices = dependencies.graph, dependencies.links, dependencies.actions, self._slices
+        graph, links, actions = dependencies.graph, dependencies.links, dependencies.actions
         if self._weights is None:
-            units, prices = range(1), graph.prices
-            if self._slices_differ:
-                units = range(slices)
+            parts, prices = range(1), graph.prices
+            if actions and self._parts_differ:
+                fullest = self._units.sizes.index(self._units.parts)
+                parts = self._units.of(fullest)
                 places = zip(prices, actions, strict=True)
-                prices = [-1 if at < 0 else at * slices + action.microbatch % slices for at, action in places]
+                prices = [-1 if at < 0 else self._units.place(at, action.microbatch) for at, action in places]
                 graph = Graph(graph.lanes, graph.waits, prices, graph.lane_of)
-            seconds = [self.of_node(kind, stage, unit) for kind, stage in dependencies.kinds for unit in units]
+            seconds = [self.of_node(kind, stage, unit) for kind, stage in dependencies.kinds for unit in parts]
             return graph, seconds, list(map(self.of_message, links))
-        units = range(len(self._weights) * slices)
+        units = range(len(self._units))
         own = (-1 if price < 0 else node for node, price in enumerate(graph.prices))
         waits = [
             [(needed, link * len(units) + actions[needed].microbatch) for needed, link in needs]
@@ -161,9 +162,9 @@ class ActionPrices:
         return self._costs.exchange_seconds(self._placement)
 
     @cached_property
-    def _slices_differ(self) -> bool:
-        tables, slices = self._seconds.values(), self._slices
-        return slices > 1 and any(table[at] != table[at - at % slices] for table in tables for at in range(len(table)))
+    def _parts_differ(self) -> bool:
+        tables, parts = self._seconds.values(), self._units.parts
+        return parts > 1 and any(table[at] != table[at - at % parts] for table in tables for at in range(len(table)))
 
     def of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
         """Return the seconds of a graph node; 0 for the post of a collective, because the collective is a node too."""

@@ -35,7 +35,9 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
         return timeline.peak / measured.bytes_of_1f1b if measured.bytes_of_1f1b else None
     if schedule.vocabulary_barriers:
         return None
-    bytes_under_1f1b = bytes_of_1f1b(timeline.costs, schedule.placement, schedule.num_microbatches, schedule.slices)
+    bytes_under_1f1b = bytes_of_1f1b(
+        timeline.costs, schedule.placement, schedule.num_microbatches, schedule.units.parts
+    )
     return timeline.peak / bytes_under_1f1b if bytes_under_1f1b else None
 
 
@@ -45,7 +47,7 @@ def planned_share_of_1f1b(schedule: Schedule, costs: Costs) -> tuple[float, str]
     If no bytes are known, it is based on the order alone, in activation units.
     """
     if not schedule.vocabulary_barriers:
-        bytes_under_1f1b = bytes_of_1f1b(costs, schedule.placement, schedule.num_microbatches, schedule.slices)
+        bytes_under_1f1b = bytes_of_1f1b(costs, schedule.placement, schedule.num_microbatches, schedule.units.parts)
         if bytes_under_1f1b:
             return max(peaks(schedule, costs)) / bytes_under_1f1b, "by predicted bytes"
     under_1f1b = min(1.0, schedule.num_microbatches / schedule.num_devices)
@@ -100,7 +102,7 @@ def counted_bytes_of_1f1b(
         return peak
     needed = {Kind.F, *MESSAGES} if inner else {Kind.F}
     is_known = changes.keys() >= needed and _can_join(schedule.placement)
-    if schedule.vocabulary_barriers or schedule.slices > 1 or not is_known:
+    if schedule.vocabulary_barriers or not schedule.units.are_whole or not is_known:
         return None
     is_joined = schedule.placement.model_stages > schedule.num_devices
     counts = _joined(layers, schedule.placement) if layers is not None and is_joined else [0]

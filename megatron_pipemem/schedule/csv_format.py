@@ -7,8 +7,8 @@ the full backward. Both versions of torch write gradient messages as ``SEND_B`` 
 
 The header, a first line that starts with ``#``, has properties that a table of actions cannot show: ``# replicas=2
 devices=0-1-1-0`` (the device of every stage, if there are replicas or some stages run nothing), ``idle=2`` (devices
-without actions, which have no line), ``# slices=4``, ``# vocabulary=1`` (barriers), or ``# update_every=4
-versions_kept=2 update_delay=1``.
+without actions, which have no line), ``# slices=4`` (parts of every microbatch; ``slices=1-4-2`` if they differ),
+``# vocabulary=1`` (barriers), or ``# update_every=4 versions_kept=2 update_delay=1``.
 Schedules without such properties have no header, so that other readers of the format accept their files.
 
 A forward and a backward that run together share a cell, as torch writes them: ``(3F2;1B0)OVERLAP_F_B``.
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +30,12 @@ from megatron_pipemem.files import read_text
 from megatron_pipemem.schedule.action import MESSAGES, MOST_DIGITS, ORDERED, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import Units
 
 MOST_CELLS = 1_000_000
 """The most cells of a table, empty ones included. A cell takes 400 bytes, and a schedule of as many actions a minute."""
 _FROM_ZERO = ("devices", "idle", "update_delay")
-_SEVERAL = ("devices", "idle")
+_SEVERAL = ("devices", "idle", "slices")
 _FORMER_NAMES = {"pieces": "slices"}
 """Names in files that earlier versions wrote."""
 
@@ -44,7 +46,7 @@ class Header(NamedTuple):
     replicas: int = 1
     devices: tuple[int, ...] = ()  # the device of every stage; empty if the table shows it
     idle: tuple[int, ...] = ()  # devices without a line of their own
-    slices: int = 1  # sequence slices of a microbatch
+    slices: tuple[int, ...] = (1,)  # parts of every microbatch, or one number per microbatch
     vocabulary: int = 0  # barriers of vocabulary parallelism
     update_every: int | None = None  # fields of ``WeightUpdates``
     versions_kept: int | None = None
@@ -92,8 +94,8 @@ def read_header(text: str) -> tuple[Header, str]:
             "idle must name those of the devices in devices=... that have no line, each once and in rising order, as in "
             "devices=0-1-2 idle=0-2; devices must be given too"
         )
-    if header.slices > MOST_CELLS:
-        raise bad_header(f"slices={header.slices} is more than the {MOST_CELLS:,} cells of a schedule")
+    if (parts := sum(header.slices)) > MOST_CELLS:
+        raise bad_header(f"{parts} slices are more than the {MOST_CELLS:,} cells of a schedule")
     missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]
     if missing and header[-3:] != (None, None, None):
         raise bad_header(f"weight updates need {missing[0]} too; add {missing[0]}=1, for example")
@@ -247,13 +249,21 @@ class Table:
             )
         return Placement.from_devices(tuple(devices[stage] for stage in range(len(devices))), self.header.replicas)
 
-    def num_microbatches(self) -> int:
-        """Return the number of microbatches ``n`` for which most stages have exactly the forwards 0 to ``n - 1``.
+    def units(self, num_microbatches: int | None = None) -> Units:
+        """Return the units of a step with this number of microbatches; ``None`` for the number that the table shows.
 
-        A wrong number on a few stages is then reported as out of range, and not as a microbatch that all other stages
-        lack. If no stage has such forwards, ``n`` follows from the highest number of any action, and is at most the
-        number of actions.
+        The table shows as many units ``n`` as most stages have exactly the forwards 0 to ``n - 1``. A wrong number on a
+        few stages is then reported as out of range, and not as a unit that all other stages lack. If no stage has such
+        forwards, ``n`` follows from the highest number of any action, and is at most the number of actions.
         """
+        first, *others = self.header.slices
+        if others:
+            return Units(tuple(accumulate(self.header.slices)))
+        if num_microbatches is None:
+            num_microbatches = -(-self._num_units() // first)
+        return Units.equal(num_microbatches, first)
+
+    def _num_units(self) -> int:
         forwards: dict[int, set[int]] = {}
         stages = len(self.header.devices) or max((cell.action.stage for _, cell in self.placed), default=0) + 1
         model_stages = max(1, stages // self.header.replicas)  # replicas share the microbatches
@@ -263,11 +273,9 @@ class Table:
                     forwards.setdefault(stage % model_stages, set()).add(microbatch)
         votes = Counter(len(units) for units in forwards.values() if max(units) + 1 == len(units))
         if votes:
-            units = max(votes, key=lambda count: (votes[count], count))
-        else:
-            numbers = [action.microbatch for order in self.orders for action in order]
-            units = min(max(numbers, default=-1) + 1, len(numbers))
-        return -(-units // self.header.slices)
+            return max(votes, key=lambda count: (votes[count], count))
+        numbers = [action.microbatch for order in self.orders for action in order]
+        return min(max(numbers, default=-1) + 1, len(numbers))
 
 
 def read_schedule_file(path: str | Path) -> str:

@@ -8,7 +8,7 @@ other lanes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need, last_slice
+from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 Waits = Sequence[tuple[int, int]]
 """``(node, link)`` pairs: the needed nodes, each with the link that carries its result."""
@@ -230,16 +231,16 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
 
 
 def needs_of(
-    action: Action, placement: Placement, fused: Container[Action], slices: int = 1, vocabulary_barriers: int = 0
+    action: Action, placement: Placement, fused: Container[Action], units: Units = WHOLE, vocabulary_barriers: int = 0
 ) -> tuple[Action, ...]:
     """Return the actions that must end before ``action`` starts, whether or not a schedule has them.
 
     Messages are left out, because orders have none. The recomputations and reloads that a backward needs are left
     out too (``validate`` proves them): they are on the same device.
 
-    Sequence slices of one microbatch share the keys and values of attention. So a slice runs forward after the slice
-    before it. It runs backward after the slice that follows it, which adds to the gradients of its keys and values.
-    All slices of a microbatch share one loss.
+    The parts of a microbatch share the keys and values of attention. So a part runs forward after the part before it.
+    It runs backward after the part that follows it, which adds to the gradients of its keys and values. All parts of a
+    microbatch share one loss.
 
     ``fused`` has the schedule's B. If it has the B of a needed stage and microbatch, B is returned in place of I.
     """
@@ -261,8 +262,8 @@ def needs_of(
             place = stage
         if place is None:
             continue
-        of_others = needed_kind is Kind.I and (need.stage, need.slice, need.place) != (0, 0, "")
-        for needed_unit in _units(need, unit, slices):
+        of_others = needed_kind is Kind.I and (need.stage, need.unit, need.place) != (0, "", "")
+        for needed_unit in _units(need, unit, units):
             full = Action(Kind.B, place, needed_unit)
             needed.append(full if of_others and full in fused else Action(needed_kind, place, needed_unit))
     return tuple(needed)
@@ -274,16 +275,16 @@ def _end_of(placement: Placement, end: str, kind: Kind) -> int:
     return placement.devices[stage] if kind.spec.of_device else stage
 
 
-def _units(need: Need, unit: int, slices: int) -> Iterable[int]:
-    """Return the numbers of the slices that an action of slice ``unit`` needs, all of the same microbatch.
-
-    The result is empty if the needed slice is before the first or after the last one of the microbatch.
-    """
-    if need.slices == "last":
-        return (last_slice(unit, slices),)
-    if need.slices == "until":
-        return range(unit - unit % slices, unit + 1)
-    return (unit + need.slice,) if (unit + need.slice) // slices == unit // slices else ()
+def _units(need: Need, unit: int, units: Units) -> Iterable[int]:
+    """Return the units of its own microbatch that an action of ``unit`` needs."""
+    if need.unit == "last":
+        return (units.last(unit),)
+    if need.unit == "until":
+        return range(units.first(unit), unit + 1)
+    if not need.unit:
+        return (unit,)
+    neighbour = units.before(unit) if need.unit == "before" else units.after(unit)
+    return () if neighbour is None else (neighbour,)
 
 
 class _Need(NamedTuple):
@@ -304,8 +305,8 @@ class Dependencies:
     earlier on the same device is left out of the graph.
 
     ``orders`` may be wrong: an action whose need is missing then never runs. ``needs`` returns the actions that an
-    action needs. It is called for one microbatch per kind, stage and slice, since all microbatches have the same
-    needs. ``already`` has actions that ran before. ``pairs`` is that of the schedule. The first node of a pair has the
+    action needs. It is called once per kind, stage and place within the microbatch, since all microbatches have the
+    same needs. ``already`` has actions that ran before. ``pairs`` is that of the schedule. The first node of a pair has the
     waits of both, and every node that waits for the first waits for the second.
 
     Attributes:
@@ -323,12 +324,12 @@ class Dependencies:
         orders: Sequence[Order],
         placement: Placement,
         needs: Callable[[Action], Iterable[Action]],
-        slices: int = 1,
+        units: Units = WHOLE,
         already: Container[Action] = (),
         pairs: Iterable[Action] = (),
     ) -> None:
         self._orders, self._placement, self._needs = orders, placement, needs
-        self._slices, self._already = slices, already
+        self._units, self._already = units, already
         self.num_devices = len(orders)
         self.actions = [action for order in orders for action in order]
         self._num_ordered = len(self.actions)
@@ -338,7 +339,7 @@ class Dependencies:
         self.lanes = self._numbered()
         self.kinds, self.links = list(self._nodes), [(0, 0)]
         self.impossible: list[int] = []
-        self._rules: dict[tuple[Kind, int, int], tuple[int, list[_Need]]] = {}
+        self._rules: dict[tuple[Kind, int, Hashable], tuple[int, list[_Need]]] = {}
         self.pairs = sorted(self._nodes[kind, stage][microbatch] for kind, stage, microbatch in pairs)
         waits, prices = self._edges()
         self.graph = Graph(self.lanes, self._joined(waits), prices)
@@ -353,12 +354,12 @@ class Dependencies:
             for latest_schedule, dependencies in _latest:
                 if latest_schedule() is schedule:
                     return dependencies
-        placement, slices, barriers = schedule.placement, schedule.slices, schedule.vocabulary_barriers
+        placement, units, barriers = schedule.placement, schedule.units, schedule.vocabulary_barriers
 
         def needs(action: Action) -> tuple[Action, ...]:
-            return needs_of(action, placement, (), slices, barriers)
+            return needs_of(action, placement, (), units, barriers)
 
-        dependencies = cls(schedule.orders, placement, needs, slices, already, schedule.pairs)
+        dependencies = cls(schedule.orders, placement, needs, units, already, schedule.pairs)
         if not already:
             _latest[:] = [*_latest[-1:], (ref(schedule, _forget), dependencies)]
         return dependencies
@@ -379,16 +380,14 @@ class Dependencies:
         waits: list[list[tuple[int, int]]] = [[] for _ in lane_of]
         prices = [-1] * len(lane_of)
         for (kind, stage), nodes in list(self._nodes.items()):
-            alike: list[dict[int, int]] = [nodes]  # microbatches and nodes that share a rule
-            if self._slices > 1:
-                alike = [{} for _ in range(self._slices)]
-                for microbatch, node in nodes.items():
-                    alike[microbatch % self._slices][microbatch] = node
-            for part, sharing in enumerate(alike):
-                if not sharing:
-                    continue
+            alike: dict[Hashable, dict[int, int]] = {None: nodes}  # units and nodes that share a rule
+            if not self._units.are_whole:
+                alike = {}
+                for unit, node in nodes.items():
+                    alike.setdefault(self._place(unit), {})[unit] = node
+            for place, sharing in alike.items():
                 first = next(iter(sharing.values()))
-                price, needs = self._rules[kind, stage, part] = self._rule(self.actions[first], lane_of[first])
+                price, needs = self._rules[kind, stage, place] = self._rule(self.actions[first], lane_of[first])
                 for node in sharing.values():
                     prices[node] = price
                 for sample, numbers, shift, link, is_local in needs:
@@ -406,6 +405,12 @@ class Dependencies:
         self.impossible.sort()
         return waits, prices
 
+    def _place(self, unit: int) -> Hashable:
+        """Return a key that units share if their microbatches have as many parts before them, and after them."""
+        if self._units.are_whole:
+            return None
+        return unit - self._units.first(unit), self._units.last(unit) - unit
+
     def _joined(self, waits: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
         """Return the waits of all nodes, where the first node of a pair waits for the needs of both.
 
@@ -419,7 +424,7 @@ class Dependencies:
         return [[(needed + (needed in firsts), link) for needed, link in of_node] for of_node in waits]
 
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
-        """Return the index of the price, and the needs, that all actions with this kind, stage and slice share.
+        """Return the index of the price, and the needs, that all actions with this kind, stage and ``_place`` share.
 
         New links are added to ``links``.
         """
@@ -444,7 +449,7 @@ class Dependencies:
         return -1 if action.kind in MEMORY else self.kinds.index(action[:2]), needs
 
     def nodes_of(self, kind: Kind, stage: int) -> Mapping[int, int]:
-        """Return the nodes of a kind on a stage in the order of their device, by microbatch or slice."""
+        """Return the nodes of a kind on a stage in the order of their device, by unit."""
         return self._nodes.get((kind, stage), {})
 
     @cached_property
@@ -455,7 +460,7 @@ class Dependencies:
     def needed_by(self, node: int) -> Iterator[Action]:
         """Yield all actions that a node needs, including those on its own device and those that the orders lack."""
         microbatch = self.actions[node].microbatch or 0
-        for need in self._rules[(*self.actions[node][:2], microbatch % self._slices)][1]:
+        for need in self._rules[(*self.actions[node][:2], self._place(microbatch))][1]:
             needed = need.nodes.get(microbatch + need.shift)
             action = _moved(need.action, microbatch + need.shift) if needed is None else self.actions[needed]
             if action.stage == EVERYWHERE:

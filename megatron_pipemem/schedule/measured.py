@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import mul
 from types import MappingProxyType
 
-from megatron_pipemem.schedule.action import FURTHER, RECOMPUTE, Kind, last_slice
+from megatron_pipemem.schedule.action import FURTHER, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
@@ -110,5 +110,5 @@ def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) 
         tuple(medians.get((kind, at), 0.0) for at in range(placement.num_devices * slices))
         for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
     )
-    loss = medians.get((Kind.LOSS, last_slice(placement.devices[-1] * slices, slices)), 0.0)
+    loss = medians.get((Kind.LOSS, (placement.devices[-1] + 1) * slices - 1), 0.0)
     return VocabularyCosts(score, gradient, embed, embed_gradient, loss)

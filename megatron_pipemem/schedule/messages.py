@@ -104,7 +104,7 @@ def check_pairs(schedule: Schedule, rows: Sequence[Order]) -> None:
     if not schedule.pairs:
         return
     is_present = {
-        "sequence slices": schedule.slices > 1,
+        "sequence slices": not schedule.units.are_whole,
         "vocabulary passes": schedule.vocabulary_barriers,
         "recomputation": schedule.recomputed,
         "offload": schedule.offloads,

@@ -83,14 +83,6 @@ class Schedule(Shown):
     def num_microbatches(self) -> int:
         return self.units.num_microbatches
 
-    @property
-    def slices(self) -> int:
-        return self.units.parts
-
-    @property
-    def num_units(self) -> int:
-        return len(self.units)
-
     @cached_property
     def kinds(self) -> frozenset[Kind]:
         """Return the kinds of all actions."""
@@ -153,7 +145,7 @@ class Schedule(Shown):
     def to_csv(self) -> str:
         """Return one line per device and one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
 
-        Properties that the actions do not show, such as slices (see ``csv_format``), are written to a first line that
+        Properties that the actions do not show, such as units (see ``csv_format``), are written to a first line that
         starts with ``#``.
         """
         return write_header(self.header(self.orders)) + write_table(self.orders, pairs=self.pairs)
@@ -165,7 +157,8 @@ class Schedule(Shown):
         shown = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
         shows_devices = placement.replicas == 1 and not idle and shown == set(range(placement.num_stages))
         devices = () if shows_devices else placement.devices
-        return Header(placement.replicas, devices, idle, self.slices, self.vocabulary_barriers, *(self.updates or ()))
+        parts = (self.units.parts,) if self.units.are_equal else self.units.sizes
+        return Header(placement.replicas, devices, idle, parts, self.vocabulary_barriers, *(self.updates or ()))
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
@@ -175,7 +168,7 @@ class Schedule(Shown):
 
         Args:
             text: one line per device. Empty cells are idle steps and are dropped. A line that starts with ``#`` has
-                replicas, slices, weight updates and vocabulary parallelism.
+                replicas, parts of microbatches, weight updates and vocabulary parallelism.
             dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads only text of ``to_csv``. The others also read
                 the letters of torch.distributed.pipelining before and since 2.6. They drop the messages and sharding
                 actions in torch's lowered files, because ``lower`` adds messages. They read an ``OVERLAP_F_B`` pair of
@@ -189,16 +182,16 @@ class Schedule(Shown):
         table = read_table(text, dialect)
         if dialect == "pipemem":
             table.require_orders_only()
-        return cls.of_table(table, name, table.num_microbatches())
+        return cls.of_table(table, name, table.units())
 
     @classmethod
-    def of_table(cls, table: Table, name: str, num_microbatches: int) -> Schedule:
+    def of_table(cls, table: Table, name: str, units: Units) -> Schedule:
         """Return the schedule in a table.
 
         Args:
             table: the result of ``read_table``.
             name: name of the schedule.
-            num_microbatches: microbatches of the step.
+            units: the units of the step.
 
         Raises:
             ScheduleFormatError: a stage is on two devices or on none.
@@ -208,7 +201,6 @@ class Schedule(Shown):
         if header.update_every is not None:
             assert header.versions_kept is not None, "read_header refuses one without the other"
             updates = WeightUpdates(header.update_every, header.versions_kept, header.update_delay)
-        units = Units.equal(num_microbatches, header.slices)
         return cls(name, table.placement(), units, table.orders, updates, header.vocabulary, table.pairs)
 
 
@@ -247,7 +239,7 @@ def weight_uses(schedule: Schedule) -> Iterator[Use]:
     assert schedule.updates is not None
     every, _, delay = schedule.updates
     for device, order in enumerate(schedule.orders):
-        groups = [action.microbatch // schedule.slices // every for action in order]
+        groups = [schedule.units.microbatch(action.microbatch) // every for action in order]
         last = {
             (action.stage, group): position
             for position, (action, group) in enumerate(zip(order, groups, strict=True))

@@ -24,14 +24,20 @@ def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> S
 
     ``memory_cap`` is in activation units, one number or one per device. A file that cannot be read raises a
     ScheduleFormatError. An invalid schedule raises a ScheduleError. An asynchronous one, and one that takes too long to
-    prove, raise an UnsupportedError.
+    prove, raise an UnsupportedError, as does one whose microbatches have different numbers of slices.
     """
     schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
     if schedule.updates is not None:
         raise UnsupportedError(
             "no-steps", f"schedule {path} can be simulated and drawn but not run, because {NEVER_FLUSHED}"
         )
-    size = estimated(schedule.num_devices, schedule.num_units, schedule.placement.num_chunks, fitted=False)
+    if not schedule.units.are_equal:
+        raise UnsupportedError(
+            "slices-do-not-fit",
+            f"schedule {path} has microbatches of {min(schedule.units.sizes)} to {schedule.units.parts} slices, and a run cuts "
+            "all sequences alike; give a file with the same number for each",
+        )
+    size = estimated(schedule.num_devices, len(schedule.units), schedule.placement.num_chunks, fitted=False)
     if size.is_large:
         raise UnsupportedError(
             "too-large", f"schedule {path} makes {size}; give a file with fewer devices or microbatches"
@@ -130,7 +136,7 @@ def _check_numbering(schedule: Schedule) -> None:
 
     The validator would report such a stage as incomplete.
     """
-    units = range(schedule.num_units)
+    units = range(len(schedule.units))
     for device, order in enumerate(schedule.orders):
         by_kind: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
         for position, action in enumerate(order):

@@ -158,7 +158,7 @@ def simulate(
       when its data are ready.
     - A sum over replicas takes ``costs.copy_sum``. It starts when all devices with a replica have their last gradients
       of the stage. Sums between the same devices run one after the other.
-    - One of ``n`` sequence slices costs ``1/n`` of everything, unless the costs have a price per slice.
+    - One of ``n`` parts of a microbatch costs ``1/n`` of everything, unless the costs have a price per part.
     - Weights of microbatches (``costs.microbatch``) multiply the seconds and memory of their actions.
     - Copies to and from the host wait for their channel, in the order in which they are issued. A device that waits
       for a copy does nothing else.
@@ -273,7 +273,7 @@ def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False)
     if host and not schedule.offloads:
         return (0.0,) * schedule.num_devices
     costs = costs or Costs()
-    placement, slices = schedule.placement, schedule.slices
-    changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, slices)
-    unit, weights = costs.memory_unit(placement, slices), unit_weights(schedule, costs)
-    return tuple(max(held_after(order, changes, weights, slices), default=0) * unit for order in schedule.orders)
+    placement, units = schedule.placement, schedule.units
+    changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, units.parts)
+    unit, weights = costs.memory_unit(placement, units.parts), unit_weights(schedule, costs)
+    return tuple(max(held_after(order, changes, weights, units), default=0) * unit for order in schedule.orders)

@@ -351,7 +351,7 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
         def repeated(actions: Iterable[Action]) -> Iterator[Action]:
             for step in range(steps):
                 yield from (
-                    action._replace(microbatch=action.microbatch + step * schedule.num_units) for action in actions
+                    action._replace(microbatch=action.microbatch + step * len(schedule.units)) for action in actions
                 )
 
         orders, pairs = tuple(map(tuple, map(repeated, schedule.orders))), frozenset(repeated(schedule.pairs))

@@ -27,7 +27,6 @@ from megatron_pipemem.schedule.action import (
     VOCABULARY_COMPUTE,
     Action,
     Kind,
-    mirrored,
 )
 from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.costs import Costs
@@ -45,14 +44,15 @@ from megatron_pipemem.schedule.messages import (
     places_of,
 )
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule, weight_uses
+from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import check_switch, vocabulary_passes
 from megatron_pipemem.schedule.waits import check_host_waits, check_queues, run_single_queues
 
 _COMPLETE, _IN_ORDER = "complete", "in microbatch order"
 """Names in ``Schedule.proofs``: of a schedule with any order of microbatches, and with that of ``check_microbatch_order``."""
 
-Units = dict[tuple[Kind, int], set[int]]
-"""The microbatches, or slices, of every kind and stage on one device."""
+UnitsOf = dict[tuple[Kind, int], set[int]]
+"""The units of every kind and stage on one device."""
 
 
 def validate(
@@ -143,12 +143,12 @@ def validate_program(
         if action.kind is Kind.REDUCE_GRAD and placement.replicas > 1:
             before = [Action(Kind.REDUCE_REPLICAS, stage) for stage in placement.counterparts(action.stage)]
         if barriers and action.kind in ORDERED:
-            needed_actions = needs_of(action, placement, (), schedule.slices, barriers)
+            needed_actions = needs_of(action, placement, (), schedule.units, barriers)
             # Needs of other stages are covered by messages.
             before += [needed for needed in needed_actions if not VOCABULARY.isdisjoint((action.kind, needed.kind))]
         return before
 
-    dependencies = Dependencies(program.actions, placement, needs, schedule.slices, pairs=schedule.pairs)
+    dependencies = Dependencies(program.actions, placement, needs, schedule.units, pairs=schedule.pairs)
     _check_progress(dependencies)
     if barriers:
         check_queues(program, dependencies)
@@ -158,14 +158,14 @@ def validate_program(
         run_single_queues(program)
 
 
-def _units_of(order: Order) -> Units:
-    units: Units = defaultdict(set)
+def _units_of(order: Order) -> UnitsOf:
+    units: UnitsOf = defaultdict(set)
     for kind, stage, unit in order:
         units[kind, stage].add(unit)
     return units
 
 
-def _expected(schedule: Schedule, present: Sequence[Units]) -> list[Units]:
+def _expected(schedule: Schedule, present: Sequence[UnitsOf]) -> list[UnitsOf]:
     """Return the actions that every device must have.
 
     Every stage runs all microbatches of its replica forward. If there are any backwards, each microbatch runs backward
@@ -177,9 +177,9 @@ def _expected(schedule: Schedule, present: Sequence[Units]) -> list[Units]:
     further_kinds = [kind for kind in ORDERED - VOCABULARY if kind in kinds and kind not in PLAIN]
     replica_of = _replica_of(schedule)
     of_replica: list[set[int]] = [set() for _ in range(placement.replicas)]
-    for unit in range(schedule.num_units):
-        of_replica[replica_of.get(unit // schedule.slices, 0)].add(unit)
-    expected: list[Units] = [{} for _ in schedule.orders]
+    for microbatch in range(schedule.num_microbatches):
+        of_replica[replica_of.get(microbatch, 0)].update(schedule.units.of(microbatch))
+    expected: list[UnitsOf] = [{} for _ in schedule.orders]
     for stage, device in enumerate(placement.devices):
         units = of_replica[placement.replica_of(stage)]
         by_kind = {Kind.F: units}
@@ -215,12 +215,12 @@ def _replica_of(schedule: Schedule) -> Mapping[int, int]:
     placement, replica_of = schedule.placement, dict[int, int]()
     for _, stage, unit in chain.from_iterable(schedule.orders) if placement.replicas > 1 else ():
         if unit is not None and 0 <= stage < placement.num_stages:
-            # Sequence slices of one microbatch stay together.
-            replica_of.setdefault(unit // schedule.slices, placement.replica_of(stage))
+            # The parts of one microbatch stay together.
+            replica_of.setdefault(schedule.units.microbatch(unit), placement.replica_of(stage))
     return replica_of
 
 
-def _check_strays(schedule: Schedule, present: Sequence[Units], expected: Sequence[Units]) -> None:
+def _check_strays(schedule: Schedule, present: Sequence[UnitsOf], expected: Sequence[UnitsOf]) -> None:
     """Check that every action is among the expected actions of its device, and that none occurs twice."""
     for device, order in enumerate(schedule.orders):
         if all(units <= expected[device].get(key, set()) for key, units in present[device].items()):
@@ -235,7 +235,7 @@ def _check_strays(schedule: Schedule, present: Sequence[Units], expected: Sequen
 def _stray(schedule: Schedule, action: Action, device: int) -> tuple[str, str]:
     """Return the code and the message for an action that must not be on this device."""
     kind, stage, unit = action
-    placement, slices = schedule.placement, schedule.slices
+    placement, units = schedule.placement, schedule.units
     if kind not in ORDERED:
         return (
             "not-computed",
@@ -251,24 +251,24 @@ def _stray(schedule: Schedule, action: Action, device: int) -> tuple[str, str]:
             "unknown-stage",
             f"needs stage {stage}, but the placement holds stages 0 to {placement.num_stages - 1}; remove or renumber it",
         )
-    if unit is None or not 0 <= unit < schedule.num_units:
-        noun, several = ("microbatch", "microbatches") if slices == 1 else ("slice", "slices")
+    if unit is None or not 0 <= unit < len(units):
+        noun, several = ("microbatch", "microbatches") if units.are_whole else ("unit", "units")
         return (
             "unknown-microbatch",
-            f"needs {noun} {unit}, but the step has {several} 0 to {schedule.num_units - 1}; remove or renumber it, or "
+            f"needs {noun} {unit}, but the step has {several} 0 to {len(units) - 1}; remove or renumber it, or "
             "change the number of microbatches",
         )
     if kind in VOCABULARY:
         use = "forwards alone have none"
         if kind is Kind.LOSS:
-            use = "only the last stage's device has one per microbatch, with its last slice"
+            use = "only the last stage's device has one per microbatch, with its last part"
         return "useless-action", f"has no use: {use}; remove it"
     if placement.devices[stage] != device:
         return "misplaced-action", f"needs stage {stage}, which device {placement.devices[stage]} holds; move it there"
-    microbatch, replica = unit // slices, placement.replica_of(stage)
+    microbatch, replica = units.microbatch(unit), placement.replica_of(stage)
     actions = ((d, at, other) for d, order in enumerate(schedule.orders) for at, other in enumerate(order))
     first_device, first_position, first = next(
-        place for place in actions if place[2].microbatch // slices == microbatch
+        place for place in actions if units.microbatch(place[2].microbatch) == microbatch
     )
     if placement.replica_of(first.stage) != replica:
         return (
@@ -295,7 +295,7 @@ def _stray(schedule: Schedule, action: Action, device: int) -> tuple[str, str]:
     return "useless-action", f"no {' or '.join(_users_of(kind))} uses its result; remove it, or add one"
 
 
-def _check_missing(schedule: Schedule, present: Sequence[Units], expected: Sequence[Units]) -> None:
+def _check_missing(schedule: Schedule, present: Sequence[UnitsOf], expected: Sequence[UnitsOf]) -> None:
     """Check that no expected action is missing.
 
     ``_check_needs`` has found every missing action that another one needs.
@@ -383,22 +383,22 @@ def check_microbatch_order(schedule: Schedule) -> None:
     """Prove that the order of microbatches allows training that is bit-identical to stock 1F1B.
 
     Forwards of a stage must run in microbatch order, because data come from an iterator, and dropout from one sequence
-    of random numbers. Gradients must accumulate in that order too. The slices of one microbatch run backward from the
+    of random numbers. Gradients must accumulate in that order too. The parts of one microbatch run backward from the
     last to the first. Runs of this package promise this order. Schedules that other programs run may lack it.
     """
     dependencies = Dependencies.of_schedule(schedule)
     for stage in range(schedule.num_stages):
         for noun, kinds in _PASSES_OF.items():
-            slices = 1 if noun == "forwards" else schedule.slices
-            _check_rising(dependencies, kinds, stage, f"the {noun} of a stage", slices)
+            units = WHOLE if noun == "forwards" else schedule.units
+            _check_rising(dependencies, kinds, stage, f"the {noun} of a stage", units)
 
 
 def _check_rising(
-    dependencies: Dependencies, kinds: Sequence[Kind], stage: int, noun: str, reversed_slices: int
+    dependencies: Dependencies, kinds: Sequence[Kind], stage: int, noun: str, reversed_units: Units
 ) -> None:
     """Check that the passes of these kinds run in microbatch order on a stage.
 
-    ``reversed_slices`` is the number of slices per microbatch if they run from the last to the first, otherwise 1.
+    ``reversed_units`` has microbatches whose parts run from the last to the first, and ``WHOLE`` none.
     """
     by_kind = [nodes for kind in kinds if (nodes := dependencies.nodes_of(kind, stage))]
     if len(by_kind) == 1:
@@ -406,14 +406,14 @@ def _check_rising(
     else:
         nodes = dict(sorted(chain.from_iterable(n.items() for n in by_kind), key=itemgetter(1)))
     units = list(nodes)
-    ranks = units if reversed_slices == 1 else [mirrored(unit, reversed_slices) for unit in units]
+    ranks = units if reversed_units.are_whole else list(map(reversed_units.backward, units))
     if ranks == sorted(ranks):
         return
     at = next(at for at, (rank, following) in enumerate(pairwise(ranks)) if following < rank)
     earlier, later = nodes[units[at]], nodes[units[at + 1]]
     device = dependencies.graph.lane_of[later]
     first, before = dependencies.lanes[device].start, dependencies.actions[earlier]
-    reversal = ", slices from the last to the first" if reversed_slices > 1 else ""
+    reversal = "" if reversed_units.are_whole else ", parts from the last to the first"
     raise ScheduleError(
         "wrong-order",
         f"comes after {before} at position {earlier - first}, but {noun} run in microbatch order{reversal}; move it before "
@@ -426,8 +426,8 @@ def _check_passes(schedule: Schedule, dependencies: Dependencies) -> None:
     """Check the order of the vocabulary passes, and that all devices post the collectives in the same order."""
     for device in range(schedule.num_devices):
         for kind in VOCABULARY_COMPUTE:
-            slices = schedule.slices if kind in (Kind.T, Kind.EMBED_B) else 1
-            _check_rising(dependencies, (kind,), device, f"the passes {kind}", slices)
+            units = schedule.units if kind in (Kind.T, Kind.EMBED_B) else WHOLE
+            _check_rising(dependencies, (kind,), device, f"the passes {kind}", units)
     posted: dict[int, list[Posting]] = {}
     for device, order in enumerate(schedule.orders):
         collectives = [(position, action) for position, action in enumerate(order) if action.kind in COLLECTIVES]
@@ -466,12 +466,12 @@ def _check_memory(
     schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
 ) -> None:
     placement, weights = schedule.placement, unit_weights(schedule, costs)
-    slices = schedule.slices
-    unit = costs.memory_unit(placement, slices)
+    units = schedule.units
+    unit = costs.memory_unit(placement, units.parts)
     noun = "activation units" if costs.memory is None else "bytes"
     device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
     on_device, on_host = (
-        of(placement, schedule.recomputed, slices) for of in (costs.memory_changes, costs.host_changes)
+        of(placement, schedule.recomputed, units.parts) for of in (costs.memory_changes, costs.host_changes)
     )
     limits = (
         (cap, on_device, "over the memory cap of", device_mend),
@@ -482,12 +482,12 @@ def _check_memory(
             continue
         for device, limit in enumerate(per_device(limit_of_devices, schedule.num_devices)):
             order = schedule.orders[device]
-            first_over = partial(_first_over, loosened(limit / unit), changes, weights, slices)
+            first_over = partial(_first_over, loosened(limit / unit), changes, weights, units)
             if (fault := first_over(order)) is None:
                 continue
             at, memory = fault
             for microbatch in range(schedule.num_microbatches if weights is not None else 0):
-                own = [action for action in order if action.microbatch // slices == microbatch]
+                own = [action for action in order if units.microbatch(action.microbatch) == microbatch]
                 if (alone := first_over(own)) is not None:  # then no order of microbatches helps
                     raise ScheduleError(
                         "over-cap",
@@ -506,11 +506,11 @@ def _first_over(
     allowed: float,
     changes: Mapping[Kind, Sequence[float]],
     weights: Sequence[float] | None,
-    slices: int,
+    units: Units,
     actions: Sequence[Action],
 ) -> tuple[int, float] | None:
     """Return the position of the first action after which a device holds more than is allowed, and what it holds."""
-    memory = enumerate(held_after(actions, changes, weights, slices))
+    memory = enumerate(held_after(actions, changes, weights, units))
     return next(((at, amount) for at, amount in memory if amount > allowed), None)
 
 

@@ -11,7 +11,6 @@ from megatron_pipemem.schedule.action import (
     COLLECTIVES,
     VOCABULARY,
     Kind,
-    last_slice,
 )
 from megatron_pipemem.schedule.display import changed_fields
 from megatron_pipemem.schedule.placement import Placement
@@ -146,15 +145,15 @@ def check_placement(placement: Placement) -> None:
 
 
 def vocabulary_passes(schedule: Schedule, backwards: bool) -> Iterator[tuple[Kind, int, set[int]]]:
-    """Yield kind, device and slices of all passes and posts that vocabulary parallelism adds to a step."""
+    """Yield kind, device and units of all passes and posts that vocabulary parallelism adds to a step."""
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
-    units = set(range(schedule.num_units))
+    units = set(range(len(schedule.units)))
     for device in range(schedule.num_devices):
         for kind in everywhere:
             yield kind, device, units
-    yield Kind.LOSS, schedule.placement.devices[-1], {last_slice(unit, schedule.slices) for unit in units}
+    yield Kind.LOSS, schedule.placement.devices[-1], {end - 1 for end in schedule.units.ends}
 
 
 def check_switch(schedule: Schedule) -> None:

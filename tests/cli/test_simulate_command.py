@@ -81,7 +81,10 @@ def test_options_mean_what_their_arguments_mean_in_python(pipemem_json, tmp_path
     answer = pipemem_json("simulate", name, "-p", 4, "-m", 8, *arguments)
     timeline = simulate(build_schedule(name, num_devices=4, num_microbatches=8, **options), costs)
     assert (answer["makespan"], answer["messages"]) == (timeline.makespan, timeline.messages)
-    assert (answer["chunks"], answer["slices"]) == (timeline.schedule.placement.num_chunks, timeline.schedule.slices)
+    assert (answer["chunks"], answer["slices"]) == (
+        timeline.schedule.placement.num_chunks,
+        timeline.schedule.units.parts,
+    )
     assert answer["peak_activations"] == list(timeline.peaks)
 
 

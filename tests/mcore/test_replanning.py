@@ -19,6 +19,7 @@ from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import WHOLE
 
 ALONE = Shape(1, 1, 2)
 
@@ -52,7 +53,7 @@ def wishes(run: Run) -> tuple[bool, bool]:
 def stepped(ledger, trace):
     pipeline = SimpleNamespace(placement=Placement.linear(1))
     observation = SimpleNamespace(ledger=ledger, trace=trace)
-    program = SimpleNamespace(schedule=SimpleNamespace(slices=1, pairs=frozenset()))
+    program = SimpleNamespace(schedule=SimpleNamespace(units=WHOLE, pairs=frozenset()))
     return SimpleNamespace(pipeline=pipeline, message=None, observation=observation, program=program)
 
 

@@ -189,7 +189,7 @@ class World:
             if name in "IB" and stage == last:
                 keys.append(("REDUCE_X", microbatch))
             if name == "LOSS":
-                first = microbatch - microbatch % schedule.slices
+                first = microbatch - microbatch % schedule.units.parts
                 keys += [("STATS", earlier) for earlier in range(first, microbatch + 1)]
             if name == "REDUCE_X" and schedule.vocabulary_barriers == 1:
                 keys.append(("STATS", microbatch))

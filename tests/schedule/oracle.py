@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import pairwise
 
 from megatron_pipemem.schedule.schedule import Schedule
 
@@ -27,14 +28,20 @@ def check(schedule: Schedule) -> list[str]:
 
 def disordered_weight_gradients(schedule: Schedule) -> list[str]:
     """Stages whose weight gradients are not accumulated in the order of the microbatches."""
-    problems = []
+    problems, places = [], places_of(schedule)
     for stage in range(schedule.num_stages):
         order = schedule.orders[schedule.placement.devices[stage]]
-        slices = [divmod(a.microbatch, schedule.slices) for a in order if a.stage == stage and a.kind.value in "WB"]
-        ran = [(microbatch, -part) for microbatch, part in slices]
+        units = [a.microbatch for a in order if a.stage == stage and a.kind.value in "WB"]
+        ran = [(places[unit][0], -places[unit][1]) for unit in units]
         if ran != sorted(ran):
             problems.append(f"stage {stage} accumulates the weight gradients of microbatches {ran}")
     return problems
+
+
+def places_of(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """Of every unit its microbatch, its place therein, and how many parts follow it."""
+    sizes = [after - before for before, after in pairwise((0, *schedule.units.ends))]
+    return [(microbatch, part, size - 1 - part) for microbatch, size in enumerate(sizes) for part in range(size)]
 
 
 def peak(schedule: Schedule) -> list[Fraction]:
@@ -49,7 +56,7 @@ def peak(schedule: Schedule) -> list[Fraction]:
             elif kind.value in "WB":
                 held.remove((stage, microbatch))
             most = max(most, len(held))
-        highest.append(Fraction(most, _copy(schedule) * schedule.slices))
+        highest.append(Fraction(most, _copy(schedule) * schedule.units.parts))
     return highest
 
 
@@ -60,7 +67,7 @@ def versions(schedule: Schedule) -> dict[Node, int]:
     for order in _nodes(schedule):
         for position, (letter, stage, unit) in enumerate(order):
             if letter == "F":
-                group = unit // schedule.slices // every
+                group = unit // schedule.units.parts // every
                 made = _made(schedule, order[:position], stage)
                 version = made if delay is None else max(group - delay, 0)
                 places |= {(letter, stage, unit): version for letter in "FIWB" if (letter, stage, unit) in order}
@@ -95,7 +102,7 @@ def versions_kept(schedule: Schedule) -> list[int]:
 
 def _made(schedule: Schedule, done: list[Node], stage: int) -> int:
     """How many updates a stage has made when its device has done these."""
-    every, slices = schedule.updates.every, schedule.slices
+    every, slices = schedule.updates.every, schedule.units.parts
     ran = sum(letter in "WB" and other == stage for letter, other, _ in done)
     if ran == schedule.num_microbatches * slices:
         return -(-schedule.num_microbatches // every)  # the last group may be smaller
@@ -114,7 +121,7 @@ def makespan(schedule: Schedule, f: float, i: float, w: float, p2p: float = 0) -
     chunks = Counter(schedule.placement.devices)
 
     def of(letter: str, stage: int, part: int) -> float:
-        share = chunks[schedule.placement.devices[stage]] / schedule.placement.replicas * schedule.slices
+        share = chunks[schedule.placement.devices[stage]] / schedule.placement.replicas * schedule.units.parts
         return seconds[letter] / share
 
     return makespan_of(schedule, of, p2p)
@@ -122,17 +129,17 @@ def makespan(schedule: Schedule, f: float, i: float, w: float, p2p: float = 0) -
 
 def makespan_of(schedule: Schedule, seconds: Callable[[str, int, int], float], p2p: float = 0) -> float:
     """As ``makespan``, where every letter, stage and slice takes its own ``seconds``, B too."""
-    before = _graph(schedule)
+    before, places = _graph(schedule), places_of(schedule)
     device_of = {node: device for device, order in enumerate(_nodes(schedule)) for node in order}
     end: dict[Node, float] = {}
     start: dict[Node, float] = {}
     for node in _topological(before):
         device = device_of[node]
-        link = p2p / schedule.slices
+        link = p2p / schedule.units.parts
         arrivals = [end[other] + (link if device_of[other] != device else 0) for other in before[node]]
         start[node] = max(arrivals, default=0)
         letter, stage, unit = node
-        end[node] = start[node] + seconds(letter, stage, unit % schedule.slices)
+        end[node] = start[node] + seconds(letter, stage, places[unit][1])
     return max(end.values()) - min(start.values())
 
 
@@ -154,7 +161,7 @@ def _misplaced(schedule: Schedule) -> list[str]:
                 problems.append(f"{name} on device {device} is no compute action")
             elif not 0 <= stage < schedule.num_stages or schedule.placement.devices[stage] != device:
                 problems.append(f"{name} does not belong on device {device}")
-            elif microbatch is None or not 0 <= microbatch < schedule.num_microbatches * schedule.slices:
+            elif microbatch is None or not 0 <= microbatch < len(places_of(schedule)):
                 problems.append(f"{name} is of no microbatch of the step")
     return problems
 
@@ -163,7 +170,7 @@ def _incomplete(schedule: Schedule) -> list[str]:
     count = Counter(node for order in _nodes(schedule) for node in order)
     size, problems = _copy(schedule), []
     for microbatch in range(schedule.num_microbatches):
-        units = range(microbatch * schedule.slices, (microbatch + 1) * schedule.slices)
+        units = [unit for unit, place in enumerate(places_of(schedule)) if place[0] == microbatch]
         ran = [
             ["".join(letter * count[letter, stage, unit] for letter in "FIWB") for stage in stages for unit in units]
             for stages in (range(first, first + size) for first in range(0, schedule.num_stages, size))
@@ -178,7 +185,7 @@ def _graph(schedule: Schedule) -> dict[Node, list[Node]]:
     """For every action of a complete schedule, all that must end before it starts."""
     orders = _nodes(schedule)
     exists = {node for order in orders for node in order}
-    size, slices = _copy(schedule), schedule.slices
+    size, places = _copy(schedule), places_of(schedule)
     before: dict[Node, list[Node]] = {node: [] for node in exists}
     for order in orders:
         for earlier, later in zip(order, order[1:], strict=False):
@@ -187,12 +194,12 @@ def _graph(schedule: Schedule) -> dict[Node, list[Node]]:
         needed = before[letter, stage, microbatch]
         if letter == "F" and stage % size > 0:
             needed.append(("F", stage - 1, microbatch))
-        if letter == "F" and microbatch % slices > 0:
+        if letter == "F" and places[microbatch][1] > 0:
             needed.append(("F", stage, microbatch - 1))
         if letter in ("I", "B"):
             needed.append(("F", stage, microbatch))
             neighbours = [(stage + 1, microbatch)] if stage % size < size - 1 else []
-            neighbours += [(stage, microbatch + 1)] if microbatch % slices < slices - 1 else []
+            neighbours += [(stage, microbatch + 1)] if places[microbatch][2] > 0 else []
             needed += [("I" if ("I", *other) in exists else "B", *other) for other in neighbours]
         if letter == "W":
             needed.append(("I", stage, microbatch))

@@ -18,7 +18,7 @@ def letters(schedule: Schedule, f: int = 1, i: int = 1, w: int = 1) -> dict[str,
     """What the closed forms of a family are called with, exactly."""
     placement = schedule.placement
     chunks = placement.num_chunks // placement.replicas
-    values = {"p": placement.num_devices, "m": schedule.num_microbatches, "v": chunks, "n": schedule.slices}
+    values = {"p": placement.num_devices, "m": schedule.num_microbatches, "v": chunks, "n": schedule.units.parts}
     return {name: Fraction(value) for name, value in (values | {"f": f, "i": i, "w": w, "b": i + w}).items()}
 
 

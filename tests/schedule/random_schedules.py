@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import strategies as st
@@ -51,31 +51,40 @@ def placements(draw: st.DrawFn, max_devices: int = 4, max_stages: int = 7, max_r
 
 @st.composite
 def random_schedules(
-    draw: st.DrawFn, max_microbatches: int = 5, max_replicas: int = 1, max_slices: int = 1
+    draw: st.DrawFn, max_microbatches: int = 5, max_replicas: int = 1, max_slices: int = 1, ragged: bool = False
 ) -> Schedule:
-    """A random run of a random placement: some backwards split and some fused, in any order that works."""
+    """A random run of a random placement: some backwards split and some fused, in any order that works.
+
+    ``ragged`` microbatches have different numbers of slices.
+    """
     placement = draw(placements(max_replicas=max_replicas))
     num_stages, num_microbatches = placement.num_stages, draw(st.integers(1, max_microbatches))
-    slices, size = draw(st.integers(1, max_slices)), num_stages // placement.replicas
+    size, slices = num_stages // placement.replicas, [draw(st.integers(1, max_slices))] * num_microbatches
+    if ragged:
+        slices = draw(st.lists(st.integers(1, max_slices), min_size=num_microbatches, max_size=num_microbatches))
+    starts = [sum(slices[:microbatch]) for microbatch in range(num_microbatches)]
+    num_units = sum(slices)
     # What a replica runs forward, and what backward, as (microbatch, slice).
     there: list[list[tuple[int, int]]] = [[] for _ in range(placement.replicas)]
     for microbatch in range(num_microbatches):
-        there[draw(st.integers(0, placement.replicas - 1))] += [(microbatch, part) for part in range(slices)]
+        there[draw(st.integers(0, placement.replicas - 1))] += [
+            (microbatch, part) for part in range(slices[microbatch])
+        ]
     back = [sorted(units, key=lambda unit: (unit[0], -unit[1])) for units in there]
     # One seed in place of a draw for each of hundreds of actions, which would take most of the time of a property test.
     chance = draw(st.randoms(use_true_random=True))
-    fused = [chance.random() < 0.5 for _ in range(num_stages * num_microbatches * slices)]
+    fused = [chance.random() < 0.5 for _ in range(num_stages * num_units)]
     forwards, inputs, weights = ([0] * num_stages for _ in range(3))
     orders: list[list[Action]] = [[] for _ in range(placement.num_devices)]
     while True:
         ready = []
         for stage in range(num_stages):
             f, i, w = forwards[stage], inputs[stage], weights[stage]
-            going, coming = ([k * slices + j for k, j in units[stage // size]] for units in (there, back))
+            going, coming = ([starts[k] + j for k, j in units[stage // size]] for units in (there, back))
             if f < len(going) and (stage % size == 0 or forwards[stage - 1] > f):
                 ready.append(Action(Kind.F, stage, going[f]))
             if i < len(coming) and coming[i] in going[:f] and (stage % size == size - 1 or inputs[stage + 1] > i):
-                if not fused[stage * num_microbatches * slices + i]:
+                if not fused[stage * num_units + i]:
                     ready.append(Action(Kind.I, stage, coming[i]))
                 elif w == i:
                     ready.append(Action(Kind.B, stage, coming[i]))
@@ -88,7 +97,7 @@ def random_schedules(
         inputs[action.stage] += action.kind in (Kind.I, Kind.B)
         weights[action.stage] += action.kind in (Kind.W, Kind.B)
         orders[placement.devices[action.stage]].append(action)
-    return Schedule("random", placement, Units.equal(num_microbatches, slices), tuple(map(tuple, orders)))
+    return Schedule("random", placement, Units(tuple(accumulate(slices))), tuple(map(tuple, orders)))
 
 
 @st.composite

@@ -137,7 +137,7 @@ def _needed(event: Event, schedule: Schedule, exists: set[Event]) -> list[Event]
     if schedule.vocabulary_barriers:
         computed, collected = vocabulary_oracle.inputs(event, schedule, exists)
         return [*computed, *((gradient, -1, k) for gradient, k in collected)]
-    size, slices = schedule.num_stages // schedule.placement.replicas, schedule.slices
+    size, slices = schedule.num_stages // schedule.placement.replicas, schedule.units.parts
     if kind == "F":
         first = [("F", stage - 1, unit)] if stage % size else []
         return first + ([("F", stage, unit - 1)] if unit % slices else [])

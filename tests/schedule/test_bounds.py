@@ -267,7 +267,7 @@ def test_no_order_beats_the_bound(problem: tuple[Tiny, Costs]) -> None:
 @examples(60)
 @given(data=st.data())
 def test_no_order_of_any_placement_and_slices_beats_the_bound(data: st.DataObject) -> None:
-    schedule = data.draw(random_schedules(max_slices=4))
+    schedule = data.draw(random_schedules(max_slices=4) | random_schedules(max_slices=4, ragged=True))
     n = schedule.units.parts
     tokens = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))
     some = Costs(data.draw(PRICE), data.draw(PRICE), data.draw(PRICE), p2p=data.draw(PRICE))

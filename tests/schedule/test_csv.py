@@ -76,12 +76,12 @@ def test_malformed_actions(text):
 
 def same(read: Schedule, written: Schedule) -> bool:
     parts = [(s.orders, s.placement.devices, s.placement.replicas, s.num_microbatches) for s in (read, written)]
-    more = [(s.slices, s.updates, s.vocabulary_barriers, s.digest, s.to_csv()) for s in (read, written)]
+    more = [(s.units, s.updates, s.vocabulary_barriers, s.digest, s.to_csv()) for s in (read, written)]
     return parts[0] == parts[1] and more[0] == more[1]
 
 
 @examples(200)
-@given(random_schedules() | random_schedules(max_replicas=2, max_slices=3) | family_schedules())
+@given(random_schedules() | random_schedules(max_replicas=2, max_slices=3, ragged=True) | family_schedules())
 def test_csv_round_trip(schedule):
     for original in (schedule, schedule.forward_only()):
         assert same(Schedule.from_csv(original.to_csv()), original)
@@ -242,7 +242,7 @@ CHANNEL = replace(Costs(), channel=Channel(ratio=0.3))
 
 def variants(schedule: Schedule) -> list[Schedule]:
     derived = [schedule, schedule.forward_only()]
-    if schedule.offloads or schedule.placement.replicas > 1 or schedule.slices > 1 or schedule.updates:
+    if schedule.offloads or schedule.placement.replicas > 1 or not schedule.units.are_whole or schedule.updates:
         return derived
     kinds = (Kind.R, Kind.RS)
     derived += [with_recompute(schedule, dict.fromkeys(range(schedule.num_stages), kind)) for kind in kinds]
@@ -339,7 +339,7 @@ UNREADABLE = [
     ("0F\u0663\n", (1, 1), "not-an-action"),
     ("# replica=2\n" + ROW, (1, None), "bad-header", "replica=2"),
     (ROW + "# slices=0\n", (2, None), "bad-header", "slices=0"),
-    ("# slices=2-3\n" + ROW, (1, None), "bad-header", "slices=2-3"),
+    ("# vocabulary=1-2\n" + ROW, (1, None), "bad-header", "vocabulary=1-2"),
     ("# slices=2\n\n# replicas=2\n" + ROW, (3, None), "bad-header"),
     ("# update_every=2\n" + ROW, (1, None), "bad-header", "versions_kept"),
     ("# versions_kept=2 update_delay=1\n" + ROW, (1, None), "bad-header", "update_every"),

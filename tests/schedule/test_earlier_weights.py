@@ -63,7 +63,7 @@ def test_no_device_holds_more_than_one_of_1f1b_or_than_whole_backwards_need(name
     count = placement.model_stages
     saved, after_input = (data.draw(st.lists(sizes, min_size=count, max_size=count)) for _ in range(2))
     costs = costs_of(saved, after_input)
-    whole = bytes_of_1f1b(costs, placement, microbatches, schedule.slices)
+    whole = bytes_of_1f1b(costs, placement, microbatches, schedule.units.parts)
     assume(whole is not None)
     moved = with_earlier_weights(schedule, costs)
     validate(moved)

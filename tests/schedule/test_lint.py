@@ -28,7 +28,7 @@ def judge(text: str, microbatches: int | None = None) -> Fault | None:
 
 
 def schedule_of(table: Table, microbatches: int | None = None) -> Schedule:
-    return Schedule("table", table.placement(), microbatches or table.num_microbatches(), table.orders)
+    return Schedule("table", table.placement(), table.units(microbatches), table.orders)
 
 
 LOWERED = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"

@@ -109,7 +109,7 @@ def check_posts(program: Program) -> None:
 
 
 @examples(200)
-@given(family_schedules() | random_schedules() | random_schedules(max_replicas=2, max_slices=2))
+@given(family_schedules() | random_schedules() | random_schedules(max_replicas=2, max_slices=3, ragged=True))
 def test_any_valid_schedule_lowers(schedule):
     """Custom placements, mixed splitting, any order: what validates as a schedule validates as a program."""
     validate(schedule)

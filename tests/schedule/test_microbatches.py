@@ -55,7 +55,7 @@ def any_weights(draw: st.DrawFn, num_microbatches: int) -> MicrobatchWeights:
 
 def agree(schedule: Schedule, weights: MicrobatchWeights) -> Timeline:
     """Simulate a schedule, and compare every span and every peak with the oracle's."""
-    placement, slices = schedule.placement, schedule.slices
+    placement, slices = schedule.placement, schedule.units.parts
     chunks = [len(placement.stages[device]) / placement.replicas * slices for device in placement.devices]
     layers = {"F": 1.0, "I": 1.25, "W": 0.5, "R": 1.0, "RS": 0.05}
     tokens = weights.memory or (1.0,) * len(weights)
@@ -295,7 +295,7 @@ def test_any_plan_is_valid_within_its_cap_and_never_slower(data):
 @given(st.data())
 def test_many_orders_run_as_each_of_them_is_simulated(data):
     base = built(data.draw(st.sampled_from(SYNCHRONOUS)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6)))
-    if data.draw(st.booleans()) and base.placement.replicas == base.slices == 1:
+    if data.draw(st.booleans()) and base.placement.replicas == base.units.parts == 1:
         base = (
             with_recompute(base, dict.fromkeys(range(base.num_devices), Kind.R))
             if data.draw(st.booleans())

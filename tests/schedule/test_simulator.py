@@ -55,7 +55,7 @@ def test_an_input_gradient_may_come_from_a_fused_or_a_split_backward() -> None:
 
 @examples(200)
 @given(
-    schedule=random_schedules() | random_schedules(max_replicas=2, max_slices=3),
+    schedule=random_schedules() | random_schedules(max_replicas=2, max_slices=3, ragged=True),
     f=st.floats(0, 9),
     i=st.floats(0, 9),
     w=st.floats(0, 9),

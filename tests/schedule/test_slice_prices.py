@@ -27,6 +27,7 @@ from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.search.step_plan import ManyOrders
@@ -129,7 +130,7 @@ def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, kept: flo
 @given(data=st.data(), attention=SHARE, kept=SHARE, in_bytes=st.booleans())
 def test_nothing_is_left_after_a_microbatch(data: st.DataObject, attention: float, kept: float, in_bytes: bool) -> None:
     schedule = data.draw(random_schedules(max_slices=4))
-    n = schedule.slices
+    n = schedule.units.parts
     tokens = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))
     memory = {Kind.F: 8, Kind.I: data.draw(st.integers(-8, 2))} if in_bytes else None
     if memory is not None:
@@ -137,7 +138,7 @@ def test_nothing_is_left_after_a_microbatch(data: st.DataObject, attention: floa
     costs = slice_costs(Costs(memory=memory), schedule.placement, tokens, attention, kept)
     changes = costs.memory_changes(schedule.placement, slices=n)
     for order in schedule.orders:
-        held = held_after(order, changes, slices=n)
+        held = held_after(order, changes, units=schedule.units)
         assert held[-1] == pytest.approx(0, abs=1e-9) if held else True
         assert min(held, default=0) >= -1e-9
     assert simulate(schedule, costs).makespan > 0
@@ -148,9 +149,9 @@ def test_keys_and_values_wait_for_their_first_slice() -> None:
     costs = slice_costs(Costs(memory={Kind.F: 12, Kind.W: -12}), Placement.linear(1), (1, 1, 1), keys_and_values=0.25)
     order = [Action.parse(text) for text in "0F0 0F1 0F2 0B2 0B1 0B0".split()]
     changes = costs.memory_changes(Placement.linear(1), slices=3)
-    assert held_after(order, changes, slices=3) == pytest.approx([6, 9, 12, 12, 9, 0])
+    assert held_after(order, changes, units=Units.equal(1, 3)) == pytest.approx([6, 9, 12, 12, 9, 0])
     split = [Action.parse(text) for text in "0F0 0F1 0F2 0I2 0I1 0I0 0W2 0W1 0W0".split()]
-    assert held_after(split, changes, slices=3) == pytest.approx([6, 9, 12, 15, 15, 9, 6, 3, 0])
+    assert held_after(split, changes, units=Units.equal(1, 3)) == pytest.approx([6, 9, 12, 15, 15, 9, 6, 3, 0])
 
 
 def test_activation_units_of_unequal_slices() -> None:
@@ -204,7 +205,7 @@ def test_one_slice_is_the_whole() -> None:
 @st.composite
 def priced(draw: st.DrawFn, schedule: Schedule) -> Costs:
     """Seconds and bytes of every stage and slice; what a microbatch takes, it gives back."""
-    places = schedule.num_stages * schedule.slices
+    places = schedule.num_stages * schedule.units.parts
 
     def some(least: int, most: int) -> tuple[int, ...]:
         return tuple(draw(st.lists(st.integers(least, most), min_size=places, max_size=places)))
@@ -218,7 +219,7 @@ def priced(draw: st.DrawFn, schedule: Schedule) -> Costs:
 @given(data=st.data())
 def test_any_schedule_and_prices_as_the_oracles_play_them(data: st.DataObject) -> None:
     schedule = data.draw(random_schedules(max_slices=4))
-    costs, slices = data.draw(priced(schedule)), schedule.slices
+    costs, slices = data.draw(priced(schedule)), schedule.units.parts
     weights = st.lists(st.integers(0, 3), min_size=schedule.num_microbatches, max_size=schedule.num_microbatches)
     weigh = data.draw(st.none() | weights)
     tables = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
@@ -302,8 +303,10 @@ def test_slices_of_a_pipeline_with_replicas_are_alike() -> None:
 def test_what_is_held_after_every_slice() -> None:
     actions = [Action.parse(text) for text in "0F0 0F1 0B1 0F2 0B0 0REDUCE_GRAD".split()]
     changes = {Kind.F: (5, 3), Kind.B: (-5, -3), Kind.REDUCE_GRAD: (7, 0)}
-    assert held_after(actions, changes, slices=2) == [5, 8, 5, 10, 5, 12]
-    assert held_after(actions, changes, (1, 1, 2), 2) == [5, 8, 5, 15, 10, 17], "what is on a whole stage has no weight"
+    assert held_after(actions, changes, units=Units.equal(3, 2)) == [5, 8, 5, 10, 5, 12]
+    assert held_after(actions, changes, (1, 1, 2), Units.equal(3, 2)) == [5, 8, 5, 15, 10, 17], (
+        "what is on a whole stage has no weight"
+    )
 
 
 def test_what_a_run_has_counted_of_every_slice() -> None:
@@ -327,7 +330,7 @@ def test_what_a_run_has_counted_of_every_slice() -> None:
 @given(data=st.data())
 def test_copies_to_the_host_are_planned_for_the_prices_of_slices(data: st.DataObject) -> None:
     base = data.draw(random_schedules(max_slices=3))
-    places = base.num_stages * base.slices
+    places = base.num_stages * base.units.parts
     takes = data.draw(st.lists(st.integers(0, 9), min_size=places, max_size=places))
     memory = {Kind.F: tuple(takes), Kind.W: tuple(-seconds for seconds in takes)}
     copies = data.draw(st.lists(st.sampled_from([0.1, 0.5, 2]), min_size=places, max_size=places))

@@ -67,7 +67,7 @@ def check(schedule: Schedule) -> None:
     assert present(schedule) == expected(schedule)
     posts = [[a._replace(stage=0) for a in order if a.kind in COLLECTIVES] for order in schedule.orders]
     assert posts == posts[:1] * schedule.num_devices
-    units, n = range(schedule.num_units), schedule.slices
+    units, n = range(len(schedule.units)), schedule.units.parts
     backwards = [k * n + j for k in range(schedule.num_microbatches) for j in reversed(range(n))]
     for order in schedule.orders:
         ran = {
@@ -121,7 +121,7 @@ def test_any_schedule_and_costs(name, p, m, n, barriers, prices, p2p, collective
     costs = Costs(f + 0.1, i + 0.1, w, p2p=p2p, vocabulary=VocabularyCosts(s, t, e, e, loss, collective))
     schedule = with_vocabulary(base, barriers, costs)
     check(schedule)
-    assert softmaxes(schedule) <= schedule.slices
+    assert softmaxes(schedule) <= schedule.units.parts
     assert [[a for a in order if a.kind is Kind.F] for order in schedule.orders] == [
         [a for a in order if a.kind is Kind.F] for order in base.orders
     ]
@@ -146,7 +146,7 @@ def test_any_order_whatever(schedule, barriers):
             with_vocabulary(schedule, barriers)
         return
     check(cut := with_vocabulary(schedule, barriers))
-    assert softmaxes(cut) <= cut.slices
+    assert softmaxes(cut) <= cut.units.parts
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
@@ -185,7 +185,7 @@ def test_slices_with_prices_of_their_own():
     for barriers in (1, 2):
         schedule = with_vocabulary(base, barriers, costs)
         check(schedule)
-        assert softmaxes(schedule) <= schedule.slices
+        assert softmaxes(schedule) <= schedule.units.parts
         timeline = simulate(schedule, costs)
         assert timeline.ideal == pytest.approx(4 * (3 + 8 + 0.5))
         assert min(timeline.peaks) > 4.0, "the logits of a microbatch are held"

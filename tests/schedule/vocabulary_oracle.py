@@ -23,8 +23,8 @@ def expected(schedule: Schedule) -> Counter[tuple[int, Event]]:
     everywhere = ("EMBED_F", "S", "T", "EMBED_B", *COLLECTIVES)
     counts: Counter[tuple[int, Event]] = Counter()
     last = schedule.placement.devices[-1]
-    for k in range(schedule.num_microbatches * schedule.slices):
-        if k % schedule.slices == schedule.slices - 1:
+    for k in range(len(schedule.units)):
+        if k % schedule.units.parts == schedule.units.parts - 1:
             counts[last, ("LOSS", last, k)] += 1
         counts.update((d, (kind, d, k)) for d in range(schedule.num_devices) for kind in everywhere)
     return counts
@@ -45,7 +45,7 @@ def inputs(event: Event, schedule: Schedule, exists: set[Event]) -> tuple[list[E
     kind, number, k = event
     devices = schedule.placement.devices
     last = len(devices) - 1
-    home, n = devices[last], schedule.slices
+    home, n = devices[last], schedule.units.parts
     siblings = [unit for unit in range(schedule.num_microbatches * n) if unit // n == k // n]
     loss = ("LOSS", home, siblings[-1])
 

@@ -189,7 +189,7 @@ def _mean_lifespans(timeline: Timeline) -> dict[int, float]:
                 ages[action.stage] -= end
             elif action.kind in (Kind.I, Kind.B):
                 ages[action.stage] += start
-    return {stage: age / timeline.schedule.num_units for stage, age in ages.items()}
+    return {stage: age / len(timeline.schedule.units) for stage, age in ages.items()}
 
 
 _AT_ONCE = 1 / 16

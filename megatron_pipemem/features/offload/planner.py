@@ -25,7 +25,7 @@ from megatron_pipemem.features.offload.transfers import (
     RoundTrip,
     plan_round_trips,
 )
-from megatron_pipemem.schedule.action import ROUND_TRIP, Action, Kind, place
+from megatron_pipemem.schedule.action import ROUND_TRIP, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_weights
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Times
@@ -51,12 +51,12 @@ class PassTimes(NamedTuple):
 def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
     """Return the timetable of an order in which the forwards of each stage start at least an interval apart.
 
-    The interval is ``share`` of the busiest device's seconds for one microbatch (or slice). ``share`` is at most 1.
+    The interval is ``share`` of the busiest device's seconds for one unit. ``share`` is at most 1.
     """
     dependencies = Dependencies.of_schedule(schedule)
     graph, seconds, lags = ActionPrices(schedule, costs).of_graph(dependencies)
     work = [sum(seconds[graph.prices[node]] for node in nodes) for nodes in graph.lanes]
-    interval = share * max(work) / schedule.num_units * (1 - 1e-9)
+    interval = share * max(work) / len(schedule.units) * (1 - 1e-9)
     times = Times(graph, (), lags, 0.0)
     last: dict[int, float] = {}
     for node in dependencies.walk.nodes:
@@ -228,12 +228,12 @@ class Planner:
         placement = base.placement
         self._base, self._caps, self._budgets = base, caps, budgets
         self._channel = costs.channel or Channel(0.0)
-        self._slices = slices = base.slices
-        self._unit = costs.memory_unit(placement, slices)
-        self._changes = costs.memory_changes(placement, base.recomputed, slices)
-        self._host_changes = costs.host_changes(placement, base.recomputed, slices)
+        self._units, parts = base.units, base.units.parts
+        self._unit = costs.memory_unit(placement, parts)
+        self._changes = costs.memory_changes(placement, base.recomputed, parts)
+        self._host_changes = costs.host_changes(placement, base.recomputed, parts)
         self._weights = unit_weights(base, costs)
-        self._seconds = costs.transfer_seconds(placement, base.recomputed, slices)
+        self._seconds = costs.transfer_seconds(placement, base.recomputed, parts)
         weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
         self._of_copies = {kind: weights.seconds_of(kind) for kind in (Kind.OFFLOAD, Kind.RELOAD)}
         self._timetables = timetables(timeline)
@@ -374,11 +374,11 @@ class Planner:
             starts, ends = part.timetable.starts[device], part.timetable.ends[device]
             for (stage, microbatch), (made, used) in self._lives[device].items():
                 weight = 1.0 if self._weights is None else self._weights[microbatch]
-                at = place(Action(Kind.F, stage, microbatch), self._slices)
+                at = self._units.place(stage, microbatch)
                 size = -self._changes[Kind.WAIT_OFFLOAD][at] * weight
                 if stage in stages and size:  # a stage without layers has no activations
                     out, back = (
-                        self._seconds[kind][at] * of_microbatch[microbatch // self._slices] * factor
+                        self._seconds[kind][at] * of_microbatch[self._units.microbatch(microbatch)] * factor
                         for kind, of_microbatch in self._of_copies.items()
                     )
                     items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, weight))
@@ -444,7 +444,7 @@ class Planner:
 
     def _peak(self, order: Order, changes: Mapping[Kind, Sequence[float]]) -> float:
         """Return the peak of the memory, or host memory, that ``changes`` describes, in the unit of the costs' memory."""
-        return max(0.0, *held_after(order, changes, self._weights, self._slices)) * self._unit
+        return max(0.0, *held_after(order, changes, self._weights, self._units)) * self._unit
 
 
 def _counts(items: Sequence[Item]) -> list[int]:

@@ -116,4 +116,4 @@ def _dependencies(program: Program, parts: Sequence[Order], messages: Sequence[M
         receive = router.awaited(action)
         return () if receive is None else (sends[receive],)
 
-    return Dependencies(parts, program.placement, needs, program.schedule.slices)
+    return Dependencies(parts, program.placement, needs, program.schedule.units)

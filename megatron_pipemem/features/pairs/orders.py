@@ -37,7 +37,7 @@ def may_pair(schedule: Schedule) -> bool:
     They may not with slices, recomputation, offload, vocabulary passes or asynchronous updates.
     """
     others = schedule.recomputed, schedule.offloads, schedule.vocabulary_barriers, schedule.updates
-    return schedule.slices == 1 and not any(others)
+    return schedule.units.are_whole and not any(others)
 
 
 def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule], bool] = lambda _: True) -> Timeline:

@@ -354,7 +354,7 @@ class SequenceSlices(Extension):
 
     def prepare(self, step: Step) -> None:
         """Choose the tokens of each slice of this step, and set the shapes of the slices' messages."""
-        if step.program.schedule.slices == 1:
+        if step.program.schedule.units.are_whole:
             return
 
         self._gates.check(self._request, [step.context.config], step.program.schedule)
@@ -367,7 +367,7 @@ class SequenceSlices(Extension):
         (b, s), config = step.tokens[0], step.context.config
         ranks = step.groups.tp.size() if config.sequence_parallel else 1
         share = attention_share(model_of(config, seq_length=s, mtp_num_layers=0))
-        tokens = slice_tokens(s, step.program.schedule.slices, self._request.slice_cut, share, multiple=ranks)
+        tokens = slice_tokens(s, step.program.schedule.units.parts, self._request.slice_cut, share, multiple=ranks)
         self._bounds = list(pairwise(accumulate(tokens, initial=0)))  # [2, 3] -> [(0, 2), (2, 5)]
         shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]
         if len(set(shapes)) == 1:
@@ -381,7 +381,7 @@ class SequenceSlices(Extension):
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run slices."""
-        if step.program.schedule.slices > 1:
+        if not step.program.schedule.units.are_whole:
             ledger = step.observation.ledger
 
             def hold(tensor: torch.Tensor) -> None:
@@ -399,7 +399,7 @@ class SequenceSlices(Extension):
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         with ExitStack() as stack:
-            for chunk in step.chunks if step.program.schedule.slices > 1 else ():
+            for chunk in step.chunks if not step.program.schedule.units.are_whole else ():
                 stack.enter_context(self._models[chunk].hooked())
             yield
 

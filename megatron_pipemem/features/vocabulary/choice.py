@@ -130,7 +130,7 @@ def choose_vocabulary(
     maps each allowed number of barriers to a schedule with vocabulary passes. By default ``with_vocabulary`` makes one
     for 1 and one for 2.
     """
-    placement, slices = schedule.placement, schedule.slices
+    placement, slices = schedule.placement, schedule.units.parts
     seconds = costs.seconds(placement, slices)
     model_seconds = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
     if not model_seconds:

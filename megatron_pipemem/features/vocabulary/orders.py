@@ -38,9 +38,6 @@ from megatron_pipemem.schedule.action import (
     VOCABULARY_COMPUTE,
     Action,
     Kind,
-    last_slice,
-    mirrored,
-    place,
 )
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import needs_of
@@ -70,17 +67,17 @@ class PassRun:
     def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:
         placement = schedule.placement
         self._placement, self._orders, self._barriers = placement, orders, barriers
-        self._units, self._p, self._slices = schedule.num_units, placement.num_devices, schedule.slices
+        self._units, self._p, self._parts = schedule.units, placement.num_devices, schedule.units.parts
         self._last = placement.devices[-1]
         self._fused = {action for order in orders for action in order if action.kind is Kind.B}
         self._trains = any(action.kind in BACKWARD for order in orders for action in order)
-        vocabulary = costs.vocabulary_costs(placement, barriers, self._slices)
-        seconds = {**costs.seconds(placement, self._slices), **vocabulary.seconds(self._p, self._slices)}
+        vocabulary = costs.vocabulary_costs(placement, barriers, self._parts)
+        seconds = {**costs.seconds(placement, self._parts), **vocabulary.seconds(self._p, self._parts)}
         scale = _TICKS / (max(max(prices) for prices in seconds.values()) or 1.0)
         self._ticks = {kind: [round(price * scale) for price in prices] for kind, prices in seconds.items()}
-        collectives = vocabulary.collective_seconds(self._slices)
+        collectives = vocabulary.collective_seconds(self._parts)
         self._collective_ticks = {kind: round(price * scale) for kind, price in collectives.items()}
-        self._link = lambda source, destination: round(costs.link_seconds(source, destination) * scale / self._slices)
+        self._link = lambda source, destination: round(costs.link_seconds(source, destination) * scale / self._parts)
         self._lists: list[list[Action]] = [[] for _ in orders]
         self._at = [0] * self._p
         self._count = [Counter[Kind]() for _ in orders]
@@ -142,7 +139,7 @@ class PassRun:
             self._push(now + self._ticks_of(action), device)
 
     def _ticks_of(self, action: Action) -> int:
-        return self._ticks[action.kind][place(action, self._slices)]
+        return self._ticks[action.kind][self._units.place(action.stage, action.microbatch)]
 
     def _end(self, device: int, now: int) -> None:
         action = self._running[device]
@@ -156,7 +153,7 @@ class PassRun:
         elif kind in BACKWARD and kind is not Kind.W and stage == 0:
             self._post((Kind.BCAST_E, microbatch), now)
         elif kind is Kind.LOSS and self._trains:
-            for unit in range(microbatch, microbatch - self._slices, -1):
+            for unit in range(microbatch, self._units.first(microbatch) - 1, -1):
                 self._post((Kind.BCAST_G, unit), now)
         elif kind in _COLLECTIVE_AFTER and (kind is not Kind.T or self._barriers == 2):
             self._bring((_COLLECTIVE_AFTER[kind], microbatch), now)
@@ -206,38 +203,38 @@ class PassRun:
         slices of a microbatch ready for T at once. Most of these T are not urgent.
         """
         count = self._count[device]
-        awaited = self._barriers == 2 and (self._slices == 1 or count[Kind.T] <= self._returned)
+        awaited = self._barriers == 2 and (self._units.are_whole or count[Kind.T] <= self._returned)
         return awaited or (Kind.BCAST_X, count[Kind.S]) in self._done
 
     def _next(self, device: int, kind: Kind) -> int:
-        """Return the microbatch (or slice) for which a device will run this kind of pass next."""
+        """Return the unit for which a device will run this kind of pass next."""
         count = self._count[device][kind]
         if kind is Kind.LOSS:
-            return last_slice(count * self._slices, self._slices)
-        return mirrored(count, self._slices) if kind in (Kind.T, Kind.EMBED_B) else count
+            return self._units.of(count)[-1]
+        return self._units.backward(count) if kind in (Kind.T, Kind.EMBED_B) else count
 
     def _ready(self, device: int) -> Iterator[Kind]:
-        """Yield each kind of pass whose next microbatch (or slice) can run on a device now."""
+        """Yield each kind of pass whose next unit can run on a device now."""
         count, done = self._count[device], self._done
-        if count[Kind.EMBED_F] < min(self._units, self._begun + _EMBEDDINGS_AHEAD):
+        if count[Kind.EMBED_F] < min(len(self._units), self._begun + _EMBEDDINGS_AHEAD):
             yield Kind.EMBED_F
-        final = self._next(device, Kind.LOSS)
-        if device == self._last and all((Kind.STATS, final - behind) in done for behind in range(self._slices)):
+        losses = count[Kind.LOSS]
+        is_loss_left = device == self._last and losses < self._units.num_microbatches
+        if is_loss_left and all((Kind.STATS, unit) in done for unit in self._units.of(losses)):
             yield Kind.LOSS
         # Only the softmax of one microbatch is alive at a time.
-        if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.S] < count[Kind.T] + self._slices):
+        if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.S] < count[Kind.T] + self._parts):
             yield Kind.S
-        if (Kind.BCAST_G, self._next(device, Kind.T)) in done:
-            yield Kind.T
-        if (Kind.BCAST_E, self._next(device, Kind.EMBED_B)) in done:
-            yield Kind.EMBED_B
+        for kind, collective in ((Kind.T, Kind.BCAST_G), (Kind.EMBED_B, Kind.BCAST_E)):
+            if count[kind] < len(self._units) and (collective, self._next(device, kind)) in done:
+                yield kind
 
     def _is_due(self, action: Action) -> bool:
         """Return whether an EMBED_F or EMBED_B must run before the next action of the device's own order."""
         if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
-        after = mirrored(action.microbatch, self._slices) + _EMBEDDINGS_AHEAD - 1
-        return (Kind.BCAST_E, mirrored(after, self._slices)) in self._done
+        after = self._units.backward(action.microbatch) + _EMBEDDINGS_AHEAD - 1
+        return after < len(self._units) and (Kind.BCAST_E, self._units.backward(after)) in self._done
 
     def _following(self, device: int, now: int) -> Action | None:
         """Return the next action of the device's order if it can start at ``now``, else None.
@@ -249,7 +246,7 @@ class PassRun:
             return None
         action = order[self._at[device]]
         earliest = now
-        for needed in needs_of(action, self._placement, self._fused, self._slices, self._barriers):
+        for needed in needs_of(action, self._placement, self._fused, self._units, self._barriers):
             if needed.kind in COLLECTIVES:
                 if (needed.kind, needed.microbatch) not in self._done:
                     return None
@@ -321,8 +318,8 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
     """Return orders in which every backward starts ``barriers`` intervals later. Every action stays after those that it
     needs.
     """
-    timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.slices))
-    later = barriers * timeline.ideal / schedule.num_units
+    timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.units.parts))
+    later = barriers * timeline.ideal / len(schedule.units)
     # Rounded, so that nearly equal times are ties. Then backwards go first, because they free memory.
     unit = timeline.makespan * 1e-9
     orders = []

@@ -262,7 +262,7 @@ def planned_step(pipeline: Sequence[Summary], plan: Choice, bytes_of_1f1b: int |
     memory, (held, peaks) = memory_of(pipeline), counted_bytes(pipeline)
     if not (peaks and memory):
         return plan.timeline
-    costs = replace(plan.costs, memory=action_memory(memory, plan.schedule.slices))
+    costs = replace(plan.costs, memory=action_memory(memory, plan.schedule.units.parts))
     # Bytes are counted after passes only. A step of an asynchronous schedule begins with those of earlier steps.
     ran = tuple(tuple(traced.action for traced in member.last) for member in pipeline)
     measured = Measured(None, held if ran == plan.schedule.orders else None, bytes_of_1f1b, has_counted_peaks=True)
@@ -305,7 +305,7 @@ def _costs(plan: Choice) -> dict:
 
     The entry ``p2p`` has the seconds of a message for each pair of neighbouring devices, such as ``0-1``.
     """
-    placement, slices = plan.schedule.placement, plan.schedule.slices
+    placement, slices = plan.schedule.placement, plan.schedule.units.parts
     seconds = plan.costs.seconds(placement, slices)
     neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})
     links = {f"{a}-{b}": plan.costs.link_seconds(a, b) for a, b in neighbours if a != b}

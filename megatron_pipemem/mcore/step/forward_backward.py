@@ -211,8 +211,8 @@ class ForwardBackward(Feature):
                 self._try(step, step.trial, extensions)
             step.executor.run()
         if step.observation.ledger is not None:
-            # The numbers of slices are like those of microbatches.
-            step.observation.ledger.end_step(step.shape.num_microbatches * step.program.schedule.slices)
+            # Units are numbered like microbatches.
+            step.observation.ledger.end_step(step.shape.num_microbatches * step.program.schedule.units.parts)
         for extension in extensions:
             extension.before_finalize(step)
         if step.finalizes:
@@ -259,7 +259,7 @@ class ForwardBackward(Feature):
             time=step.times_actions,
             earlier=step.earlier_ledger,
             # With slices, bytes depend on the slice's position, and all microbatches have the same size.
-            tokens=step.tokens if step.message.shapes is not None and step.program.schedule.slices == 1 else None,
+            tokens=step.tokens if step.message.shapes is not None and step.program.schedule.units.are_whole else None,
         )
         iterators = watch_batches(step.iterators, *step.all_excludes)
         pipeline, placement = step.pipeline, step.pipeline.placement

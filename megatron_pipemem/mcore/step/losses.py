@@ -209,11 +209,11 @@ class _Ends(NamedTuple):
     def forwards(self, device: int) -> list[Action]:
         """Return the forwards of a device that compute losses, in the order of the schedule.
 
-        With slices, only the forward of a sequence's last slice computes a loss.
+        Only the forward of a microbatch's last part computes a loss.
         """
-        slices, order = self.schedule.slices, self.schedule.orders[device]
+        units, order = self.schedule.units, self.schedule.orders[device]
         forwards = (a for a in order if a.kind is Kind.F and a.stage in self.stages)
-        return [a for a in forwards if (a.microbatch + 1) % slices == 0]
+        return [a for a in forwards if units.after(a.microbatch) is None]
 
 
 def _ends(schedule: Schedule) -> _Ends:
@@ -271,7 +271,7 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
     num_tokens = torch.zeros_like(step.num_tokens)
     for source in sources:
         data = own if source == last else carrier.receive(source, kind)
-        order = [action.microbatch // schedule.slices for action in ends.forwards(source)]
+        order = [schedule.units.microbatch(action.microbatch) for action in ends.forwards(source)]
         losses += zip(order, data["losses"], strict=True)
         num_tokens += data["tokens"]
     if step.order is not None:

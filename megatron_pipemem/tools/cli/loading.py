@@ -158,7 +158,7 @@ def head_seconds(price_options: Prices, costs: Costs, schedule: Schedule) -> flo
             "needs-option",
             f"--head-cost {price_options.head_cost} counts layers; give the model's number of layers with --layers",
         )
-    seconds = without_ends(costs).seconds(schedule.placement, schedule.slices)
+    seconds = without_ends(costs).seconds(schedule.placement, schedule.units.parts)
     return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / layers
 
 
@@ -174,7 +174,7 @@ def priced_head(price_options: Prices, costs: Costs, schedule: Schedule, barrier
         return with_cut_head(costs, seconds, schedule.num_devices, barriers)
     if price_options.head_cost is None:  # the costs already include the head
         return costs
-    return head_on_last_stage(without_ends(costs), schedule.placement, seconds, slices=schedule.slices)
+    return head_on_last_stage(without_ends(costs), schedule.placement, seconds, slices=schedule.units.parts)
 
 
 def named(name: str, chunks: int | None) -> str:
@@ -330,9 +330,9 @@ def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> 
         placement = table.placement()
     except ScheduleFormatError as error:
         raise ScheduleFormatError(error.code, f"{path}: {error}") from error
-    count = table.num_microbatches() if microbatches is None else microbatches
-    check_size(placement.num_devices, count * table.header.slices, placement.num_chunks, yes, fitted=False)
-    return table, Schedule.of_table(table, path.stem, count)
+    units = table.units(microbatches)
+    check_size(placement.num_devices, len(units), placement.num_chunks, yes, fitted=False)
+    return table, Schedule.of_table(table, path.stem, units)
 
 
 def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
@@ -386,7 +386,7 @@ def _with_attention(loaded: Loaded, prices: Costs, question: Question) -> Costs:
         raise UnsupportedError(
             "bad-choice", f"--slice-cut {shortened(question.slice_cut)} is not one of {', '.join(SLICE_CUTS)}"
         )
-    share, slices = question.attention_share, loaded.schedule.slices
+    share, slices = question.attention_share, loaded.schedule.units.parts
     if share is None or slices == 1:
         return prices
     if loaded.request.searches or question.vocab_parallel != OFF:
@@ -401,7 +401,7 @@ def _with_attention(loaded: Loaded, prices: Costs, question: Question) -> Costs:
 
 def check_attention(question: Question, schedules: Iterable[Schedule]) -> None:
     """Raise an UnsupportedError for --attention-share without slices, or --slice-cut without --attention-share."""
-    if question.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
+    if question.attention_share is not None and all(schedule.units.are_whole for schedule in schedules):
         raise UnsupportedError(
             "needs-option",
             f"--attention-share {question.attention_share:g} prices slices of sequences, but no schedule has slices; add "
@@ -442,7 +442,7 @@ def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loade
         if algorithm == REDISTRIBUTE:
             layout = choice.moved
             assert layout is not None, "redistribution moves layers"
-            moved = head_on_last_stage(alone, schedule.placement, seconds, layout, slices=schedule.slices)
+            moved = head_on_last_stage(alone, schedule.placement, seconds, layout, slices=schedule.units.parts)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
     if algorithm == OFF:
         return loaded, priced_head(question, prices, schedule, 0), reason

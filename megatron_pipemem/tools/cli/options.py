@@ -229,7 +229,7 @@ def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
     if not yes:
         placement, counts = schedule.placement, f"--steps {steps} of {schedule.num_microbatches} microbatches"
         check_affordable(
-            placement.num_devices, schedule.num_units * steps, placement.num_chunks, f"{counts} make", fitted=False
+            placement.num_devices, len(schedule.units) * steps, placement.num_chunks, f"{counts} make", fitted=False
         )
 
 

@@ -158,8 +158,8 @@ def _schedules(run: Run) -> None:
     if schedule is not None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
         check_replicas(schedule.placement)
-        if schedule.slices > 1:
-            run_slices(run, schedule.slices)
+        if not schedule.units.are_whole:
+            run_slices(run, schedule.units.parts)
     _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
 
 

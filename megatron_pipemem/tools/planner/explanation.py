@@ -54,7 +54,7 @@ class Case:
     @cached_property
     def own(self) -> Timeline:
         """The timeline of the run's own schedule, simulated with its measured times."""
-        memory = None if self.memory is None else action_memory(self.memory, self.schedule.slices)
+        memory = None if self.memory is None else action_memory(self.memory, self.schedule.units.parts)
         return simulate(self.schedule, self.step.costs(memory))
 
     @property
@@ -108,7 +108,7 @@ def case_of_report(report: Mapping[str, Any]) -> Case | None:
         layers = tuple(map(int, layers))
     if not all(0 <= count <= MOST_LAYERS for count in layers or ()):
         raise ValueError(f"layers of last_step are not numbers from 0 to {MOST_LAYERS}")
-    stages, slices = schedule.num_stages, schedule.slices
+    stages, slices = schedule.num_stages, schedule.units.parts
     if len(layers or (0,) * stages) != stages or any(
         len(changes) != stages * slices for changes in (memory or {}).values()
     ):
@@ -149,7 +149,7 @@ def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,
-        schedule.num_stages * schedule.slices,
+        schedule.num_stages * schedule.units.parts,
     ):
         return Costs()
     forward, inputs, weights = (tuple(prices[name]) for name in ("forward", "backward_input", "backward_weight"))
@@ -168,7 +168,7 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
         return slowdown_of(path, run)
     case = read_case(path)
     placement = case.step.schedule.placement
-    if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
+    if placement.num_devices != run.parallelism.pp or not case.step.schedule.units.are_whole:
         raise ConfigError(
             "other-model",
             "is of a run with another number of pipeline ranks, or with slices; give the report of a run that has as "
@@ -196,7 +196,7 @@ def _ratio(measured: float, predicted: float, messages: float) -> float:
 def explain(case: Case) -> dict[str, Any]:
     """Return the JSON object of ``pipemem explain``: the time of a step by cause."""
     step, schedule = case.step, case.schedule
-    usual, n = case.step.of_stages(), schedule.slices
+    usual, n = case.step.of_stages(), schedule.units.parts
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,

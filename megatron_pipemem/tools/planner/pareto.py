@@ -171,4 +171,6 @@ def _least_seconds(choice: Timeline, costs: Costs, cap: float) -> float:
 
 def _is_plain(schedule: Schedule) -> bool:
     """Return whether ``lower_bound`` holds for a schedule: no slices, replicas, recomputation or offload."""
-    return schedule.slices == 1 and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)
+    return (
+        schedule.units.are_whole and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)
+    )

@@ -96,9 +96,9 @@ class RunPrices:
         self._replays = cache(lambda count: _replay(run, request, count))
         published = self.replay.schedule
         self.placement = published.placement
-        self.is_plain = not (self._adds_passes or published.slices > 1 or request.is_asynchronous)
+        self.is_plain = not (self._adds_passes or published.units.parts > 1 or request.is_asynchronous)
         """Whether the schedule is synchronous, of whole microbatches, and without added passes."""
-        cut_run = _with_slices(run, published.slices)
+        cut_run = _with_slices(run, published.units.parts)
         copies: Offload = AUTO if published.offloads or request.offload != OFF else OFF
         choice = replace(cut_run.schedule, vocab_parallel=request.vocab_parallel, offload=copies)
         self._cut = replace(cut_run, schedule=choice)
@@ -138,7 +138,7 @@ class RunPrices:
         if self._request.file is not None:
             order_price = timing(self._count).price
             return order_price._replace(seconds=order_price.seconds + self.further * max(step.work))
-        actions = 3 * cut.microbatches * self.replay.schedule.slices * self.placement.num_stages
+        actions = 3 * cut.microbatches * self.replay.schedule.units.parts * self.placement.num_stages
         if self._adds_passes and actions <= MOST_ACTIONS:
             return timing(cut.microbatches).price
         return extended(timing, cut.pp, cut.microbatches)

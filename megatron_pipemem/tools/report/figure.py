@@ -519,7 +519,7 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
 
 def _add_footnotes(figure: Figure, runs: Sequence[PicturedRun], left_out: list[str]) -> None:
     schedules = [run.timeline.schedule for run in runs]
-    reading = "Numbers are microbatches" if all(s.slices == 1 for s in schedules) else "Numbers are sequence slices"
+    reading = "Numbers are microbatches" if all(s.units.are_whole for s in schedules) else "Numbers are sequence slices"
     if any(s.placement.num_chunks > s.placement.replicas for s in schedules):
         reading += "; paler: a device's later chunk"
     elif any(s.placement.replicas > 1 for s in schedules):

@@ -27,7 +27,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.action import COMPUTE, RECOMPUTE, Action, Kind, place
+from megatron_pipemem.schedule.action import COMPUTE, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Step
 from megatron_pipemem.schedule.measured import Pair, costs_from
@@ -168,8 +168,8 @@ class MeasuredStep:
         return max((spans[-1][1] for spans in self.spans if spans), default=0)
 
     def key_of(self, action: Action) -> tuple[Kind, int]:
-        """Return the key of an action in ``usual``: its kind, and the index of its stage and slice."""
-        return action.kind, place(action, self.schedule.slices)
+        """Return the key of an action in ``usual``: its kind, and the index of its stage and part."""
+        return action.kind, self.schedule.units.place(action.stage, action.microbatch)
 
     @cached_property
     def pairs(self) -> dict[int, int]:
@@ -184,7 +184,7 @@ class MeasuredStep:
 
     @cached_property
     def usual(self) -> dict[tuple[Kind, int], int]:
-        """Return the median nanoseconds per kind, stage and slice; for vocabulary passes per kind, device and slice.
+        """Return the median nanoseconds per kind, stage and part; for vocabulary passes per kind, device and part.
 
         They are those of actions in no pair.
         """
@@ -214,7 +214,7 @@ class MeasuredStep:
             kind, _, unit = self.actions[node]
             usual = self.usual[self.key_of(self.actions[node])]
             if usual and kind in (Kind.F, Kind.I, Kind.B):
-                ratios[unit // self.schedule.slices].append(self.seconds[node] / usual)
+                ratios[self.schedule.units.microbatch(unit)].append(self.seconds[node] / usual)
         return tuple(
             median(of_microbatch)
             if of_microbatch and (min(of_microbatch) > 1 + _ALIKE or max(of_microbatch) < 1 - _ALIKE)
@@ -241,19 +241,19 @@ class MeasuredStep:
         }
 
     def of_stages(self) -> dict[Kind, tuple[float, ...]]:
-        """Return the median seconds of F, I and W of every stage and slice.
+        """Return the median seconds of F, I and W of every stage and part.
 
         The seconds of a B are divided in the ratio of I and W in ``split``. Seconds of recomputation are added to I. A
         pass that the stage does not run has 0 seconds.
         """
-        seconds = self.costs().seconds(self.schedule.placement, self.schedule.slices)
+        seconds = self.costs().seconds(self.schedule.placement, self.schedule.units.parts)
         again = (sum(self.usual.get((kind, at), 0) for kind in RECOMPUTE) / NANOSECONDS for at in self._places)
         inputs = tuple(map(sum, zip(seconds[Kind.I], again, strict=True)))
         return {Kind.F: seconds[Kind.F], Kind.I: inputs, Kind.W: seconds[Kind.W]}
 
     @property
     def _places(self) -> range:
-        return range(self.schedule.num_stages * self.schedule.slices)
+        return range(self.schedule.num_stages * self.schedule.units.parts)
 
     def p2p(self) -> dict[tuple[int, int], float]:
         """Return the seconds of a message between any two devices: measured, or else the mean of the measured ones."""
@@ -265,7 +265,7 @@ class MeasuredStep:
     def costs(self, memory: Mapping[Kind, tuple[float, ...]] | None = None) -> Costs:
         """Return costs with the median seconds of every stage, with which the step's own schedule can be simulated.
 
-        ``memory`` becomes ``Costs.memory``: per kind, the change of memory of every stage and slice.
+        ``memory`` becomes ``Costs.memory``: per kind, the change of memory of every stage and part.
         """
         usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.usual.items()}
         together = {pair: nanoseconds / NANOSECONDS for pair, nanoseconds in self.usual_pairs.items()}
@@ -273,7 +273,7 @@ class MeasuredStep:
         for at in self._places:
             for kind in (Kind.F,) if (Kind.B, at) in usual else (Kind.F, Kind.I, Kind.W):
                 usual.setdefault((kind, at), 0.0)
-        costs = costs_from(usual, self.p2p(), self.schedule.placement, self.split, self.schedule.slices, together)
+        costs = costs_from(usual, self.p2p(), self.schedule.placement, self.split, self.schedule.units.parts, together)
         weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
         return replace(costs, memory=memory, microbatch=weights)
 
@@ -343,26 +343,26 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
 
 
 def _even(step: MeasuredStep) -> tuple[dict[tuple[Kind, int], int], dict[Pair, int]]:
-    """Return usual times with the mean over all stages in place of each stage's time, slice by slice, also of pairs."""
+    """Return usual times with the mean over all stages in place of each stage's time, part by part, also of pairs."""
     by_kind: dict[tuple[Kind, int], list[int]] = {}
-    slices = step.schedule.slices
+    parts = step.schedule.units.parts
     for (kind, at), seconds in step.usual.items():
-        by_kind.setdefault((kind, at % slices), []).append(seconds)
+        by_kind.setdefault((kind, at % parts), []).append(seconds)
     means = {key: round(sum(times) / len(times)) for key, times in by_kind.items()}
     together = step.usual_pairs.values()
     mean = round(sum(together) / len(together)) if together else 0
-    alone = {(kind, at): means[kind, at % slices] for kind, at in step.usual}
+    alone = {(kind, at): means[kind, at % parts] for kind, at in step.usual}
     return alone, dict.fromkeys(step.usual_pairs, mean)
 
 
 def _of_actions(
     step: MeasuredStep, seconds: Mapping[tuple[Kind, int], int], pairs: Mapping[Pair, int], weighed: bool
 ) -> list[int]:
-    weights, slices = step.weights, step.schedule.slices
+    weights, units = step.weights, step.schedule.units
     durations = []
     for action in step.actions:
         duration = seconds.get(step.key_of(action), 0)
-        durations.append(round(duration * weights[action.microbatch // slices]) if weighed else duration)
+        durations.append(round(duration * weights[units.microbatch(action.microbatch)]) if weighed else duration)
     for first, second in step.pairs.items():
         together = pairs[step.key_of(step.actions[first]), step.key_of(step.actions[second])]
         durations[first], durations[second] = 0, together

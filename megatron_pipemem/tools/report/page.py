@@ -78,7 +78,7 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
             f"Time: {run.time_unit}. Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
             f"{timeline.messages}, peak {run.peak_text}."
         ),
-        "slices": timeline.schedule.slices,
+        "slices": timeline.schedule.units.parts,
         "makespan": timeline.makespan,
         "bytes": not run.in_units,
         "limit": limit if run.in_units else None,

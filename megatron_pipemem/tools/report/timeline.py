@@ -204,10 +204,10 @@ class DrawnRun:
         schedule, costs = self.timeline.schedule, self.timeline.costs
         if self.timeline.measured.held is not None:
             return self.timeline.measured.held
-        slices, weights = schedule.slices, unit_weights(schedule, costs)
-        changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
-        unit = costs.memory_unit(schedule.placement, slices)
-        return [[held * unit for held in held_after(order, changes, weights, slices)] for order in schedule.orders]
+        units, weights = schedule.units, unit_weights(schedule, costs)
+        changes = costs.memory_changes(schedule.placement, schedule.recomputed, units.parts)
+        unit = costs.memory_unit(schedule.placement, units.parts)
+        return [[held * unit for held in held_after(order, changes, weights, units)] for order in schedule.orders]
 
     @cached_property
     def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:

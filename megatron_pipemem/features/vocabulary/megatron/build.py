@@ -90,7 +90,7 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     The head's time is that of S and T over all devices, if the costs have prices of passes; else the price of the
     head's part; else it follows from the head's FLOPs.
     """
-    placement, slices = schedules[0].placement, schedules[0].slices
+    placement, slices = schedules[0].placement, schedules[0].units.parts
     head = head_seconds(costs)
     if costs.vocabulary is not None:
         passes = costs.vocabulary.seconds(placement.num_devices, slices)

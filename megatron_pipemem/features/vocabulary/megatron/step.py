@@ -380,7 +380,7 @@ class VocabularySteps(Extension):
             last,
             not step.forward_only,
             step.observation.ledger,
-            step.program.schedule.slices,
+            step.program.schedule.units.parts,
         )
         return [passes]
 
