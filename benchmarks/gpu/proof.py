@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,11 @@ class Report:
 
     def add(self, case: str, values: Mapping[str, object], missed: list[str] | tuple[str, ...] = ()) -> None:
         self.rows.append(Row(case, values, tuple(missed)))
+        self._write()
+
+    def amend(self, case: str, values: Mapping[str, object]) -> None:
+        """Add values to a row."""
+        self.rows = [replace(row, values={**row.values, **values}) if row.case == case else row for row in self.rows]
         self._write()
 
     def finish(self) -> int:
