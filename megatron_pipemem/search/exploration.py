@@ -18,6 +18,8 @@ from math import isclose
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from megatron_pipemem.errors import repeated
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -32,6 +34,7 @@ from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.search.compiled import Justifier
 from megatron_pipemem.search.exact import solve
 from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, justify, timetable
 from megatron_pipemem.search.portfolio import (
@@ -64,10 +67,13 @@ class SearchStep(Enum):
 
 
 class Clock:
-    """The time limit of a search, which begins when the clock is made, and the measured speed of its parts."""
+    """The limit of a search's processor time, which begins with the clock, and the measured speed of the search's parts.
+
+    Processor time is that of this thread, so other work on the machine changes no result.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._started, self.seconds = time.perf_counter(), seconds
+        self._started, self.seconds = time.thread_time(), seconds
         self.state: Callable[[], str] = lambda: "searching"
         """Returns the progress message that is sent after every part of the search."""
         self._paces: dict[SearchStep, float] = {}
@@ -76,7 +82,7 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        return time.perf_counter() - self._started
+        return time.thread_time() - self._started
 
     def allows(self, step: SearchStep, passes: int, result: int, share: float = 1.0) -> bool:
         """Return whether a part of the search can end in time, with time left to build the resulting schedule.
@@ -126,6 +132,10 @@ _FAR_FROM_BOUND = 1.03
 _LEFT_IDLE = 1 / 6
 # Passes that are justified again, with a part of them frozen, if the steady state idles.
 _PASSES_TO_POLISH = 150_000
+# The factor by which more passes are justified if numba is installed, in about the same time.
+_SPEED_OF_COMPILED = 20
+# Trials of ``polish`` that begin with a disturbed order.
+_SHARE_OF_DISTURBED = 1 / 3
 # With more rounds, small searches of parts took up to five times as long.
 _MOST_ROUNDS_OF_PARTS = 60
 # Factor of trials under a cap that makes the steady state idle, because intervals multiply the possibilities.
@@ -353,32 +363,38 @@ class Exploration:
         self.leaves_idle = sampler.leaves_idle
 
     def polish(self, clock: Clock, effort: float) -> None:
-        """Justify the best orders many times, with other passes frozen, which helps if the steady state idles."""
-        rng = Random(self.seed)
-        problem = self._problem
-        classes, units = len(problem.device), len(problem.units)
-        pool = [entry[2:] for entry in self._finalists]
-        rounds, improved = effort * _PASSES_TO_POLISH / self.num_passes, 0
+        """Justify the best orders many times, which helps if the steady state idles.
+
+        Every time, other passes are frozen, and in some trials the order is disturbed before.
+        """
+        rng = np.random.default_rng(self.seed)
+        classes, justifier = len(self._problem.device), Justifier(self._problem)
+        pool = [(name, makespan, np.array(table.starts)) for makespan, _, name, table in self._finalists]
+        passes = _PASSES_TO_POLISH * (_SPEED_OF_COMPILED if justifier.is_compiled else 1)
+        rounds, improved = effort * passes / self.num_passes, 0
         rounds = int(rounds if self.units.are_whole else min(rounds, effort * _MOST_ROUNDS_OF_PARTS))
         patience = max(_FEWEST_TRIALS, rounds / 3)
         for number in range(rounds):
             if self.is_optimal or number - improved > patience or not self.may_justify(clock):
                 return
-            index = rng.randrange(len(pool))
+            index = rng.integers(len(pool))
             if rng.random() < 0.5:
-                frozen_classes = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
-                frozen = {pass_ for pass_ in range(self.num_passes) if pass_ // units in frozen_classes}
+                chosen = rng.permutation(classes) < rng.integers(1, classes // 3, endpoint=True)
+                frozen = np.repeat(chosen, len(self._problem.units))
             else:
-                share = rng.choice((0.02, 0.1, 0.3, 0.5))
-                frozen = {pass_ for pass_ in range(self.num_passes) if rng.random() < share}
-            name, before = pool[index]
+                frozen = rng.random(self.num_passes) < rng.choice((0.02, 0.1, 0.3, 0.5))
+            name, before, starts = pool[index]
+            is_disturbed = rng.random() < _SHARE_OF_DISTURBED
             with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
-                table = justify(problem, justify(problem, before, frozen))
-            if table.makespan < self._finalists[0][0]:
-                self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", table)
+                moved = justifier.disturbed(starts, rng) if is_disturbed else starts
+                if moved is None:
+                    continue
+                starts, makespan = justifier.twice(moved, frozen)
+            if makespan < self._finalists[0][0]:
+                self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", justifier.timetable(starts))
                 improved = number
-            if table.makespan <= before.makespan:
-                pool[index] = (name, table)
+            if makespan <= before:
+                pool[index] = (name, makespan, starts)
 
     def _add(self, name: str, table: Timetable) -> None:
         entry = (table.makespan, len(self._finalists), name, table)

@@ -117,8 +117,8 @@ def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozen
 
     ``frozen`` passes do not move into idle gaps. Another choice of these passes gives another result.
     """
-    late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
-    return _earlier(problem.passes, _mirrored(problem, late), frozen)
+    late = earlier(problem.reversed, _mirrored(problem, table), frozen)
+    return earlier(problem.passes, _mirrored(problem, late), frozen)
 
 
 def _mirrored(problem: Problem, table: Timetable) -> list[int]:
@@ -200,7 +200,7 @@ class Row:
         return self.end
 
 
-def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
+def earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
     """Return a new timetable, in which all passes are placed in the order of ``starts``.
 
     A pass goes into the first gap that it fits into. If there is none, or the pass is in ``frozen``, it goes after the
