@@ -18,8 +18,6 @@ from math import isclose
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from megatron_pipemem.errors import repeated
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -34,7 +32,6 @@ from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.search.compiled import Justifier
 from megatron_pipemem.search.exact import solve
 from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, justify, timetable
 from megatron_pipemem.search.portfolio import (
@@ -367,6 +364,10 @@ class Exploration:
 
         Every time, other passes are frozen, and in some trials the order is disturbed before.
         """
+        import numpy as np  # only here, because it takes long to load, as in ``compiled``
+
+        from megatron_pipemem.search.compiled import Justifier
+
         rng = np.random.default_rng(self.seed)
         classes, justifier = len(self._problem.device), Justifier(self._problem)
         pool = [(name, makespan, np.array(table.starts)) for makespan, _, name, table in self._finalists]

@@ -176,19 +176,19 @@ def test_no_module_imports_itself_through_others():
 
 
 def test_the_package_requires_what_the_command_line_imports():
-    """All but torch, which comes with an extra, and without which most commands work, and what notebooks bring."""
+    """All but torch and numba, which come with extras, and without which commands work, and what notebooks bring."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     installed = {requirement.split(">=")[0] for requirement in project["dependencies"]}
     tools = ("tools/cli", "tools/config", "tools/launch", "tools/planner", "tools/report")
     parts = (*tools, "schedule", "search", "families", "features", "choose")
     names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
-    others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch", "pandas", "IPython"}
+    others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch", "numba", "pandas", "IPython"}
     assert {{"yaml": "pyyaml"}.get(name, name) for name in others} == installed
 
 
 def test_schedule_needs_no_third_party_module():
     """Every module of the kernel and of choosing imports where torch, megatron and numpy cannot be; some need numpy."""
-    with_numpy = ("periodic", "step_plan", "planner")
+    with_numpy = ("compiled", "periodic", "step_plan", "planner")
     names = [
         module_of(source) for source in SOURCES if part_of(source) in CHOOSING - BASE and source.stem not in with_numpy
     ]
