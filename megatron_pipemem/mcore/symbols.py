@@ -19,6 +19,37 @@ TESTED_VERSIONS = ("0.19.0", "0.19.2")
 
 
 @dataclass(frozen=True)
+class ModelClass:
+    """A class of language models, or a function of one, which a version of Megatron may lack."""
+
+    module: str  # dotted name
+    name: str
+
+    def find(self) -> type | None:
+        """Return the class, or ``None`` if this version of Megatron does not have it."""
+        try:
+            return getattr(importlib.import_module(self.module), self.name, None)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{self.module}.".startswith(f"{error.name}."):
+                return None
+            raise
+
+    def get(self) -> type:
+        """Return the class. Raise an UpstreamError if this version of Megatron does not have it."""
+        models = self.find()
+        if models is None:
+            raise UpstreamError(
+                "other-version",
+                f"megatron-core {megatron_version()} has no {self.name}; build a model of another class",
+            )
+        return models
+
+
+GPT_MODELS = ModelClass("megatron.core.models.gpt.gpt_model", "GPTModel")
+HYBRID_MODELS = ModelClass("megatron.core.models.hybrid.hybrid_model", "HybridModel")
+
+
+@dataclass(frozen=True)
 class Symbol:
     """A function of Megatron that this package replaces or uses."""
 
@@ -28,6 +59,7 @@ class Symbol:
     parameters: tuple[str, ...] = ()
     by_name: bool = False  # modules import the function itself, so it is replaced in every module that holds it
     purposes: tuple[str, ...] = ()  # what it is replaced for, in the words of the documents; empty if it is only called
+    of: ModelClass | None = None  # the class of models that it belongs to, which a version of Megatron may lack
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -116,10 +148,12 @@ class PatchSet:
     def install(self, replacements: Replacements) -> None:
         """Replace all functions, or none if one of them fails.
 
-        Raise an UpstreamError if a function is missing or lacks a parameter. If a function is replaced several times,
+        Functions of a class of models that this version lacks are left out. Raise an UpstreamError if a function is
+        missing or lacks a parameter. If a function is replaced several times,
         each replacement gets the one before it as its original. A replacement has the attributes of the original,
         except those that the new function sets itself.
         """
+        replacements = [(symbol, act) for symbol, act in replacements if symbol.of is None or symbol.of.find()]
         for symbol, _ in replacements:
             symbol.resolve()
         try:
@@ -349,12 +383,13 @@ BUILD_STAGES = Symbol(
     by_name=True,
     purposes=_BUILT,
 )
-SELECT_SEGMENT = Symbol(
-    "megatron.core.models.hybrid.hybrid_layer_allocation",
-    "select_pipeline_segment",
-    ("main_pattern", "pp_group", "vp_stage"),
-    purposes=_PLACED,
+_ALLOCATION = "megatron.core.models.hybrid.hybrid_layer_allocation"
+_SEGMENT, _SEGMENT_OF_GROUPS = "select_pipeline_segment", "select_pipeline_segment_with_logical_offset"
+SELECT_SEGMENT, SELECT_SEGMENT_OF_GROUPS = (
+    Symbol(_ALLOCATION, name, ("main_pattern", "pp_group", "vp_stage"), purposes=_PLACED, of=part)
+    for name, part in ((_SEGMENT, HYBRID_MODELS), (_SEGMENT_OF_GROUPS, ModelClass(_ALLOCATION, _SEGMENT_OF_GROUPS)))
 )
+"""Functions that select a chunk's layers. The second one exists where patterns have groups of layers (``[*E]``)."""
 GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",), by_name=True, purposes=_BUILT)
 PROVIDE_CHUNKS = Symbol(
     "megatron.bridge.models.model_provider",
@@ -419,12 +454,13 @@ TRANSFORMER_ENGINE = (
 # The losses of multi-token prediction, where the head is cut over the pipeline.
 PROCESS_MTP_LOSS = tuple(
     Symbol(
-        f"megatron.core.models.{module}",
+        models.module,
         "process_mtp_loss",
         ("hidden_states", "labels", "loss_mask", "output_layer", "output_weight", "runtime_gather_output", "config"),
         purposes=("a cut vocabulary",),
+        of=models,
     )
-    for module in ("gpt.gpt_model", "hybrid.hybrid_model")
+    for models in (GPT_MODELS, HYBRID_MODELS)
 )
 
 # The training loop: its optimizer, its checkpoints, its log.
@@ -492,17 +528,15 @@ CHECK_GRADIENTS = Symbol(
 ZERO_GRAD_BUFFER = Symbol(_DDP, "DistributedDataParallel.zero_grad_buffer", ("self",), purposes=_OVERLAPPED)
 
 # Where models and their layers begin to draw random numbers.
-GPT_MODEL = Symbol(
-    "megatron.core.models.gpt.gpt_model",
-    "GPTModel.__init__",
-    ("self", "config"),
-    purposes=(*_LAYERWISE, "`place_model_chunks()`"),
-)
-HYBRID_MODEL = Symbol(
-    "megatron.core.models.hybrid.hybrid_model",
-    "HybridModel.__init__",
-    ("self", "config"),
-    purposes=(*_LAYERWISE, "`place_model_chunks()`"),
+MODEL_INITS = tuple(
+    Symbol(
+        models.module,
+        f"{models.name}.__init__",
+        ("self", "config"),
+        purposes=(*_LAYERWISE, "`place_model_chunks()`"),
+        of=models,
+    )
+    for models in (GPT_MODELS, HYBRID_MODELS)
 )
 EMBEDDING = Symbol(
     "megatron.core.models.common.embeddings.language_model_embedding",
@@ -514,7 +548,11 @@ BUILD_LAYER = Symbol(
     "megatron.core.transformer.transformer_block", "build_module", ("args", "kwargs"), purposes=_LAYERWISE
 )
 BUILD_HYBRID_LAYER = Symbol(
-    "megatron.core.models.hybrid.hybrid_block", "build_module", ("args", "kwargs"), purposes=_LAYERWISE
+    "megatron.core.models.hybrid.hybrid_block",
+    "build_module",
+    ("args", "kwargs"),
+    purposes=_LAYERWISE,
+    of=HYBRID_MODELS,
 )
 BUILD_MTP_LAYER = Symbol(
     "megatron.core.transformer.multi_token_prediction", "build_module", ("args", "kwargs"), purposes=_LAYERWISE

@@ -10,12 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.model.layout import FURTHER, pattern_layers, pattern_of
+from megatron_pipemem.model.layout import (
+    EARLIER_PATTERN_ARGUMENT,
+    FURTHER,
+    PATTERN_ARGUMENT,
+    pattern_layers,
+    pattern_of,
+)
 from megatron_pipemem.model.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, SIZES, Model, Sublayer
 
 _ALSO_CALLED = {
     "num_experts": "num_moe_experts",
-    "hybrid_layer_pattern": "hybrid_override_pattern",
+    PATTERN_ARGUMENT: EARLIER_PATTERN_ARGUMENT,
     "vocab_size": "padded_vocab_size",
 }
 """Names of attributes that Megatron's configuration, or an older Megatron, spells in another way."""
@@ -36,8 +42,8 @@ ATTRIBUTES = {
     "qk_norm": "qk_layernorm",
     "attention_gate": "attention_output_gate",
     "mtp_layers": "mtp_num_layers",
-    "pattern": "hybrid_layer_pattern",
-    "mtp_pattern": "hybrid_layer_pattern",
+    "pattern": PATTERN_ARGUMENT,
+    "mtp_pattern": PATTERN_ARGUMENT,
 }
 """The attribute that decides each field of ``Model``, where the names differ."""
 FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
@@ -75,7 +81,7 @@ def model_of(args: object, **facts: Any) -> Model:
     def sizes(fields: Mapping[str, str]) -> dict[str, int]:
         return {field: int(size) for field, name in fields.items() if (size := of(name)) is not None}
 
-    pattern, layers, ahead = of("hybrid_layer_pattern"), of("num_layers"), of("mtp_num_layers", 0)
+    pattern, layers, ahead = of(PATTERN_ARGUMENT), of("num_layers"), of("mtp_num_layers", 0)
     shape: dict[str, Any] = {"mtp_layers": ahead}
     if pattern is not None:
         main, *further = pattern.split(FURTHER)
@@ -154,7 +160,7 @@ def arguments_of(model: Model) -> dict[str, Any]:
     groups = model.key_heads if model.key_heads != model.heads else None
     arguments: dict[str, Any] = {
         "num_layers": model.layers if model.pattern is None else None,
-        "hybrid_layer_pattern": pattern_of(model),
+        PATTERN_ARGUMENT: pattern_of(model),
         "mtp_num_layers": model.mtp_layers or None,
         "hidden_size": model.hidden,
         "num_attention_heads": model.heads,

@@ -23,6 +23,7 @@ from typing import Literal
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.model.arguments import model_of
+from megatron_pipemem.model.layout import PATTERN_ARGUMENT
 from megatron_pipemem.model.model import Execution, Model, Sublayer
 from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.options import EarlyWeights, early_weights
@@ -347,7 +348,7 @@ def layer_weights(args: object, symbols: str, sequence: int) -> list[float]:
     ``sequence`` is the number of tokens of a sequence. Sizes that Megatron refuses give 0.
     """
     facts = {
-        "hybrid_layer_pattern": symbols,
+        PATTERN_ARGUMENT: symbols,
         "seq_length": max(1, sequence),
         "vocab_size": 1,
         "multi_latent_attention": not {*symbols}.isdisjoint(_LATENT),
@@ -357,4 +358,12 @@ def layer_weights(args: object, symbols: str, sequence: int) -> list[float]:
         model = model_of(args, **facts)
     except ConfigError:
         return [0.0] * len(symbols)
-    return [layer_flops(model, Execution(), symbol).total / (6 * model.sequence) for symbol in symbols]
+    weights = kind_weights(model)
+    return [weights[symbol] for symbol in symbols]
+
+
+def kind_weights(model: Model) -> dict[str, float]:
+    """Return the weight (FLOPs per token / 6) of each kind of a model's layers."""
+    return {
+        kind: layer_flops(model, Execution(), kind).total / (6 * model.sequence) for kind in dict.fromkeys(model.kinds)
+    }

@@ -116,8 +116,8 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     head = sizes.hidden_size * rows if with_head else 0.0
     # Two replicas have their stages on the devices in opposite orders, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
-    needed = layout.needed_layers(pattern, flags)
-    return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
+    needed, tied = layout.needed_layers(pattern, flags), layout.grouped_layers(pattern)
+    return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed, tied=tied), alone))}"
 
 
 _DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model.expressions import check_size, listed, unrolled
 from megatron_pipemem.model.model import Model, Sublayer
 from megatron_pipemem.values import MOST_LAYERS
@@ -19,6 +20,7 @@ from megatron_pipemem.values import MOST_LAYERS
 FLAG = "pipeline-model-parallel-layout"
 PATTERN_FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 PATTERN = PATTERN_FLAGS[0]
+PATTERN_ARGUMENT, EARLIER_PATTERN_ARGUMENT = (flag.replace("-", "_") for flag in PATTERN_FLAGS)
 FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 FLAGS = (FLAG, *FIRST_OR_LAST)
 ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
@@ -37,8 +39,23 @@ def segments(pattern: str) -> list[str]:
 
 
 def pattern_layers(pattern: str) -> str:
-    """Return all layers of a hybrid pattern, without multi-token prediction: ``M-|*-`` gives ``M-*-``."""
-    return "".join(segments(pattern))
+    """Return all layers of a hybrid pattern, without multi-token prediction: ``M-|[*-]/E`` gives ``M-*-``."""
+    return "".join(segments(pattern)).translate(_WITHOUT_GROUPS)
+
+
+def without_cuts(pattern: str) -> str:
+    """Return a hybrid pattern without stages and groups, with multi-token prediction: ``M-|[*-]/E`` gives ``M-*-/E``."""
+    return pattern.replace(SEGMENTS, "").translate(_WITHOUT_GROUPS)
+
+
+def grouped_layers(pattern: str) -> list[bool]:
+    """Return, for each layer of a hybrid pattern, whether it is in one group with the layer before it."""
+    items = _ITEM.findall("".join(segments(pattern)))
+    return [place > 0 for item in items for place in range(len(item.strip("[]")))]
+
+
+_ITEM, _WITHOUT_GROUPS = re.compile(r"\[[^\[\]]*\]|."), str.maketrans("", "", "[]")
+"""A layer or a group of layers, between which a pattern can be cut."""
 
 
 def is_cut(pattern: str) -> bool:
@@ -59,11 +76,21 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 def cut(pattern: str, counts: Sequence[int]) -> str:
     """Return a hybrid pattern without ``|``, cut into stages with these numbers of layers.
 
-    Multi-token prediction, from the first ``/`` on, stays at the end.
+    Multi-token prediction, from the first ``/`` on, stays at the end. Raise an UnsupportedError if a stage would end within
+    a group of layers (``[*E]``).
     """
     layers, slash, further = pattern.partition(FURTHER)
-    ends = list(accumulate(counts, initial=0))
-    return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
+    items = _ITEM.findall(layers)
+    ends = [0, *accumulate(len(pattern_layers(item)) for item in items)]
+    try:
+        places = [ends.index(end) for end in accumulate(counts, initial=0)]
+    except ValueError:
+        raise UnsupportedError(
+            "bad-layout",
+            f"stages of {', '.join(map(str, counts))} layers end within a group of {layers}; give numbers with which every "
+            "group is whole on a stage",
+        ) from None
+    return SEGMENTS.join("".join(items[begin:end]) for begin, end in pairwise(places)) + slash + further
 
 
 def pattern_of(model: Model) -> str | None:

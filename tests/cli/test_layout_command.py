@@ -104,3 +104,16 @@ def test_groups_of_microbatches_that_the_run_names(pipemem_json, refuses):
         ("--schedule", "interleaved"),
     ):
         assert pipemem_json(*asked, *taken)["microbatches"] == 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+def test_the_halves_of_a_layer_are_places_to_cut(schedule):
+    """A GPT and the hybrid model with its layers take as long if both are cut alike, and the latter has more cuts."""
+    gpt = load("llama3-8b", Model)
+    run = Run(gpt, CLUSTER, Parallelism(tp=2, pp=4, global_batch=32), ScheduleChoice(schedule))
+    halves = replace(gpt, layers=2 * gpt.layers, pattern="*-" * gpt.layers)
+    whole, cut = balance(run), balance(replace(run, model=halves))
+    assert cut.even.seconds == pytest.approx(whole.even.seconds)
+    assert cut.best.seconds < whole.best.seconds < whole.even.seconds
+    assert any(end % 2 for end in accumulate(cut.best.layers))
+    assert "|-" in layout.flags(halves, cut.best.layers)[layout.PATTERN]

@@ -173,3 +173,19 @@ def test_a_proposed_layout_has_what_predicts_ahead():
     with refused("does-not-divide", 2, kind=UnsupportedError):
         check_layers({"mtp-num-layers": "1"}, 5, 4, 1)
     check_layers({"pipemem-layout": "auto"}, 5, 4, 1)
+
+
+def test_a_group_of_layers_stays_on_a_stage():
+    pattern = "M[*-M-]" * 6 + "[*-]" * 2 + "/M*"
+    flags = SIZES | {"hybrid-layer-pattern": pattern, "vocab-size": "1000"}
+    for schedule in ("1f1b", "v-half"):
+        text = cut_pattern(flags, placements_of(schedule, {}, P)[0], with_head=True).partition("=")[2]
+        assert text.replace("|", "") == pattern and text.endswith("/M*")
+        stages = layout.segments(text)
+        assert len(stages) == (8 if schedule == "v-half" else 4)
+        assert all(stage.count("[") == stage.count("]") for stage in stages)
+    assert layout.pattern_layers("M|[*-]E/M") == "M*-E" and layout.without_cuts("M|[*-]E/M") == "M*-E/M"
+    assert layout.grouped_layers("M|[*-E]E/[*E]") == [False, False, True, True, False]
+    assert layout.cut("[*E]M/[*E]", (2, 1)) == "[*E]|M/[*E]"
+    with refused("bad-layout", "1, 2", "[*E]M", kind=UnsupportedError):
+        layout.cut("[*E]M", (1, 2))

@@ -44,6 +44,7 @@ def step_of(model: Model, execution: Execution) -> Any:
         built.hybrid_layer_pattern = "/".join(("|".join(cut), *[model.mtp_pattern or ""] * model.mtp_layers))
     config = profiling._config(model, execution, model.kinds, profiling.LAST)
     config.transformer_impl = execution.implementation
+    built.config = config
     group = SimpleNamespace(size=lambda: execution.tp)
     return SimpleNamespace(
         chunks=[built],

@@ -16,8 +16,17 @@ from megatron_pipemem.errors import UpstreamError
 from megatron_pipemem.mcore import symbols
 from megatron_pipemem.mcore.symbols import PatchSet, Symbol
 
-LISTED = {*symbols.USED, *(value for value in vars(symbols).values() if isinstance(value, Symbol))}
-INSTALLED = [symbol for symbol in LISTED if find_spec(".".join(symbol.module.split(".")[:2])) is not None]
+LISTED = {
+    *symbols.USED,
+    *symbols.MODEL_INITS,
+    *symbols.PROCESS_MTP_LOSS,
+    *(value for value in vars(symbols).values() if isinstance(value, Symbol)),
+}
+INSTALLED = [
+    symbol
+    for symbol in LISTED
+    if find_spec(".".join(symbol.module.split(".")[:2])) is not None and (symbol.of is None or symbol.of.find())
+]
 
 
 @pytest.mark.parametrize("symbol", sorted(INSTALLED, key=str), ids=str)

@@ -52,6 +52,7 @@ class Run:
             groups=SimpleNamespace(tp=ALONE, cp=ALONE, dp=ALONE),
             pipeline=SimpleNamespace(group=ALONE, device=0, stages=placement.stages[0], placement=placement),
             iterators=list(iterators),
+            chunks=[torch.nn.Module()] * chunks,
             context=SimpleNamespace(order=None, config=SimpleNamespace(expert_model_parallel_size=1)),
             full_microbatch=FullMicrobatch(1, 8),
             single_queue=False,

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from refusals import refused
 
-from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.errors import CostsError
 from megatron_pipemem.features.unequal.megatron import weigher_of
 from megatron_pipemem.mcore.step.extension import FullMicrobatch
 from megatron_pipemem.schedule.action import Kind
@@ -20,12 +20,13 @@ WHOLE = torch.zeros(1, 8)
 LENGTHS = torch.tensor([[0, 2, 8, 8]])
 
 
-def config(**more) -> TransformerConfig:
-    return TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, **more)
+def model(**more) -> SimpleNamespace:
+    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32)
+    return SimpleNamespace(config=config, **more)
 
 
-def weigh(asked, *batches, full: FullMicrobatch = FULL, iteration: int = 0):
-    return weigher_of(asked)(batches, full, config(), iteration)
+def weigh(asked, *batches, full: FullMicrobatch = FULL, iteration: int = 0, **more):
+    return weigher_of(asked)(batches, full, model(**more), iteration)
 
 
 def test_tokens_are_of_a_full_microbatch_and_padding_that_a_mask_tells_does_not_count():
@@ -137,6 +138,16 @@ def test_what_nobody_can_weigh_by_is_refused(asked, words):
         weigher_of(asked)
 
 
-def test_hybrid_models_are_weighed_by_something_else_than_flops():
-    with refused("cannot-weigh", kind=UnsupportedError):
-        weigher_of("FLOPs")([{"tokens": WHOLE}], FULL, config(is_hybrid_model=True), 0)
+def test_layers_of_a_hybrid_model_are_those_of_its_pattern():
+    batches = {"tokens": WHOLE}, {"tokens": WHOLE, "cu_seqlens": LENGTHS}
+
+    def weights(pattern: str) -> tuple[float, ...]:
+        return weigh("FLOPs", *batches, hybrid_layer_pattern=pattern).time
+
+    # Two layers of a GPT are four of the pattern. What predicts further tokens is left out of both.
+    assert weights("*-|*-") == weights("*-*-/*-/*-") == weigh("FLOPs", *batches, mtp_num_layers=2).time
+    share = (2**2 + 6**2) / 8**2
+    attention, ffn = (3 * 8 * 16**2, 3 * 4 * 16 * 8), 3 * 8 * 16**2
+    linear = 2 * attention[0] + ffn
+    scores = 2 * attention[1]
+    assert weights("**-")[1] == pytest.approx((linear + scores * share) / (linear + scores))

@@ -37,9 +37,8 @@ from megatron_pipemem.mcore.symbols import (
     EMBEDDING,
     EXPERTS,
     FORWARD_STEP,
-    GPT_MODEL,
-    HYBRID_MODEL,
     MLP,
+    MODEL_INITS,
     Replacements,
 )
 from megatron_pipemem.refusals import of_several
@@ -145,7 +144,7 @@ class LayerwiseRandom(Extension):
 
     def replacements(self) -> Replacements:
         return [
-            *((symbol, self._build_model) for symbol in (GPT_MODEL, HYBRID_MODEL)),
+            *((symbol, self._build_model) for symbol in MODEL_INITS),
             (EMBEDDING, _build_embedding),
             (BUILD_LAYER, functools.partial(_build_module, "layer", _number_in_model)),
             (BUILD_HYBRID_LAYER, functools.partial(_build_module, "layer", lambda named: named["layer_number"])),

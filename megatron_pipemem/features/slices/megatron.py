@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,6 +27,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.runtime import KeyValueCache
 from megatron_pipemem.gates import StepGates
+from megatron_pipemem.mcore.model.language_model import is_gpt
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.model.arguments import model_of
@@ -74,7 +74,7 @@ class SlicedModel:
 
     def __init__(self, chunk: torch.nn.Module):
         model = unwrap_model(chunk)
-        if not isinstance(model, GPTModel):
+        if not is_gpt(model):
             raise UnsupportedError(
                 "slices-model",
                 f"sequence slices run through a GPTModel, and this is a {type(model).__name__}; leave out -o slices, or take a "

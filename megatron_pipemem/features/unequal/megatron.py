@@ -19,16 +19,17 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.choose.knowledge import MEASURED
 from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import agree, agreed_numbers, decided_by_first, groups_of_copy, largest_numbers
 from megatron_pipemem.mcore.loop_arguments import argument
+from megatron_pipemem.mcore.model.language_model import model_of_chunk
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.step.batches import Dealer
 from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step
-from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.request import MicrobatchCosts, Request
 from megatron_pipemem.schedule.action import COMPLETING, Kind
@@ -170,7 +171,7 @@ class UnequalMicrobatches(Extension):
             running = argument("curr_iteration")
             iteration = self._steps if running is None else running
             batches = self._dealer(iterator, m).all()
-            weights = self._weigh(batches, step.full_microbatch, step.context.config, iteration)
+            weights = self._weigh(batches, step.full_microbatch, unwrap_model(step.chunks[0]), iteration)
             if self._programs.knowledge.priced_by == MEASURED:
                 weights = _relative_to_median(weights)
             return _packed(weights)
@@ -269,12 +270,12 @@ def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
 class Weigher(Protocol):
     """A function that returns the weights of a step's microbatches.
 
-    ``batches`` are the items of the data iterator. Weights are relative to a ``full`` microbatch. ``iteration`` is the
-    number of the training step, from 0. It raises a PipememError if it cannot weigh a batch.
+    ``batches`` are the items of the data iterator. Weights are relative to a ``full`` microbatch. ``model`` is a chunk of
+    the model. ``iteration`` is the number of the training step, from 0. It raises a PipememError if it cannot weigh a batch.
     """
 
     def __call__(
-        self, batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int
+        self, batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int
     ) -> MicrobatchWeights: ...
 
 
@@ -284,7 +285,7 @@ def weigher_of(value: MicrobatchCosts) -> Weigher:
         return partial(_by_function, f"the function of microbatch_costs, {getattr(value, '__name__', value)},", value)
     source = read_microbatch_costs(value)
     if isinstance(source, FileWeights):
-        return lambda batches, full, config, iteration: source.of_step(iteration, len(batches))
+        return lambda batches, full, model, iteration: source.of_step(iteration, len(batches))
     if isinstance(source, FunctionName):
         return partial(_by_function, f"--pipemem-microbatch-costs {value}", _function(source))
     return {TOKENS: _by_tokens, FLOPS: _by_flops}[source]
@@ -342,7 +343,7 @@ def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tens
     return torch.cat([places, places.new_tensor([tokens.numel()])]).diff()
 
 
-def _by_tokens(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
+def _by_tokens(batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int) -> MicrobatchWeights:
     tokens = [_Contents.of(batch, number).tokens for number, batch in enumerate(batches)]
     return _relative(tokens, full)
 
@@ -353,16 +354,10 @@ def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> Microbat
     return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
 
 
-def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
+def _by_flops(batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int) -> MicrobatchWeights:
     """Return weights by FLOPs: linear layers in proportion to tokens, attention (not in W) to squared document lengths."""
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
-    if getattr(config, "is_hybrid_model", False):
-        raise UnsupportedError(
-            "cannot-weigh",
-            "the layers of a hybrid model are not in its configuration, so their FLOPs are not known where batches are "
-            "weighed; pass tokens, a file or module:function to --pipemem-microbatch-costs",
-        )
-    attention = attention_share(model_of(config, seq_length=full.length, mtp_num_layers=0))
+    attention = attention_share(replace(model_of_chunk(model, full.length), mtp_layers=0, mtp_pattern=None))
     linear = 1 - attention
     shares = [
         (microbatch.tokens / (full.sequences * full.length), microbatch.squares / (full.sequences * full.length**2))
@@ -383,7 +378,7 @@ def _by_function(
     function: Callable[[object], object],
     batches: Sequence[object],
     full: FullMicrobatch,
-    config: object,
+    model: object,
     iteration: int,
 ) -> MicrobatchWeights:
     """Call a user's function (``name`` in messages) with each batch, and return its results as weights.

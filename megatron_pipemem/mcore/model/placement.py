@@ -39,17 +39,17 @@ from megatron_pipemem.mcore.symbols import (
     CHOOSE_WRITERS,
     FILL_ENTRIES,
     GET_MODEL,
-    GPT_MODEL,
-    HYBRID_MODEL,
     IS_FIRST,
     IS_LAST,
     LAYER_OFFSET,
     LAYOUT_NUM_LAYERS,
     LAYOUT_OFFSET,
+    MODEL_INITS,
     NUM_LAYERS,
     PROVIDE_CHUNKS,
     RANK,
     SELECT_SEGMENT,
+    SELECT_SEGMENT_OF_GROUPS,
     TIED_GRADIENTS,
     Feature,
     PatchSet,
@@ -176,7 +176,7 @@ class ChunkPlacement(Feature):
             (TIED_GRADIENTS, self._tied_gradients),
             (CHOOSE_WRITERS, _write_one_copy),
             (FILL_ENTRIES, _fill_both_copies),
-            (SELECT_SEGMENT, _select_segment),
+            *((symbol, _select_segment) for symbol in (SELECT_SEGMENT, SELECT_SEGMENT_OF_GROUPS)),
         ]
         provided: Replacements = [(PROVIDE_CHUNKS, self._provide_chunks)]
         building: Replacements = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model), *provided]
@@ -496,7 +496,7 @@ class ProgramChunks:
             )
         patches = PatchSet()
         if not self.placement.is_round_robin:
-            patches.install([(symbol, self._build) for symbol in (GPT_MODEL, HYBRID_MODEL)])
+            patches.install([(symbol, self._build) for symbol in MODEL_INITS])
         try:
             yield
             if self._built:

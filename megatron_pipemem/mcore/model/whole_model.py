@@ -18,7 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import gather
-from megatron_pipemem.model.layout import pattern_layers
+from megatron_pipemem.mcore.model.language_model import count_layers
 from megatron_pipemem.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -92,9 +92,7 @@ def look_into(chunk: torch.nn.Module) -> _Chunk | None:
     try:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         numbers = tuple(layer.layer_number for layer in model.decoder.layers)
-        pattern = getattr(model, "hybrid_layer_pattern", None)
-        # The pattern of a hybrid model decides; layers after "/" predict further tokens.
-        layers = model.config.num_layers if pattern is None else len(pattern_layers(pattern))
+        layers = count_layers(model)
         ends = bool(model.pre_process), bool(model.post_process)
     except (AttributeError, RuntimeError, TypeError):  # a model of another kind
         return None

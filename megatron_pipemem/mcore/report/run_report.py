@@ -335,15 +335,12 @@ _TYPICAL = 2
 
 
 def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> dict[int, int]:
-    """Return the number of transformer layers of each stage of this rank.
-
-    Stages of hybrid models, and of models without a list of layers, are left out.
-    """
+    """Return the number of layers of each stage of this rank. Stages of models without a list of layers are left out."""
     counts = {}
     for stage, chunk in zip(stages, chunks, strict=True):
         model = unwrap_model(chunk)
         layers = getattr(getattr(model, "decoder", None), "layers", None)
-        if layers is not None and not hasattr(model, "hybrid_layer_pattern"):
+        if layers is not None:
             counts[stage] = len(layers)
     return counts
 

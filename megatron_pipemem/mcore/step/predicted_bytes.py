@@ -16,10 +16,10 @@ from megatron_pipemem.choose.knowledge import MemoryDeltas
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import decided_by_first, groups_of_copy, is_on_one_host
+from megatron_pipemem.mcore.model.language_model import model_of_chunk, predicts_in_piece
 from megatron_pipemem.mcore.model.whole_model import look_into, of_stages
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.model.activations import stage_bytes
-from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.model import BY_ACTION, Execution, Model, Recomputable, attention_of, fullest_load
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.options import AUTO, GATHERED, SHARDED
@@ -92,8 +92,7 @@ def _pieces(chunk: torch.nn.Module) -> int | None:
     if chunk_facts is None:
         return None
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    predicts_ahead = getattr(model, "mtp_process", False) and getattr(model, "hybrid_layer_pattern", None) is None
-    return len(chunk_facts.layers) + bool(predicts_ahead)
+    return len(chunk_facts.layers) + predicts_in_piece(model)
 
 
 def described(step: Step, request: Request, shards: bool) -> tuple[Model, Execution]:
@@ -149,14 +148,12 @@ def _model_in(step: Step) -> Any:
 
 
 def _model_of(step: Step) -> Model:
-    config: Any = step.context.config
     built = _model_in(step)
     if getattr(built, "vocab_size", None) is None:
         raise UnsupportedError("unsupported-model", f"a {type(built).__name__} has no vocab_size")
-    return model_of(
-        config,
-        seq_length=step.full_microbatch.length,
+    return model_of_chunk(
+        built,
+        step.full_microbatch.length,
         vocab_size=built.vocab_size,
         position_embedding_type=str(getattr(built, "position_embedding_type", "none")),
-        hybrid_layer_pattern=getattr(built, "hybrid_layer_pattern", None),
     )

@@ -125,7 +125,7 @@ def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if chunks != (today.parallelism.chunks or 1):
         fields[VIRTUAL] = None if chunks == 1 else chunks
-    for flag, field in ((layout.FLAG, LAYOUT), (layout.PATTERN, "hybrid_layer_pattern")):
+    for flag, field in ((layout.FLAG, LAYOUT), (layout.PATTERN, layout.PATTERN_ARGUMENT)):
         if other.flags.get(flag) != today.flags.get(flag):
             fields[field] = other.flags.get(flag)
     fields |= {field: None for flag, field in ENDS.items() if today.flags.get(flag) and not other.flags.get(flag)}

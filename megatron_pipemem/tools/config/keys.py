@@ -53,7 +53,6 @@ PLACES |= {argument: PLACES[key] for key, argument in SHORT.items()}
 FIELDS = ("base", *(field.name for field in fields(Run) if field.name not in ("parallelism", "schedule", "flags")))
 """Keys that are fields of ``Run`` themselves."""
 _RECOMPUTE = RECOMPUTE_FLAG.replace("-", "_")
-_PATTERN = layout.PATTERN.replace("-", "_")
 _SECTIONS = "parallelism training megatron".split()
 _OLD = {
     "training.iterations": "train_iters",
@@ -131,7 +130,7 @@ def parts_of(raw: Mapping[str, Any]) -> dict[str, Any]:
                 parts[field] = {**part, inner[0]: meaning}
     pattern = parts.get("flags", {}).get(layout.PATTERN)
     if pattern is not None and isinstance(parts.setdefault("model", {}), Mapping):
-        parts["model"] = {_PATTERN: pattern.replace(layout.SEGMENTS, "")} | parts["model"]
+        parts["model"] = {layout.PATTERN_ARGUMENT: layout.without_cuts(pattern)} | parts["model"]
     return parts
 
 
@@ -145,7 +144,7 @@ def _meanings(key: str, value: Any) -> list[tuple[tuple[str, ...], Any]]:
         return [(kind, value or "none")]
     if key == "recompute_activations":
         return [(kind, "selective")] if value else []
-    if key == _PATTERN and layout.is_cut(str(value)):
+    if key == layout.PATTERN_ARGUMENT and layout.is_cut(str(value)):
         return [(("flags", layout.PATTERN), str(value))]
     if (place := place_of(key))[0] != "flags":
         return [(place, value)]

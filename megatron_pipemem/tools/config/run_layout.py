@@ -14,6 +14,7 @@ from megatron_pipemem.model.layout import (
     PATTERN,
     flags,
     is_cut,
+    pattern_layers,
     read,
     segments,
     uncut,
@@ -44,7 +45,7 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
         counts = _of_ranks(run, stages)
         return None if counts is None else (*counts[:-1], counts[-1] + model.pieces - model.layers)
     if is_cut(str(flag_values.get(PATTERN, ""))):
-        counts = tuple(map(len, segments(str(flag_values[PATTERN]))))
+        counts = tuple(len(pattern_layers(segment)) for segment in segments(str(flag_values[PATTERN])))
     elif flag_values.get(FLAG) is not None:
         counts = read(str(flag_values[FLAG]))
     else:

@@ -8,6 +8,7 @@ attention (``D``) are not supported.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -69,10 +70,16 @@ def _mlp(module: type, keys: dict[str, str], **sizes: Any) -> ModuleSpec:
     )
 
 
+def _submodules(**layers: Any) -> HybridStackSubmodules:
+    """Return the layers of a hybrid model, without those kinds that this version of Megatron does not have."""
+    kinds = {kind.name for kind in fields(HybridStackSubmodules)}
+    return HybridStackSubmodules(**{kind: layer for kind, layer in layers.items() if kind in kinds})
+
+
 # In Megatron's own specification, a norm before a linear layer is a part of it. These keys map to the same checkpoint.
 hybrid_stack_spec = ModuleSpec(
     module=HybridStack,
-    submodules=HybridStackSubmodules(
+    submodules=_submodules(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(

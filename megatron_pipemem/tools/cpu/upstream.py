@@ -275,10 +275,11 @@ def install(emulate_fused_gradients: bool) -> None:
 
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.tensor_parallel import inference_layers
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_pipemem.mcore.symbols import HYBRID_MODELS
 
     # The wheel contains the compiled helpers but no Makefile.
     dataset_utils.compile_helpers = lambda: None
@@ -288,8 +289,11 @@ def install(emulate_fused_gradients: bool) -> None:
     WrappedTorchNorm.__new__ = _build_norm
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
     if importlib.util.find_spec("transformer_engine") is None:
-        # The final norm of a HybridModel is not in its specification.
-        hybrid_block.TENorm = WrappedTorchNorm
+        if HYBRID_MODELS.find() is not None:
+            from megatron.core.models.hybrid import hybrid_block
+
+            # The final norm of a HybridModel is not in its specification.
+            hybrid_block.TENorm = WrappedTorchNorm
         # ``main`` asks whether layers of multi-token prediction are of these classes, which are mocks here.
         for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
             if not isinstance(getattr(inference_layers, name, None), type):

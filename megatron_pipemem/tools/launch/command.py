@@ -174,9 +174,7 @@ def _model_flags(run: Run) -> Flags:
     """Return the flags of a run's model. Its layer pattern is left out if the run's flags have it, cut into stages."""
     flags = model_flags(run.model)
     cut = str(run.flags.get(layout.PATTERN, ""))
-    return {
-        key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(layout.SEGMENTS, "") != value
-    }
+    return {key: value for key, value in flags.items() if key != layout.PATTERN or layout.without_cuts(cut) != value}
 
 
 def _parallelism_flags(run: Run) -> Flags:

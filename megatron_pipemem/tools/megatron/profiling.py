@@ -24,9 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
@@ -38,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.compat import message_shapes
 from megatron_pipemem.mcore.model import linear
+from megatron_pipemem.mcore.model.language_model import build_gpt, build_hybrid
 from megatron_pipemem.mcore.model.linear import mark_early
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
@@ -59,7 +57,6 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.units import Units
-from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.tools.planner.profile import Part, Profile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -331,21 +328,24 @@ def build_stage(model: Model, execution: Execution, position: int, kinds: Sequen
     }
     size = (execution.tp * execution.vocabulary_rows(model), model.sequence)
     if model.pattern is None:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
         if execution.attention == "flash":
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = FlashAttention
         further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
-        stage = GPTModel(config, spec, *size, mtp_block_spec=further, **ends)
+        stage = build_gpt(config, spec, *size, mtp_block_spec=further, **ends)
     else:
+        from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
+
         spec = deepcopy(hybrid_stack_spec)
         if execution.attention == "flash":
             for layer in (spec.submodules.attention_layer, spec.submodules.mla_layer):
                 layer.submodules.self_attention.submodules.core_attention = FlashAttention
         further = [model.mtp_pattern or ""] * (config.mtp_num_layers or 0)
-        stage = HybridModel(
-            config, spec, *size, hybrid_layer_pattern=layout.FURTHER.join(("".join(kinds), *further)), **ends
-        )
+        pattern = layout.FURTHER.join(("".join(kinds), *further))
+        stage = build_hybrid(config, spec, *size, pattern=pattern, **ends)
     stage.cuda()
     mark_early([stage], early_modules(model, execution))
     return stage if execution.precision == "fp32" else Float16Module(config, stage)

@@ -31,12 +31,10 @@ from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.compat import is_plain_head
+from megatron_pipemem.mcore.model.language_model import kinds_of, layers_in, mean_weight, pattern_of
 from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.model import layout
-from megatron_pipemem.model.counts import layer_weights
-from megatron_pipemem.model.model import Sublayer
 from megatron_pipemem.part_costs import head_seconds, without_ends
 from megatron_pipemem.refusals import of_config
 from megatron_pipemem.request import Request
@@ -51,36 +49,12 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 logger = logging.getLogger(__name__)
 
 
-def layers_in(model: Any) -> float:
-    """Return how many layers a model chunk has. In a hybrid model, count each layer by its FLOPs relative to a mean
-    layer.
-    """
-    pattern = getattr(model, "hybrid_layer_pattern", None)
-    if pattern is None:
-        return len(model.decoder.layers)
-    return sum(_weights(model, "".join(model.decoder.layer_type_list))) / _mean_weight(model)
-
-
 def head_in_layers(model: Any) -> float:
-    """Return how many transformer layers have as many matrix-product FLOPs as the whole LM head.
+    """Return how many mean layers of the model have as many matrix-product FLOPs as the whole LM head.
 
-    In a mixture of experts, a layer has the experts that one token visits. In a hybrid model, the mean layer counts.
+    In a mixture of experts, a layer has the experts that one token visits.
     """
-    return model.config.hidden_size * model.vocab_size / _mean_weight(model)
-
-
-def _mean_weight(model: Any) -> float:
-    pattern = getattr(model, "hybrid_layer_pattern", None)
-    if pattern is not None:
-        weights = _weights(model, layout.pattern_layers(pattern))
-        return sum(weights) / len(weights)
-    is_latent, experts = (getattr(model.config, name, None) for name in ("multi_latent_attention", "num_moe_experts"))
-    attention = Sublayer.LATENT_ATTENTION if is_latent else Sublayer.ATTENTION
-    return sum(_weights(model, attention + (Sublayer.EXPERTS if experts else Sublayer.FFN)))
-
-
-def _weights(model: Any, symbols: str) -> list[float]:
-    return layer_weights(model.config, symbols, model.max_sequence_length)
+    return model.config.hidden_size * model.vocab_size / mean_weight(model)
 
 
 def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules: Mapping[int, Schedule]) -> int:
@@ -102,8 +76,8 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
         head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B)))) / sum(layout)
     # Costs per stage are those of the layers on their stages, and say nothing about other stages.
     moving: dict[str, Any] = {"layout": layout} if costs.are_single else {}
-    if moving and getattr(model, "hybrid_layer_pattern", None) is None:  # of which all layers are alike
-        moving["layers"] = sum(layout)
+    if moving and pattern_of(model) is None and len({*kinds_of(model)}) == 1:
+        moving["layers"] = round(sum(layout))
     choice = choose_vocabulary(schedules[0], costs, head, **moving, with_passes=schedules)
     if choice.best == REDISTRIBUTE:
         stages = choice.reason, choice.moved
