@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron_pipemem.mcore.symbols import SELECT_SEGMENT_OF_GROUPS, ModelClass
 from megatron_pipemem.tools.cpu import ignore_missing_packages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +32,7 @@ class Contract(NamedTuple):
     promise: str  # the property, as a sentence
     tests: tuple[str, ...]
     option: str | None = None  # a field of Megatron's TransformerConfig, without which there is nothing to check
+    part: ModelClass | None = None  # likewise a part of Megatron
 
 
 _FAMILIES, _TRAINING = "tests/end_to_end/test_families.py", "tests/end_to_end"
@@ -57,6 +59,23 @@ CONTRACTS = {
     "vocabulary": Contract(
         "embedding and head cut over the ranks (v-half, algorithm 2) train as stock to 1e-6",
         (f"{_TRAINING}/test_vocabulary.py::test_placements_train_as_stock[v-half-2]",),
+    ),
+    "hybrid": Contract(
+        "a HybridModel trains as stock under zb-h1 and v-half, and a GPT's checkpoint goes on in one",
+        (
+            f"{_TRAINING}/test_hybrid.py::test_trains_as_stock[zb-h1]",
+            f"{_TRAINING}/test_hybrid.py::test_trains_as_stock[v-half]",
+            f"{_TRAINING}/test_hybrid.py::test_a_checkpoint_of_a_gpt_goes_on_as_the_gpt[v-half]",
+        ),
+    ),
+    "hybrid-mtp": Contract(
+        "a HybridModel with multi-token prediction trains as stock in a V, and logs its losses",
+        (f"{_TRAINING}/test_multi_token.py::test_hybrid_models_predict_further_too[whole]",),
+    ),
+    "groups": Contract(
+        "a HybridModel with groups of layers in its pattern trains as stock in a V",
+        (f"{_TRAINING}/test_branches.py::test_groups_of_layers_train_as_stock",),
+        part=SELECT_SEGMENT_OF_GROUPS.of,
     ),
     "streams": Contract(
         "layers with several residual streams (mHC) train as stock, and their peak bytes are as predicted",
@@ -151,13 +170,11 @@ def main() -> int:
         import megatron.core
         from megatron.core.transformer import TransformerConfig
 
-        verdicts = Verdicts(
-            {
-                name: CONTRACTS[name]
-                for name in asked.only
-                if hasattr(TransformerConfig, CONTRACTS[name].option or "num_layers")
-            }
-        )
+        def is_there(contract: Contract) -> bool:
+            has_part = contract.part is None or contract.part.find() is not None
+            return has_part and hasattr(TransformerConfig, contract.option or "num_layers")
+
+        verdicts = Verdicts({name: CONTRACTS[name] for name in asked.only if is_there(CONTRACTS[name])})
         tests = [test for contract in verdicts.contracts.values() for test in contract.tests]
         pytest.main(["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *tests], plugins=[verdicts])
     version = megatron.core.__version__.partition("+")[0]  # the rest is the commit of the repository around it

@@ -21,6 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import quickstart
+import yaml
 from rich.console import Console
 
 from megatron_pipemem import refusals
@@ -49,7 +50,9 @@ from megatron_pipemem.tools.planner.profile import from_formulas
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PACKAGE = DOCS.parent / "megatron_pipemem"
+CLASSES = DOCS.parent / "tests" / "end_to_end" / "classes_of_models.yaml"
 DOCUMENTS = {
+    "classes": "what-runs-where.md",
     "bubbles": "../README.md",
     "costs": "choosing-a-schedule.md",
     "schedules": "choosing-a-schedule.md",
@@ -290,6 +293,14 @@ def list_of_replaced() -> str:
     return _items((purposes, ", ".join(functions)) for purposes, functions in names.items())
 
 
+def table_of_classes() -> str:
+    """Return a Markdown table of what runs with each of Megatron's classes of models."""
+    cells = yaml.safe_load(CLASSES.read_text(encoding="utf-8"))
+    classes = [*next(iter(cells.values()))]
+    rows = [[feature, *(row[name][0] for name in classes)] for feature, row in cells.items()]
+    return _rows([["feature", *(f"`{name}`" for name in classes)], *rows])
+
+
 def table_of_parts() -> str:
     """Return a Markdown table of the package's rooms: the first sentence of each, those of the core first.
 
@@ -350,6 +361,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "queues": list_of_queues,
     "parts": table_of_parts,
     "replaced": list_of_replaced,
+    "classes": table_of_classes,
     "pairs": table_of_pairs,
 }
 """The tables that need no run, and the functions that compute them."""

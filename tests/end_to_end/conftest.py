@@ -102,13 +102,21 @@ class Trainer:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def __call__(
-        self, schedule: str, *flags: str, ranks: int | None = None, gradients: bool = False, **how: object
+        self,
+        schedule: str,
+        *flags: str,
+        ranks: int | None = None,
+        gradients: bool = False,
+        model: str = "gpt",
+        **how: object,
     ) -> Run:
         """Return a run of two steps on all ranks, with the ``defaults`` unless ``flags`` say otherwise.
 
         ``+`` in front of a default flag takes it away. Fewer ``ranks`` leave the others idle. ``gradients`` notes those of the
-        first step, for runs without data parallelism. ``training.run`` says ``how`` else a run can be.
+        first step, for runs without data parallelism. With ``model="hybrid"``, the HybridModel with the layers of that GPT
+        is trained. ``training.run`` says ``how`` else a run can be.
         """
+        flags = as_hybrid(flags, int(self.defaults.get("--num-layers", 8))) if model == "hybrid" else flags
         size = ranks or self.ranks.size
         key = (schedule, flags, size, gradients, *sorted(how.items()))
         if key not in self._runs:
@@ -217,16 +225,14 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
 def train_small(train, tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     """``train`` four layers with four microbatches on a pipeline of two ranks.
 
-    Stages have two ranks each if a flag shares their work or their optimizer, or with ``ranks=4``. ``model="hybrid"`` trains
-    the HybridModel with the layers of that GPT.
+    Stages have two ranks each if a flag shares their work or their optimizer, or with ``ranks=4``.
     """
     folders = [tmp_path_factory.mktemp("small") for _ in range(2)]
     two = Trainer(Ranks("training", folders[0], size=2), folders[0], text, DEFAULTS | SMALL)
     four = Trainer(train.ranks, folders[1], text, DEFAULTS | SMALL)
 
-    def run(schedule: str, *flags: str, ranks: int | None = None, model: str = "gpt", **how: object) -> Run:
+    def run(schedule: str, *flags: str, ranks: int | None = None, **how: object) -> Run:
         size = ranks or (4 if TWO_RANKS_A_STAGE & {*flags} else 2)
-        flags = as_hybrid(flags, int(SMALL["--num-layers"])) if model == "hybrid" else flags
         return (two if size == 2 else four)(schedule, *flags, ranks=size, **how)
 
     yield run

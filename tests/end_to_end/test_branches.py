@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from megatron.core.transformer import TransformerConfig
-from model_flags import EVALUATION, MULTI_TOKEN, PP2, RECOMPUTED, SELECTIVE, TP_AND_SP, UNTIED, VOCABULARY
+from model_flags import EVALUATION, MULTI_TOKEN, PP2, RECOMPUTED, SELECTIVE, TP_AND_SP, UNTIED, VOCABULARY, hybrid
+
+from megatron_pipemem.mcore.symbols import SELECT_SEGMENT_OF_GROUPS
 
 RECOMPUTE_STREAMS = (*SELECTIVE, "--recompute-modules", "mhc")
 
@@ -64,6 +66,15 @@ COMPRESSED = (
 )
 def test_compressed_attention_trains_as_stock(train_with_transformer_engine, equals_stock, schedule, flags):
     equals_stock(schedule, *COMPRESSED, *flags, train=train_with_transformer_engine)
+
+
+GROUPS = SELECT_SEGMENT_OF_GROUPS.of
+
+
+@pytest.mark.skipif(GROUPS.find() is None, reason="only Megatron's pull request 4942 has groups of layers")
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_groups_of_layers_train_as_stock(equals_stock, schedule):
+    equals_stock(schedule, *hybrid("[*-]*-[*-]*-"))
 
 
 @of_branch("mtp_hsm", "main")

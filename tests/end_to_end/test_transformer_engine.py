@@ -10,7 +10,23 @@ import packages
 import pytest
 from comparing import assert_close_training, assert_predicted_bytes, assert_same_training
 from lanes import nightly, rest_nightly
-from model_flags import BY_FLOPS, DISTRIBUTED, FUSION, LLAMA, OVERLAP, RECOMPUTE, RECOMPUTED, TP2, TP_AND_SP, VOCABULARY
+from model_flags import (
+    BY_FLOPS,
+    DISTRIBUTED,
+    DROPOUT,
+    FUSION,
+    LLAMA,
+    OVERLAP,
+    QUICK,
+    RECOMPUTE,
+    RECOMPUTED,
+    ROPE,
+    TP2,
+    TP_AND_SP,
+    UNTIED,
+    VOCABULARY,
+)
+from ranks import CaseFailed
 
 DEFAULTS = (*FUSION, *OVERLAP)  # what users start with, in addition to bias
 NO_BIAS = "--disable-bias-linear"
@@ -223,6 +239,46 @@ def test_a_hybrid_model_of_nvidias_layers_trains_as_stock(train_te):
     )
     assert_same_training(run, stock)
     assert_predicted_bytes(run)
+
+
+# Of layers that carry a state along the sequence: schedule, pattern, flags of stock too, flags of ours
+MAMBA = "M*-MM-M*"
+STATES = {
+    "split backwards": ("zb-h1", MAMBA, (), ()),
+    "interleaved": ("interleaved", MAMBA, (), ()),
+    "wave": ("hanayo", MAMBA, (), ()),
+    "two replicas": ("chimera", MAMBA, (), ()),
+    "tensor parallel": ("v-half", MAMBA, TP_AND_SP, ()),
+    "distributed optimizer": ("v-half", MAMBA, LANES["dp2"], ()),
+    "bf16": ("zbv", MAMBA, ("--bf16",), ()),
+    "cut vocabulary": ("v-half", MAMBA, (UNTIED,), (VOCABULARY, "2")),
+    "offloaded": ("zbv", MAMBA, (), OFFLOADED),
+    "recomputed": ("v-half", MAMBA, (), RECOMPUTED),
+    "selective": ("zb-h1", MAMBA, (), ("--pipemem-recompute", "selective")),
+    "Megatron's recomputation": ("v-half", MAMBA, RECOMPUTE, ()),
+    "further tokens": ("v-half", f"{MAMBA}/M*", (*ROPE, UNTIED), ()),
+    "random numbers": ("v-half", MAMBA, DROPOUT, ()),
+    "profiled": ("v-half", MAMBA, ("--train-iters", "6"), ("--pipemem-costs", "profile")),
+    "searched": ("auto", MAMBA, (), QUICK),
+    "weighed by FLOPs": ("1f1b", MAMBA, (), ("--pipemem-microbatch-costs", "FLOPs")),
+    "one hardware queue": ("v-half", MAMBA, (), ("--pipemem-single-queue",)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", rest_nightly(STATES, ["cut vocabulary"], "test_twins.py; states of layers in a V above")
+)
+def test_layers_with_states_train_as_stock(equals, name):
+    schedule, pattern, flags, ours = STATES[name]
+    close = name in ("two replicas", "cut vocabulary", "weighed by FLOPs")
+    how = {"initialise": False} if name == "random numbers" else {}
+    equals(schedule, *DEFAULTS, *flags, *HYBRID, pattern, ours=ours, close=close, **how)
+
+
+def test_a_state_is_not_handed_on_between_slices(train_te):
+    with pytest.raises(CaseFailed) as failed:
+        train_te("seq1f1b", *DEFAULTS, *HYBRID, MAMBA)
+    assert "[slices-model]" in str(failed.value)
 
 
 def test_context_parallel_ranks_train_as_stock(equals):

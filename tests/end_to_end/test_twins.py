@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
+import test_asynchronous
 import test_context_parallel
 import test_experts
 import test_families
@@ -10,20 +14,32 @@ import test_multi_token
 import test_packed
 import test_unequal
 import test_variants
+import yaml
+from comparing import assert_predicted_bytes, bits
 from lanes import rest_nightly
 from model_flags import (
+    ALL_TO_ALL,
     CP2,
     DISTRIBUTED,
     EVALUATION,
+    GROUPED,
     LATENT_QUERIES,
+    LAYOUT,
     OFFLOADED,
     QUICK,
     SELECTIVE,
     SIX,
     SMALL_TENSORS,
     UNTIED,
+    as_hybrid,
+    hybrid,
 )
+from ranks import CaseFailed
 
+from megatron_pipemem.errors import CODES
+from megatron_pipemem.schedule.registry import families
+
+OVERLAPPED = ("--train-iters", "4", "--log-interval", "10", "--rerun-mode", "disabled")
 SELECTIVELY = ("--pipemem-recompute", "selective")
 # By feature and case: schedule, flags of stock too, flags of ours
 TABLES = {
@@ -35,7 +51,7 @@ TABLES = {
     "context parallel": {
         name: (case[0], (*CP2, *case[1]), case[2]) for name, case in test_context_parallel.CASES.items()
     },
-    "packed": test_packed.CASES,
+    "packed": test_packed.CASES | {"weighed by FLOPs": ("chimera", GROUPED, ("--pipemem-microbatch-costs", "FLOPs"))},
     "unequal": {
         name: (case[0], case[1], (*test_unequal.BY_CONTENT, *case[2])) for name, case in test_unequal.CASES.items()
     },
@@ -49,6 +65,7 @@ TABLES = {
         "searched": ("auto", (), QUICK),
         "profiled": ("auto", ("--train-iters", "6"), ("--pipemem-costs", "profile", *QUICK)),
         "layout": ("v-half", (), ("--pipemem-layout", "auto")),
+        "overlapped steps": ("zbv", OVERLAPPED, ("--pipemem-overlap-steps",)),
         "single queue": ("v-half", (), ("--pipemem-single-queue",)),
         "early weights": ("zb-h1", (UNTIED,), ("--pipemem-early-weights", "head")),
     },
@@ -71,14 +88,17 @@ FULL_LANE = {
     "context parallel: recomputed",
     "packed: recomputed, evaluation",
     "unequal: cut vocabulary",
+    "packed: weighed by FLOPs",
     "offload: paper",
     "offload: selective",
     "costs: profiled",
     "costs: layout",
+    "costs: overlapped steps",
     "replicas: dualpipe",
     "latent: kept",
 }
-RESUMMED = ("unequal", "replicas")
+RESUMMED = {"--pipemem-microbatch-costs", *(family.name for family in families() if family.replicas > 1)}
+"""Flags and schedules that add gradients in another order than stock."""
 UNPREDICTED = {f"variants: {name}" for name in test_variants.UNPREDICTED}
 
 
@@ -91,5 +111,55 @@ def test_a_hybrid_model_trains_as_stock(equals_stock, request, name):
     if feature == "packed":
         flags = (*request.getfixturevalue("packed"), *flags)
     nbytes = None if name in UNPREDICTED else "bounded" if "expert" in name else "exact"
-    run, _ = equals_stock(schedule, *flags, ours=ours, model="hybrid", close=feature in RESUMMED, nbytes=nbytes)
+    run, _ = equals_stock(
+        schedule, *flags, ours=ours, model="hybrid", close=not RESUMMED.isdisjoint((schedule, *ours)), nbytes=nbytes
+    )
     assert len(run.validation) >= 2 or "evaluation" not in name
+
+
+@pytest.mark.parametrize("name", ["pipedream-2bw", "pipedream"])
+def test_a_hybrid_model_trains_late_as_the_formula_says(train_small, emulate, name):
+    flags = test_asynchronous.FLAGS[name]
+    # The emulator's stages have equally many layers.
+    run = train_small(name, *flags, LAYOUT, "Ett|ttL", model="hybrid")
+    emulated = emulate(name, *flags, model="hybrid", stages=2)
+    assert bits(run.losses) == bits(emulated.losses) and len(set(run.losses)) == 3
+    assert_predicted_bytes(run)
+
+
+PAIRS = (*ALL_TO_ALL, "--bf16", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+STANDALONE = (*hybrid("*-*-*-*-/*-"), "--pipeline-model-parallel-layout", "Ett|tt|m|L")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "words"),
+    [
+        ("seq1f1b", as_hybrid((), 4), "[slices-model]"),
+        ("v-half", as_hybrid(PAIRS, 4), "[unsupported-model]"),
+        ("stock", STANDALONE, "--pipeline-model-parallel-layout should not be used with --hybrid-layer-pattern"),
+    ],
+    ids=["slices", "pairs", "a stage for multi-token prediction"],
+)
+def test_what_a_hybrid_model_lacks_is_refused(train_small, schedule, flags, words):
+    with pytest.raises(CaseFailed) as failed:
+        train_small(schedule, *flags)
+    assert words in str(failed.value)
+
+
+FOLDER = Path(__file__).parent
+CLASSES = yaml.safe_load((FOLDER / "classes_of_models.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("feature", CLASSES)
+def test_every_cell_of_the_documented_table_has_a_test(feature):
+    assert [*CLASSES[feature]] == ["GPTModel", "HybridModel"]
+    for model, (verdict, test) in CLASSES[feature].items():
+        code = verdict.removeprefix("refused: ")
+        assert verdict in ("bits", "close", "Megatron refuses") or (code != verdict and code in CODES)
+        file, _, function = test.partition("::")
+        if not function:
+            schedule, _, ours = CASES[test]
+            assert model == "HybridModel" and (verdict == "close") != RESUMMED.isdisjoint((schedule, *ours)), test
+            continue
+        functions = ast.walk(ast.parse((FOLDER / file).read_text(encoding="utf-8")))
+        assert function in {node.name for node in functions if isinstance(node, ast.FunctionDef)}, test

@@ -52,6 +52,7 @@ NAMES = (
     "parts",
     "replaced",
     "pairs",
+    "classes",
     "queues",
     "sources",
 )
