@@ -111,7 +111,9 @@ def test_copies_of_a_step_count_where_activations_do_not():
     assert none == pytest.approx(
         [s + max(b, t) for s, b, t in zip(step.static, step.buffers, step.stepping, strict=True)]
     )
-    assert much == pytest.approx([s + b + 1e12 for s, b in zip(step.static, step.buffers, strict=True)])
+    rows = zip(step.static, step.buffers, step.sent, strict=True)
+    assert much == pytest.approx([static + buffers + 1e12 * (1 + sent) for static, buffers, sent in rows])
+    assert step.room(much[1])[1] == pytest.approx(1e12)
     assert min(step.stepping) > max(step.buffers)
 
 

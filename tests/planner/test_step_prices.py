@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import assume, given
@@ -15,11 +16,15 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.activations import head_bytes, layer_bytes
 from megatron_pipemem.model.model import Execution, Model
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import RECEIVES, Kind
+from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.message_memory import sent_bytes
+from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB, Cluster, HostChannel, Link
 from megatron_pipemem.tools.config.loading import load
@@ -52,9 +57,40 @@ def test_bytes_of_ranks_by_hand():
     # 16-bit parameters and fp32 gradients; master parameters and two moments on one of two ranks.
     static = [count * (2 + 4) + count * 12 / 2 for count in parameters]
     kept, last = layer_bytes(MODEL, Execution()).saved, head_bytes(MODEL, Execution()).saved
-    messages = 4 * s * h * 2
-    expected = (static[0] + 2 * 4 * kept + messages, static[1] + 4 * kept + last + messages + s * v * 4)
+    message, nccl = s * h * 2, 4 * (524_288 + 4_915_200 + 4_194_304)
+    # Rank 0 has sent both outputs when it gets the first gradient.
+    first = static[0] + 2 * (4 * kept + message) + 2 * message + nccl
+    expected = (first, static[1] + 4 * kept + last + 2 * message + s * v * 4 + nccl)
     assert held(run).device == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("p", [4, 8])
+@pytest.mark.parametrize(
+    "name", [family.name for family in families() if not family.asynchronous and family.slices == 1]
+)
+def test_the_fullest_rank_has_room_for_the_messages_of_its_program(name, p, layers):
+    """The oracle counts the messages of the lowered program after every action."""
+    schedule = build_schedule(name, num_devices=p, num_microbatches=3 * p)
+    program, placement = lower(schedule), schedule.placement
+    run = replace(
+        RUN,
+        model=replace(MODEL, layers=layers * placement.model_stages, vocabulary=1024),
+        cluster=replace(CLUSTER, memory_gib=1e6),
+        parallelism=Parallelism(pp=p, global_batch=3 * p),
+    )
+    step, message = price(run, placement), 1024 * 2048 * 2
+    changes = step.costs.memory_changes(placement)
+    needed = []
+    for device, actions in enumerate(program.actions):
+        arrived = accumulate(
+            (action.kind in RECEIVES) - (Router(placement).awaited(action) is not None) for action in actions
+        )
+        sent, kept = sent_bytes(program, device, lambda action: message), held_after(actions, changes)
+        besides = step.static[device] + step.buffers[device] - 2 * message * len(placement.stages[device])
+        needed.append(besides + max(map(sum, zip(kept, sent, (message * count for count in arrived), strict=True))))
+    predicted = max(step.held(peaks(schedule, step.costs)))
+    assert 0.998 * max(needed) <= predicted <= 1.02 * max(needed)
 
 
 def test_without_the_distributed_optimizer_every_rank_holds_all_of_it():

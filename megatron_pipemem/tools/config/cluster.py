@@ -60,7 +60,8 @@ class Cluster(Limited):
     host_memory_gib: Amount  # host memory of a node, which all of its devices share
     nodes: Devices = 1
     devices_per_node: Devices = 8
-    reserved_gib: float = 0.0  # part of memory_gib that the driver, the context and communication libraries take
+    # part of memory_gib that the driver, the context and communication libraries take, but for messages of the pipeline
+    reserved_gib: float = 0.0
     fp8_tflops: Amount | None = None  # peak for dense 8-bit matrix products; None for a device without them
     achieved: Part = 0.6  # share of tflops and fp8_tflops that a transformer layer's matrix products reach
     memory_gb_per_s: Amount = 1000.0  # bandwidth of device memory, which limits optimizer and norms

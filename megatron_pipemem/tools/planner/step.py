@@ -12,8 +12,10 @@ the optimizer:
   Megatron's order: tensor, context, data, pipeline.
 
 Bytes of a rank are parameters, gradients, the optimizer or its shard (``parameter_bytes``), the activations that the
-schedule keeps, and buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and the
-activations of the layers that are recomputed together. The optimizer's step copies tensors when no activations are held. If
+schedule keeps, sent messages, and buffers. The output of a stage is kept until an answer shows that it was used
+(``schedule.message_memory``), so there is about one for each microbatch whose activations are kept. Buffers are other
+messages, NCCL's own, the logits' gradient on the rank of the head, and the activations of the layers that are
+recomputed together. The optimizer's step copies tensors when no activations are held. If
 the devices hold several replicas of the model, all of that exists once per replica, but a microbatch runs through only
 one of them. The gradients of the replicas are summed, two ranks at a time, before the reduction, and no computing is
 left to hide either. If a step may be rolled back, its previous state takes memory on the device or the host.
@@ -36,6 +38,8 @@ from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.message_memory import nccl_bytes
+from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import listed
 from megatron_pipemem.tools.config.cluster import Cluster
@@ -47,7 +51,9 @@ from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, Price
 if TYPE_CHECKING:
     from megatron_pipemem.model.partition import Loads
 
-_MESSAGES_IN_FLIGHT = 2  # per stage and direction: one in use, and one that arrives
+_OTHER_MESSAGES = 2
+"""Messages per stage that arrive, or that are sent gradients. With one sent output per kept microbatch, this is the least
+that covers the fullest rank of every family."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class PlannedStep:
     weights: tuple[float, ...]  # per device, bytes of one version of the parameters
     static: tuple[float, ...]  # per device, bytes that are always held
     buffers: tuple[float, ...]  # per device, bytes besides activations that are held at times
+    sent: tuple[float, ...]  # per device, bytes of sent messages for each byte of activations
     communication: tuple[float, ...]
     """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
     exchange: tuple[Passes, ...]
@@ -102,12 +109,16 @@ class PlannedStep:
 
         Limits are compared with this sum.
         """
-        rows = zip(kept, self.static, self.buffers, self.stepping, strict=True)
-        return tuple(static + max(activations + buffers, stepping) for activations, static, buffers, stepping in rows)
+        rows = zip(kept, self.sent, self.static, self.buffers, self.stepping, strict=True)
+        return tuple(
+            static + max(activations * (1 + sent) + buffers, stepping)
+            for activations, sent, static, buffers, stepping in rows
+        )
 
     def room(self, memory: float) -> tuple[float, ...]:
         """Return the bytes of each device's ``memory`` that are left for activations, up to rounding."""
-        return tuple(memory - s - b for s, b in zip(self.static, self.buffers, strict=True))
+        rows = zip(self.sent, self.static, self.buffers, strict=True)
+        return tuple((memory - static - buffers) / (1 + sent) for sent, static, buffers in rows)
 
     @property
     def outside(self) -> float:
@@ -375,6 +386,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in device_parts),
         static=tuple(sum(cut.static(part) for part in device) for device in device_parts),
         buffers=_buffers(cut, placement, layers),
+        sent=_sent(message_bytes(cut.model, cut.execution), placement, [max(s.saved, s.after_input) for s in kept]),
         communication=tuple(sum(part.communication.total for part in device) / replicas for device in device_parts),
         exchange=tuple(sum((part.exchange for part in stage), Passes()) for stage in stages),
         again=tuple(sum(part.again for part in device) / replicas for device in device_parts),
@@ -415,12 +427,26 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
     def recomputed(owned: Sequence[int]) -> float:
         return whole * max(min(unit, layers[stage % placement.model_stages]) for stage in owned)
 
-    per_stage = 2 * _MESSAGES_IN_FLIGHT * message_bytes(model, execution) * (placement.num_devices > 1)
+    per_stage = _OTHER_MESSAGES * message_bytes(model, execution) * (placement.num_devices > 1)
     return tuple(
         per_stage * len(owned)
+        + (nccl_bytes(placement, device) if cut.cluster.backend == "nccl" else 0)
         + recomputed(owned)
         + prices.logit_bytes(model, execution)
         * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
+        for device, owned in enumerate(placement.stages)
+    )
+
+
+def _sent(message: float, placement: Placement, most: Sequence[float]) -> tuple[float, ...]:
+    """Return the bytes of sent outputs for each byte of activations of a device.
+
+    ``most`` has the most bytes that a microbatch keeps on each stage. With full recomputation these are those of its
+    backward, and the sent outputs of other microbatches are left out.
+    """
+    sending = {stage for kind, stage in Router(placement).emitting if kind is Kind.F}
+    return tuple(
+        message * len(sending & set(owned)) / whole if (whole := sum(most[stage] for stage in owned)) else 0.0
         for owned in placement.stages
     )
 

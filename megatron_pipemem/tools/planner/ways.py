@@ -137,7 +137,8 @@ class Way:
         linear = Placement.linear(cut.pp)
         whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
         besides = self.step.held((0.0,) * cut.pp)
-        return max(peak - static for peak, static in zip(self.peaks, besides, strict=True)) / whole if whole else None
+        rows = zip(self.peaks, besides, self.step.sent, strict=True)
+        return max((peak - static) / (1 + sent) for peak, static, sent in rows) / whole if whole else None
 
     @property
     def mfu(self) -> float:
