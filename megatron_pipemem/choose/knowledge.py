@@ -193,7 +193,7 @@ class Knowledge:
         compute = replace(costs, memory=self._memory(self.changes, schedule.placement, {}))
         changes = {
             **{kind: self.changes[kind] for kind in (MESSAGES | {Kind.REDUCE_GRAD} | VOCABULARY) & set(self.changes)},
-            **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.units.parts),
+            **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.units),
         }
         programs = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in self.queues)
         weights = unit_weights(schedule, costs)

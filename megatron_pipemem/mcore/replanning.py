@@ -19,7 +19,7 @@ from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_link
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.measured import Medians, Pair, costs_from
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.units import WHOLE
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 logger = logging.getLogger(__name__)
 
@@ -158,17 +158,17 @@ class Replanner(Extension):
     def _update(
         self, ranks: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool
     ) -> MeasurementUpdate | None:
-        changes = merge_bytes(ranks, placement, self._units.parts) if counted else None
+        changes = merge_bytes(ranks, placement, self._units) if counted else None
         if not timed:
             return MeasurementUpdate("bytes counted", None, changes, 0.0)
         links = average([rank.links for rank in ranks])
         medians = average([rank.medians for rank in ranks])
         pairs = average([rank.pairs for rank in ranks])
-        costs = costs_from(medians, links, placement, self._programs.costs, self._units.parts, pairs)
+        costs = costs_from(medians, links, placement, self._programs.costs, self._units, pairs)
         if not self._has_seconds:
             self._has_seconds = True
             return MeasurementUpdate("costs measured", costs, changes, 0.0)
-        moved = drift(self._programs.costs, costs, placement, self._units.parts)
+        moved = drift(self._programs.costs, costs, placement, self._units)
         return None if moved is None else MeasurementUpdate(moved, costs, changes, MINIMUM_GAIN)
 
     @contextmanager
@@ -179,7 +179,9 @@ class Replanner(Extension):
             self._failure = f"{type(error).__name__}: {error}"
 
 
-def merge_bytes(ranks: Sequence[_Contribution], placement: Placement, parts: int = 1) -> dict[Kind, tuple[int, ...]]:
+def merge_bytes(
+    ranks: Sequence[_Contribution], placement: Placement, units: Units = WHOLE
+) -> dict[Kind, tuple[int, ...]]:
     """Return the change of held bytes by each kind of action, one value per stage and part.
 
     The values of a stage's parts are consecutive. ``ranks`` are all ranks of the model. Ranks with the same pipeline
@@ -189,7 +191,7 @@ def merge_bytes(ranks: Sequence[_Contribution], placement: Placement, parts: int
     fullest = []
     for stage, device in enumerate(placement.devices):
         of_device = [changes for holder, changes in reports if holder == device]
-        places = slice(stage * parts, (stage + 1) * parts)
-        fullest += [max(of_device, key=lambda changes: sum(changes[Kind.F][places]))] * parts
+        places = slice(stage * units.parts, (stage + 1) * units.parts)
+        fullest += [max(of_device, key=lambda changes: sum(changes[Kind.F][places]))] * units.parts
     kinds = sorted({kind for _, changes in reports for kind in changes})
     return {kind: tuple(c[kind][at] if kind in c else 0 for at, c in enumerate(fullest)) for kind in kinds}

@@ -147,12 +147,12 @@ def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: fmean(values) for key, values in values_of.items()}
 
 
-def drift(planned: Costs, measured: Costs, placement: Placement, parts: int = 1) -> str | None:
+def drift(planned: Costs, measured: Costs, placement: Placement, units: Units = WHOLE) -> str | None:
     """Return a sentence about the F, I or W whose seconds differ most from the plan; ``None`` if none differs enough.
 
     Enough is over 20 % of the planned time, and over 2 % of the busiest device's measured seconds per microbatch.
     """
-    old, new = planned.seconds(placement, parts), measured.seconds(placement, parts)
+    parts, old, new = units.parts, planned.seconds(placement, units), measured.seconds(placement, units)
     noise = _NOISE * max(
         sum(sum(new[kind][stage * parts : (stage + 1) * parts]) for stage in stages for kind in (Kind.F, Kind.B))
         for stages in placement.stages

@@ -52,21 +52,21 @@ class ActionPrices:
     """Look up the seconds of every action and message of a schedule under given costs."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        placement, parts = schedule.placement, schedule.units.parts
-        self._costs, self._units, self._placement = costs, schedule.units, placement
+        placement, units = schedule.placement, schedule.units
+        self._costs, self._units, self._placement = costs, units, placement
         self._weights = costs.microbatch
         if self._weights is not None:
             self._weights.check(schedule.num_microbatches)
-        self._seconds = costs.seconds(placement, parts)
+        self._seconds = costs.seconds(placement, units)
         if schedule.offloads:
-            self._seconds |= costs.transfer_seconds(placement, schedule.recomputed, parts)
+            self._seconds |= costs.transfer_seconds(placement, schedule.recomputed, units)
         self.sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
         """Seconds of the sum of the gradients over the replicas, one value per stage."""
         self._collectives: dict[Kind, float] = {}
         if schedule.vocabulary_barriers:
-            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers, parts)
-            self._seconds |= vocabulary.seconds(placement.num_devices, parts)
-            self._collectives = vocabulary.collective_seconds(parts)
+            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers, units)
+            self._seconds |= vocabulary.seconds(placement.num_devices, units)
+            self._collectives = vocabulary.collective_seconds(units)
 
     def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
         """Return the seconds of an action that is not a message.

@@ -20,6 +20,7 @@ from megatron_pipemem.schedule.prices import Several
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, held_after, peaks
+from megatron_pipemem.schedule.units import Units, as_units
 
 _Changes = Mapping[Kind, Sequence[float]]
 
@@ -35,9 +36,7 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
         return timeline.peak / measured.bytes_of_1f1b if measured.bytes_of_1f1b else None
     if schedule.vocabulary_barriers:
         return None
-    bytes_under_1f1b = bytes_of_1f1b(
-        timeline.costs, schedule.placement, schedule.num_microbatches, schedule.units.parts
-    )
+    bytes_under_1f1b = bytes_of_1f1b(timeline.costs, schedule.placement, schedule.units)
     return timeline.peak / bytes_under_1f1b if bytes_under_1f1b else None
 
 
@@ -47,14 +46,14 @@ def planned_share_of_1f1b(schedule: Schedule, costs: Costs) -> tuple[float, str]
     If no bytes are known, it is based on the order alone, in activation units.
     """
     if not schedule.vocabulary_barriers:
-        bytes_under_1f1b = bytes_of_1f1b(costs, schedule.placement, schedule.num_microbatches, schedule.units.parts)
+        bytes_under_1f1b = bytes_of_1f1b(costs, schedule.placement, schedule.units)
         if bytes_under_1f1b:
             return max(peaks(schedule, costs)) / bytes_under_1f1b, "by predicted bytes"
     under_1f1b = min(1.0, schedule.num_microbatches / schedule.num_devices)
     return max(peaks(schedule)) / under_1f1b, "by the order alone: equal stages, without what waits for W"
 
 
-def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:
+def bytes_of_1f1b(costs: Costs, placement: Placement, units: Units | int) -> float | None:
     """Return the highest peak in bytes of any device under 1F1B.
 
     ``costs`` are prices of the model's parts, of a device's whole share, or of the stages of ``placement`` with the LM
@@ -63,6 +62,8 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
     """
     if costs.memory is None:
         return None
+    units = as_units(units)
+    num_microbatches = units.num_microbatches
     # If microbatches are equal, 1F1B never holds more than one per device.
     needed = min(num_microbatches, 2 * placement.num_devices) if costs.microbatch is None else num_microbatches
     same = _as_1f1b(placement.num_devices, needed)
@@ -70,7 +71,7 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
         return max(peaks(same, costs))
     if not _can_join(placement):
         return None
-    changes = costs.memory_changes(placement, slices=slices)
+    changes = costs.memory_changes(placement, units=units)
     memory: dict[Kind, Several] = {
         kind: tuple(_joined(changes[kind], placement)) for kind in (Kind.F, Kind.B) if kind in changes
     }
@@ -94,7 +95,7 @@ def counted_bytes_of_1f1b(
     ``changes`` has the counted bytes per kind and stage, messages included; a positive value takes memory. ``peak`` is
     the counted peak in bytes of the fullest rank, which is the result if the schedule is 1F1B itself. ``layers`` has
     the number of layers of every stage. The result is ``None`` in these cases: the LM head is cut over ranks,
-    sequences are cut into slices, messages were not counted, the stages do not join into one per rank, or joined
+    microbatches run in parts, messages were not counted, the stages do not join into one per rank, or joined
     stages have numbers of layers that differ by more than one and by more than 10 %.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
@@ -135,9 +136,9 @@ def _can_join(placement: Placement) -> bool:
 
 
 def _joined(values: Sequence[float], placement: Placement) -> list[float]:
-    """Add up the values of the neighbouring stages, and of their slices, that make up each stage of 1F1B.
+    """Add up the values of the neighbouring stages, and of their parts, that make up each stage of 1F1B.
 
-    ``values`` has one value per stage, or per stage and slice. Only the first replica counts.
+    ``values`` has one value per stage and part. Only the first replica counts.
     """
     # The stages of the first replica come first.
     one_replica = values[: len(values) // placement.replicas]

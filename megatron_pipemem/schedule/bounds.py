@@ -123,8 +123,8 @@ def chains_of(placement: Placement, units: Units, costs: Costs, splits: bool) ->
     ``splits`` says whether backwards may run as I and W.
     """
     n, sizes = units.parts, units.sizes
-    prices, devices = costs.seconds(placement, n), placement.devices
-    memory_of = {size: _stage_memory(placement, costs, splits, n, size) for size in set(sizes)}
+    prices, devices = costs.seconds(placement, units), placement.devices
+    memory_of = {size: _stage_memory(placement, costs, splits, units, size) for size in set(sizes)}
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     there = [costs.link_seconds(device, following) / n for device, following in pairwise(devices)]
     back = [costs.link_seconds(following, device) / n for device, following in pairwise(devices)]
@@ -146,12 +146,13 @@ def chains_of(placement: Placement, units: Units, costs: Costs, splits: bool) ->
     return groups
 
 
-def _stage_memory(placement: Placement, costs: Costs, splits: bool, parts: int, size: int) -> list[StageMemory]:
+def _stage_memory(placement: Placement, costs: Costs, splits: bool, units: Units, size: int) -> list[StageMemory]:
     """Return a ``StageMemory`` for every stage and part, stage by stage, in the unit of ``Costs.memory_changes``.
 
-    The microbatch has only the first ``size`` of the ``parts`` with a price.
+    The microbatch has only the first ``size`` of the ``units.parts`` with a price.
     """
-    changes, nothing = costs.memory_changes(placement, slices=parts), (0,) * (placement.num_stages * parts)
+    parts = units.parts
+    changes, nothing = costs.memory_changes(placement, units=units), (0,) * (placement.num_stages * parts)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
     for f, i, w, b in zip(forward, inputs, weights, full, strict=True):
@@ -298,10 +299,10 @@ def lower_bound(
     if pairs and costs.have_exchanges:
         ways = ((Units.equal(1, units.parts), costs), (units, costs.of_computing(placement)))
         return max(lower_bound(placement, *way, memory_cap, splits=splits) for way in ways)
-    step, unit = _Step(placement, units, costs, splits), costs.memory_unit(placement, units.parts)
+    step, unit = _Step(placement, units, costs, splits), costs.memory_unit(placement, units)
     p = placement.num_devices
     caps = (math.inf,) * p if memory_cap is None else per_device(memory_cap, p)
-    weighs = costs.slice_units is not None or (costs.microbatch is not None and costs.microbatch.memory is not None)
+    weighs = costs.part_units is not None or (costs.microbatch is not None and costs.microbatch.memory is not None)
     counts_stages = costs.memory is None and not weighs
     bounds = []
     for device, cap in enumerate(caps):
@@ -327,7 +328,7 @@ def least_held(placement: Placement, units: Units | int, costs: Costs) -> list[f
     activation unit, or that of ``costs.memory``.
     """
     units = as_units(units)
-    step, unit = _Step(placement, units, costs), costs.memory_unit(placement, units.parts)
+    step, unit = _Step(placement, units, costs), costs.memory_unit(placement, units)
     return [step.least_held(device) * unit for device in range(placement.num_devices)]
 
 

@@ -19,9 +19,10 @@ from megatron_pipemem.schedule.prices import (
     MicrobatchWeights,
     Several,
     numbers,
-    per_slice,
+    per_part,
     price,
 )
+from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts, per_device
 
 _PRICED: tuple[tuple[str, Kind], ...] = (
@@ -48,8 +49,8 @@ class Costs:
     a share of every replica, each at the full price, because a microbatch runs through one replica only.
 
     A sequence holds one price per stage, or one per stage of a replica if all replicas cost the same. If microbatches
-    are cut into ``n`` sequence slices, each slice costs ``1/n``. A sequence may also hold one price per stage and
-    slice, stage by stage. ``part_costs`` has the costs of a model's layers, embedding and head, for any placement.
+    run in ``n`` parts, each part costs ``1/n``. A sequence may also hold one price per stage and part, stage by
+    stage. ``part_costs`` has the costs of a model's layers, embedding and head, for any placement.
 
     Args:
         forward: seconds of F.
@@ -66,8 +67,8 @@ class Costs:
             an action of a microbatch.
         microbatch: factors of time and memory per microbatch; ``None`` if microbatches are alike. ``simulate``
             applies them, ``seconds`` and ``memory_changes`` do not.
-        slice_units: per kind, the change of memory by every slice, as a share of the bytes that F of a whole
-            microbatch keeps; ``None`` if slices share them evenly. ``slice_costs`` computes such values.
+        part_units: per kind, the change of memory by every part, as a share of the bytes that F of a whole
+            microbatch keeps; ``None`` if parts share them evenly. ``slice_costs`` computes such values.
         further: seconds of kinds added by ``register_kind``; by default those of ``KindSpec.shares``.
         forward_exchange: the part of ``forward`` in which the experts' tokens travel between ranks, and in which the
             device could compute something else. Only pairs use it (``Schedule.pairs``).
@@ -97,7 +98,7 @@ class Costs:
     copy_sum: Several = 0.0
     recompute_selective: Several | None = None
     microbatch: MicrobatchWeights | None = None
-    slice_units: Mapping[Kind, tuple[float, ...]] | None = None
+    part_units: Mapping[Kind, tuple[float, ...]] | None = None
     further: Mapping[Kind, Several] | None = None
     forward_exchange: Several = 0.0
     backward_exchange: Several = 0.0
@@ -164,21 +165,21 @@ class Costs:
                 "--pipemem-microbatch-costs",
             )
 
-    def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of the compute kinds, one value per stage and slice, stage by stage.
+    def seconds(self, placement: Placement, units: Units = WHOLE) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of the compute kinds, one value per stage and part, stage by stage.
 
         Vocabulary passes, and kinds without a price or ``KindSpec.shares``, are left out.
 
         Raises:
-            CostsError: a sequence does not have one value per stage, or per stage and slice.
+            CostsError: a sequence does not have one value per stage, or per stage and part.
         """
         costs = self.of(placement)
         fields = [(name, kind, getattr(costs, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
         prices: dict[Kind, tuple[float, ...]] = {
-            kind: per_slice(name, seconds, placement, slices) for name, kind, seconds in fields if seconds is not None
+            kind: per_part(name, seconds, placement, units) for name, kind, seconds in fields if seconds is not None
         }
         for kind, seconds in (self.further or {}).items():
-            prices[kind] = per_slice(f"further.{kind}", seconds, placement, slices)
+            prices[kind] = per_part(f"further.{kind}", seconds, placement, units)
         for kind in COMPUTE:
             if kind not in prices and (shares := kind.spec.shares):
                 parts = [[share * seconds for seconds in prices[Kind(other)]] for other, share in shares.items()]
@@ -192,7 +193,7 @@ class Costs:
             CostsError: a sequence does not have one value per stage.
         """
         costs = self.of(placement)
-        exchanges = {kind: per_slice(name, getattr(costs, name), placement, 1) for name, kind in _EXCHANGES}
+        exchanges = {kind: per_part(name, getattr(costs, name), placement) for name, kind in _EXCHANGES}
         return {**exchanges, Kind.B: exchanges[Kind.I]}
 
     def exchange_shares(self, placement: Placement) -> tuple[float, ...]:
@@ -219,19 +220,19 @@ class Costs:
         Raises:
             CostsError: a sequence does not have one value per stage.
         """
-        return per_slice("copy_sum", self.copy_sum, placement, 1)
+        return per_part("copy_sum", self.copy_sum, placement)
 
-    def vocabulary_costs(self, placement: Placement, barriers: int, slices: int = 1) -> VocabularyCosts:
+    def vocabulary_costs(self, placement: Placement, barriers: int, units: Units = WHOLE) -> VocabularyCosts:
         """Return the costs of vocabulary passes and collectives: the field ``vocabulary``, or its default.
 
         Args:
             placement: the placement of the schedule.
             barriers: vocabulary barriers of the schedule, 1 or 2.
-            slices: sequence slices of a microbatch.
+            units: the units of a step. Only the parts of a microbatch matter.
         """
         if self.vocabulary is not None:
             return self.vocabulary
-        seconds = self.seconds(placement, slices)
+        seconds = self.seconds(placement, units)
         model = sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / placement.replicas
         return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
 
@@ -254,31 +255,31 @@ class Costs:
                 ) from None
         return self.p2p
 
-    def memory_unit(self, placement: Placement, slices: int = 1) -> float:
-        """Return the size of one unit of ``memory_changes``: one stage's or slice's activation units, or 1 byte.
+    def memory_unit(self, placement: Placement, units: Units = WHOLE) -> float:
+        """Return the size of one unit of ``memory_changes``: one stage's or part's activation units, or 1 byte.
 
         Memory in whole stages adds up exactly. Sums of floats such as ``1/model_stages`` would not.
         """
-        return 1 / placement.model_stages / slices if self.memory is None else 1.0
+        return 1 / placement.model_stages / units.parts if self.memory is None else 1.0
 
     def transfer_seconds(
-        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), units: Units = WHOLE
     ) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of OFFLOAD and RELOAD, one value per stage and slice; 0 without a channel.
+        """Return the seconds of OFFLOAD and RELOAD, one value per stage and part; 0 without a channel.
 
         Args:
             placement: the placement of the schedule.
             recomputed: as in ``memory_changes``.
-            slices: sequence slices of a microbatch.
+            units: the units of a step. Only the parts of a microbatch matter.
         """
         if self.channel is None:
-            return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * (placement.num_stages * slices))
-        passes = self.seconds(placement, slices)
-        seconds = self.channel.seconds(placement, [passes[kind] for kind in (Kind.F, Kind.I, Kind.W)], slices)
+            return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * (placement.num_stages * units.parts))
+        passes = self.seconds(placement, units)
+        seconds = self.channel.seconds(placement, [passes[kind] for kind in (Kind.F, Kind.I, Kind.W)], units)
         if Kind.RS not in recomputed.values():
             return seconds
-        full = self.memory_changes(placement, slices=slices)[Kind.WAIT_OFFLOAD]
-        partial = self.memory_changes(placement, recomputed, slices)[Kind.WAIT_OFFLOAD]
+        full = self.memory_changes(placement, units=units)[Kind.WAIT_OFFLOAD]
+        partial = self.memory_changes(placement, recomputed, units)[Kind.WAIT_OFFLOAD]
         shares = [b / a if a else 1.0 for a, b in zip(full, partial, strict=True)]
         return {
             kind: tuple(s * share for s, share in zip(transfers, shares, strict=True))
@@ -286,20 +287,20 @@ class Costs:
         }
 
     def memory_changes(
-        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), units: Units = WHOLE
     ) -> dict[Kind, tuple[float, ...]]:
         """Return by how much every kind of action changes the memory of its device, in units of ``memory_unit``.
 
-        Every kind has one value per stage and slice, stage by stage. Kinds that are left out change nothing.
+        Every kind has one value per stage and part, stage by stage. Kinds that are left out change nothing.
 
         Args:
             placement: the placement of the schedule.
             recomputed: the recomputed stages, each with R or RS.
-            slices: sequence slices of a microbatch.
+            units: the units of a step. Only the parts of a microbatch matter.
         """
-        changes = self._changes(placement, slices)
+        changes = self._changes(placement, units)
         recomputes, in_part = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
-        nothing: tuple[float, ...] = (0,) * (placement.num_stages * slices)
+        nothing: tuple[float, ...] = (0,) * (placement.num_stages * units.parts)
         forwards = changes.get(Kind.F, nothing)
         if recomputes is None:
             kept, recomputes = nothing, forwards
@@ -310,7 +311,7 @@ class Costs:
         changes.setdefault(Kind.RELOAD, tuple(-gives_back for gives_back in changes[Kind.WAIT_OFFLOAD]))
         if in_part is None:
             in_part = tuple(SELECTIVE_BYTES * takes for takes in forwards)
-        kinds = [recomputed.get(stage) for stage in range(placement.num_stages) for _ in range(slices)]
+        kinds = [recomputed.get(stage) for stage in range(placement.num_stages) for _ in range(units.parts)]
         if Kind.R in kinds:
             changes[Kind.R] = recomputes
         if Kind.RS in kinds:
@@ -326,34 +327,32 @@ class Costs:
         return {**changes, Kind.F: forwards}
 
     def host_changes(
-        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), units: Units = WHOLE
     ) -> dict[Kind, tuple[float, ...]]:
         """Return by how much OFFLOAD and WAIT_RELOAD change a device's host memory, in units of ``memory_unit``.
 
-        Both kinds have one value per stage and slice, stage by stage.
+        Both kinds have one value per stage and part, stage by stage.
 
         Args:
             placement: the placement of the schedule.
             recomputed: as in ``memory_changes``.
-            slices: sequence slices of a microbatch.
+            units: the units of a step. Only the parts of a microbatch matter.
         """
-        leaves = self.memory_changes(placement, recomputed, slices)[Kind.WAIT_OFFLOAD]
+        leaves = self.memory_changes(placement, recomputed, units)[Kind.WAIT_OFFLOAD]
         return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
 
-    def _changes(self, placement: Placement, slices: int) -> dict[Kind, tuple[float, ...]]:
-        """Return the changes in ``memory``, one value per stage and slice. W or B is derived if ``memory`` lacks it."""
-        places = placement.num_stages * slices
-        if self.memory is None and self.slice_units is not None:
-            units = self.slice_units.items()
-            if slices != (priced_slices := len(self.slice_units[Kind.F])):
-                given_units = (
-                    f"activation units for {priced_slices} slices of a microbatch, but the schedule has {slices}"
-                )
+    def _changes(self, placement: Placement, units: Units) -> dict[Kind, tuple[float, ...]]:
+        """Return the changes in ``memory``, one value per stage and part. W or B is derived if ``memory`` lacks it."""
+        places, parts = placement.num_stages * units.parts, units.parts
+        if self.memory is None and self.part_units is not None:
+            if parts != (priced := len(self.part_units[Kind.F])):
+                given_units = f"activation units for {priced} parts of a microbatch, but the schedule has {parts}"
                 raise CostsError(
-                    "costs-mismatch", f"the costs have {given_units}; price the slices again with slice_costs"
+                    "costs-mismatch", f"the costs have {given_units}; price the parts again with slice_costs"
                 )
-            # An even slice keeps one ``memory_unit``.
-            return {kind: tuple(part * slices for part in parts) * placement.num_stages for kind, parts in units}
+            # An even part keeps one ``memory_unit``.
+            shares = self.part_units.items()
+            return {kind: tuple(share * parts for share in of_kind) * placement.num_stages for kind, of_kind in shares}
         memory = self.of(placement).memory
         if memory is None:
             return {kind: (kind.spec.units,) * places for kind in Kind if kind.spec.units}
@@ -361,12 +360,12 @@ class Costs:
         for kind, values in memory.items():
             name = f"memory of {kind}"
             if kind in VOCABULARY:
-                changes[kind] = per_device(name, values, placement.num_devices, slices)
-            elif kind in WHOLE_STAGE:  # slices do not share it
-                per_stage = per_slice(name, values, placement, 1)
-                changes[kind] = tuple(change for change in per_stage for _ in range(slices))
+                changes[kind] = per_device(name, values, placement.num_devices, units)
+            elif kind in WHOLE_STAGE:  # parts do not share it
+                per_stage = per_part(name, values, placement)
+                changes[kind] = tuple(change for change in per_stage for _ in range(units.parts))
             else:
-                changes[kind] = per_slice(name, values, placement, slices)
+                changes[kind] = per_part(name, values, placement, units)
         zero = (0.0,) * places
         at_input = changes.get(Kind.I, zero)
         if Kind.B not in changes:

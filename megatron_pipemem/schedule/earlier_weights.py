@@ -40,7 +40,7 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
     is_plain = all(action.kind in PLAIN for order in schedule.orders for action in order)
     if costs.memory is None or schedule.pairs or not (is_plain and schedule.splits_backward):
         return schedule
-    limit = bytes_of_1f1b(costs, schedule.placement, schedule.num_microbatches, schedule.units.parts)
+    limit = bytes_of_1f1b(costs, schedule.placement, schedule.units)
     if limit is None:
         return schedule
     devices = [dict(zip(order, taken, strict=True)) for order, taken in _changes_of(schedule, costs)]
@@ -53,7 +53,7 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
 
 def _changes_of(schedule: Schedule, costs: Costs) -> Iterator[tuple[tuple[Action, ...], Iterable[float]]]:
     """Yield the order of each device, and the bytes that its actions take."""
-    changes = costs.memory_changes(schedule.placement, slices=schedule.units.parts)
+    changes = costs.memory_changes(schedule.placement, units=schedule.units)
     weights = unit_weights(schedule, costs)
     for order in schedule.orders:
         memory = [0.0, *held_after(order, changes, weights, schedule.units)]

@@ -10,12 +10,13 @@ from types import MappingProxyType
 from megatron_pipemem.schedule.action import FURTHER, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 Pair = tuple[tuple[Kind, int], tuple[Kind, int]]
 """The kinds and stages of the forward and the backward of a pair."""
 Medians = dict[tuple[Kind, int], float]
-"""Median seconds of a kind of action that ran alone, by stage and slice (``action.place``)."""
+"""Median seconds of a kind of action that ran alone, by stage and part (``Units.place``)."""
 
 
 def _exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placement) -> tuple[float, ...]:
@@ -41,20 +42,20 @@ def costs_from(
     links: Mapping[tuple[int, int], float],
     placement: Placement,
     before: Costs,
-    slices: int = 1,
+    units: Units = WHOLE,
     pairs: Mapping[Pair, float] = MappingProxyType({}),
 ) -> Costs:
-    """Return the costs in seconds that the median times of actions give, one value per stage and slice.
+    """Return the costs in seconds that the median times of actions give, one value per stage and part.
 
-    The values of a stage's slices follow each other. ``before`` are the present costs, and do not change. They replace
+    ``before`` are the present costs, and do not change. They replace
     missing times of F, I and W, and give the proportion of I and W in a fused B, and the memory.
-    ``links`` has the seconds of a slice's message by (source, destination) of devices. Messages that are not in
-    ``links`` cost nothing. ``slices`` is their number per microbatch. ``pairs`` has the median seconds of pairs, if the
+    ``links`` has the seconds of a unit's message by (source, destination) of devices. Messages that are not in
+    ``links`` cost nothing. ``units`` are those of the step. ``pairs`` has the median seconds of pairs, if the
     step had any. Without them the exchanges of experts' tokens keep their shares of F and I.
     """
-    seconds_before = before.seconds(placement, slices)
+    seconds_before, places = before.seconds(placement, units), placement.num_stages * units.parts
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for stage in range(placement.num_stages * slices):
+    for stage in range(places):
         prices[Kind.F].append(medians.get((Kind.F, stage), seconds_before[Kind.F][stage]))
         fused = medians.get((Kind.B, stage))
         for kind in (Kind.I, Kind.W):
@@ -65,7 +66,7 @@ def costs_from(
             prices[kind].append(seconds)
     p2p = {
         # Costs price the messages of whole microbatches.
-        (source, destination): links.get((source, destination), 0.0) * slices
+        (source, destination): links.get((source, destination), 0.0) * units.parts
         for source in range(placement.num_devices)
         for destination in range(placement.num_devices)
         if source != destination
@@ -84,9 +85,9 @@ def costs_from(
         memory=before.of(placement).memory,
         recompute=recompute[Kind.R],
         recompute_selective=recompute[Kind.RS],
-        vocabulary=_passes(medians, placement, before, slices),
+        vocabulary=_passes(medians, placement, before, units),
         further={
-            kind: tuple(medians.get((kind, at), 0.0) for at in range(placement.num_stages * slices))
+            kind: tuple(medians.get((kind, at), 0.0) for at in range(places))
             for kind in {kind: None for kind, _ in medians if kind in FURTHER}
         }
         or None,
@@ -99,7 +100,7 @@ def costs_from(
     return replace(costs, forward_exchange=there, backward_exchange=back)
 
 
-def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
+def _passes(medians: Medians, placement: Placement, before: Costs, units: Units) -> VocabularyCosts | None:
     """Return the measured costs of the vocabulary passes; those of ``before`` if no such pass has run.
 
     The collectives of the passes are not measured.
@@ -107,8 +108,8 @@ def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) 
     if (Kind.S, 0) not in medians:
         return before.vocabulary
     score, gradient, embed, embed_gradient = (
-        tuple(medians.get((kind, at), 0.0) for at in range(placement.num_devices * slices))
+        tuple(medians.get((kind, at), 0.0) for at in range(placement.num_devices * units.parts))
         for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
     )
-    loss = medians.get((Kind.LOSS, (placement.devices[-1] + 1) * slices - 1), 0.0)
+    loss = medians.get((Kind.LOSS, (placement.devices[-1] + 1) * units.parts - 1), 0.0)
     return VocabularyCosts(score, gradient, embed, embed_gradient, loss)

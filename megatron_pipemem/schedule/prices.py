@@ -11,6 +11,7 @@ from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Kind, Resource, kinds_where
 from megatron_pipemem.schedule.display import LARGEST, changed_fields, shortened
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 Several = float | Sequence[float]
 
@@ -63,9 +64,10 @@ def price(subject: str, value: object, kind: Kind | None = None, *, several: boo
     return seconds
 
 
-def shared(values: Sequence[float], slices: int) -> tuple[float, ...]:
-    """Divide one value per stage evenly by the slices: ``shared((4, 6), 2)`` is ``(2, 2, 3, 3)``."""
-    return tuple(values) if slices == 1 else tuple(value / slices for value in values for _ in range(slices))
+def shared(values: Sequence[float], units: Units) -> tuple[float, ...]:
+    """Divide one value per stage evenly by the parts: for two parts ``shared((4, 6), units)`` is ``(2, 2, 3, 3)``."""
+    n = units.parts
+    return tuple(values) if n == 1 else tuple(value / n for value in values for _ in range(n))
 
 
 def listed(value: Several) -> Sequence[float]:
@@ -73,25 +75,25 @@ def listed(value: Several) -> Sequence[float]:
     return value if isinstance(value, Sequence) else (value,)
 
 
-def per_slice(name: str, price: Several, placement: Placement, slices: int) -> tuple[float, ...]:
-    """Return a price as one value per stage and slice, stage by stage. One number prices a device's whole share.
+def per_part(name: str, price: Several, placement: Placement, units: Units = WHOLE) -> tuple[float, ...]:
+    """Return a price as one value per stage and part, stage by stage. One number prices a device's whole share.
 
-    A value per stage is shared evenly by its slices. Raise a CostsError, which has ``name``, if a sequence has another
-    number of values than one per stage, or per stage and slice.
+    A value per stage is shared evenly by its parts. Raise a CostsError, which has ``name``, if a sequence has another
+    number of values than one per stage, or per stage and part.
     """
     if not isinstance(price, Sequence):
         shares = [price * placement.replicas / len(placement.stages[device]) for device in placement.devices]
-        return shared(shares, slices)
+        return shared(shares, units)
     if len(price) == placement.model_stages:
-        return shared(price, slices) * placement.replicas
-    stages = placement.num_stages
+        return shared(price, units) * placement.replicas
+    stages, places = placement.num_stages, placement.num_stages * units.parts
     if len(price) == stages:
-        return shared(price, slices)
-    if len(price) == stages * slices and placement.replicas == 1:
+        return shared(price, units)
+    if len(price) == places and placement.replicas == 1:
         return tuple(price)
-    cut = f", or {stages * slices} of one per stage and slice, stage by stage" * (slices > 1)
+    cut = f", or {places} of one per stage and part of a microbatch, stage by stage" * (not units.are_whole)
     if placement.replicas > 1 and cut:
-        cut = " (slices have prices of their own only in a pipeline with one replica of the model)"
+        cut = " (parts have prices of their own only in a pipeline with one replica of the model)"
     raise CostsError(
         "costs-mismatch",
         f"the costs have {len(price)} values for {name}, but the placement has {stages} stages; give one value per "
@@ -119,7 +121,7 @@ class Channel:
 
     offload: Several = 0.0
     """Seconds to copy activations to the host: one number for a device's whole share of the model, one per stage, or one
-    per stage and slice."""
+    per stage and part of a microbatch."""
     reload: Several | None = None  # seconds to copy them back; ``None`` if they equal ``offload``
     duplex: bool = False  # whether one transfer of each direction can run at a time
     switches: tuple[tuple[int, ...], ...] = ()  # devices that share a channel, for example through one PCIe switch
@@ -142,9 +144,9 @@ class Channel:
         object.__setattr__(self, "switches", switches)
 
     def seconds(
-        self, placement: Placement, passes: Sequence[Sequence[float]], slices: int = 1
+        self, placement: Placement, passes: Sequence[Sequence[float]], units: Units = WHOLE
     ) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of OFFLOAD and of RELOAD, one value per stage and slice, stage by stage.
+        """Return the seconds of OFFLOAD and of RELOAD, one value per stage and part, stage by stage.
 
         ``passes`` has those of F, of I and of W. Raise a CostsError if ``switches`` name a device that the placement
         does not have.
@@ -160,8 +162,8 @@ class Channel:
             return {Kind.OFFLOAD: copies, Kind.RELOAD: copies}
         reload = self.offload if self.reload is None else self.reload
         return {
-            Kind.OFFLOAD: per_slice("offload", self.offload, placement, slices),
-            Kind.RELOAD: per_slice("reload", reload, placement, slices),
+            Kind.OFFLOAD: per_part("offload", self.offload, placement, units),
+            Kind.RELOAD: per_part("reload", reload, placement, units),
         }
 
     def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:

@@ -274,6 +274,6 @@ def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False)
         return (0.0,) * schedule.num_devices
     costs = costs or Costs()
     placement, units = schedule.placement, schedule.units
-    changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, units.parts)
-    unit, weights = costs.memory_unit(placement, units.parts), unit_weights(schedule, costs)
+    changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, units)
+    unit, weights = costs.memory_unit(placement, units), unit_weights(schedule, costs)
     return tuple(max(held_after(order, changes, weights, units), default=0) * unit for order in schedule.orders)

@@ -130,6 +130,8 @@ class Units:
 
     def backward(self, place: int) -> int:
         """Return the unit of a stage's backward at ``place``. The function is its own inverse."""
+        if size := self._size:
+            return place + size - 1 - 2 * (place % size)
         return self.first(place) + self.last(place) - place
 
 

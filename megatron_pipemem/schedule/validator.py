@@ -467,11 +467,11 @@ def _check_memory(
 ) -> None:
     placement, weights = schedule.placement, unit_weights(schedule, costs)
     units = schedule.units
-    unit = costs.memory_unit(placement, units.parts)
+    unit = costs.memory_unit(placement, units)
     noun = "activation units" if costs.memory is None else "bytes"
     device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
     on_device, on_host = (
-        of(placement, schedule.recomputed, units.parts) for of in (costs.memory_changes, costs.host_changes)
+        of(placement, schedule.recomputed, units) for of in (costs.memory_changes, costs.host_changes)
     )
     limits = (
         (cap, on_device, "over the memory cap of", device_mend),

@@ -15,6 +15,7 @@ from megatron_pipemem.schedule.action import (
 from megatron_pipemem.schedule.display import changed_fields
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import Several, price, shared
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.schedule import Schedule
@@ -29,14 +30,14 @@ gradient."""
 class VocabularyCosts:
     """Seconds of vocabulary passes and collectives for one microbatch.
 
-    S, T, EMBED_F and EMBED_B have one number for all devices, one per device, or one per device and slice.
+    S, T, EMBED_F and EMBED_B have one number for all devices, one per device, or one per device and part.
     """
 
     score: Several = 0.0  # seconds of S
     gradient: Several = 0.0  # seconds of T
     embed: Several = 0.0  # seconds of EMBED_F
     embed_gradient: Several = 0.0  # seconds of EMBED_B
-    loss: float = 0.0  # seconds of LOSS, one number; it runs on the last stage's device, with the last slice
+    loss: float = 0.0  # seconds of LOSS, one number; it runs on the last stage's device, with the last part
     collectives: float | Mapping[Kind, float] = 0.0
     """Seconds of one collective: one number for all kinds, or one per kind. Missing kinds take no time."""
 
@@ -82,36 +83,37 @@ class VocabularyCosts:
         share = _SCORE_SHARE[barriers]
         return cls(shard * share, shard * (1 - share), rows / 3, 2 * rows / 3, 0.0, collectives)
 
-    def seconds(self, num_devices: int, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of every vocabulary pass, one value per device and slice, device by device."""
+    def seconds(self, num_devices: int, units: Units = WHOLE) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of every vocabulary pass, one value per device and part, device by device."""
         prices = {
             Kind.EMBED_F: self.embed,
             Kind.S: self.score,
             Kind.T: self.gradient,
             Kind.EMBED_B: self.embed_gradient,
         }
-        seconds = {kind: per_device(f"seconds of {kind}", price, num_devices, slices) for kind, price in prices.items()}
-        return {**seconds, Kind.LOSS: (*(0.0,) * (slices - 1), self.loss) * num_devices}
+        seconds = {kind: per_device(f"seconds of {kind}", price, num_devices, units) for kind, price in prices.items()}
+        return {**seconds, Kind.LOSS: (*(0.0,) * units.lead, self.loss) * num_devices}
 
-    def collective_seconds(self, slices: int = 1) -> dict[Kind, float]:
-        """Return the seconds of every kind of collective for one slice, if a microbatch has this many slices."""
+    def collective_seconds(self, units: Units = WHOLE) -> dict[Kind, float]:
+        """Return the seconds of every kind of collective for one unit."""
         if isinstance(self.collectives, Mapping):
-            return {kind: self.collectives.get(kind, 0.0) / slices for kind in COLLECTIVES}
-        return dict.fromkeys(COLLECTIVES, self.collectives / slices)
+            return {kind: self.collectives.get(kind, 0.0) / units.parts for kind in COLLECTIVES}
+        return dict.fromkeys(COLLECTIVES, self.collectives / units.parts)
 
 
-def per_device(subject: str, price: Several, num_devices: int, slices: int = 1) -> tuple[float, ...]:
-    """Return a price as one value per device and slice, device by device.
+def per_device(subject: str, price: Several, num_devices: int, units: Units = WHOLE) -> tuple[float, ...]:
+    """Return a price as one value per device and part, device by device.
 
-    One number, or one per device, is the price of a whole microbatch, which the slices share evenly. ``subject``
+    One number, or one per device, is the price of a whole microbatch, which the parts share evenly. ``subject``
     begins the message of a CostsError.
     """
+    places = num_devices * units.parts
     if not isinstance(price, Sequence):
-        return (price / slices,) * (num_devices * slices)
+        return (price / units.parts,) * places
     if len(price) == num_devices:
-        return shared(price, slices)
-    if len(price) != num_devices * slices:
-        cut = f", {num_devices * slices} of one per device and slice" if slices > 1 else ""
+        return shared(price, units)
+    if len(price) != places:
+        cut = "" if units.are_whole else f", {places} of one per device and part of a microbatch"
         raise CostsError(
             "costs-mismatch",
             f"{subject} has {len(price)} values for {num_devices} devices; give one per device{cut}, or one number for all",

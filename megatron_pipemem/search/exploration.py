@@ -165,7 +165,7 @@ class Exploration:
         n = self.units.parts
         self.bound = lower_bound(self.placement, self.units, self.costs, self.caps)
         if self.period:
-            prices = self.costs.seconds(self.placement, n)
+            prices = self.costs.seconds(self.placement, self.units)
             work = (
                 sum(sum(prices[kind][s * n : s * n + n]) for s in stages for kind in KINDS)
                 for stages in self.placement.stages
@@ -174,7 +174,7 @@ class Exploration:
 
     @cached_property
     def _problem(self) -> Problem:
-        unit = self.costs.memory_unit(self.placement, self.units.parts)
+        unit = self.costs.memory_unit(self.placement, self.units)
         caps = None if self.caps is None else [cap / unit for cap in self.caps]
         return make_problem(self.placement, self.units, self.costs, caps, self.full, self.period)
 

@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.dependencies import Waits
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.units import Units
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 FORWARD, INPUT, WEIGHT = range(3)
 KINDS = (Kind.F, Kind.I, Kind.W)
@@ -228,7 +228,7 @@ def make_problem(
     upper bound for every device's own part of a step. Raise a CostsError if all passes cost 0 seconds.
     """
     stages, n = placement.num_stages, units.parts
-    seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
+    seconds, memory = costs.seconds(placement, units), costs.memory_changes(placement, units=units)
     longest = max(max(seconds[kind]) for kind in KINDS)
     if longest <= 0:
         raise CostsError("no-time", "all passes cost 0 seconds; give at least one of them a price")
@@ -245,7 +245,7 @@ def make_problem(
             memory_after[at] = after[min(index, len(kinds) - 1)]
     # At least one tick, so that a pass always starts after its needs.
     ticks = tuple(max(1, round(value * scale)) for value in length)
-    memory_scale = 1 if keeps_memory_exactly(placement, costs, n) else MEMORY_STEPS / max(map(abs, memory_after))
+    memory_scale = 1 if keeps_memory_exactly(placement, costs, units) else MEMORY_STEPS / max(map(abs, memory_after))
     # The memory after a pass is rounded up, and not its change, so that roundings do not add up.
     rounded = [ceil(value * memory_scale - _NOISE) for value in memory_after]
 
@@ -305,9 +305,9 @@ def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits
     return tuple(waits)
 
 
-def keeps_memory_exactly(placement: Placement, costs: Costs, parts: int = 1) -> bool:
+def keeps_memory_exactly(placement: Placement, costs: Costs, units: Units = WHOLE) -> bool:
     """Return whether all memory changes are whole numbers in the unit of the costs, which need no scale or rounding."""
-    changes = costs.memory_changes(placement, slices=parts)
+    changes = costs.memory_changes(placement, units=units)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 
 
@@ -324,12 +324,12 @@ def to_schedule(
     name: str, placement: Placement, problem: Problem, orders: Orders, fused: Collection[int] = ()
 ) -> Schedule:
     """Return the schedule with these orders. ``fused`` has the I passes that become a B, together with their W."""
-    units = len(problem.units)
+    units, backward = len(problem.units), problem.units.backward
 
     def actions(order: list[int]) -> Iterator[Action]:
         for pass_ in order:
             stage, kind = divmod(pass_ // units, 3)
-            unit = pass_ % units if kind == FORWARD else problem.units.backward(pass_ % units)
+            unit = pass_ % units if kind == FORWARD else backward(pass_ % units)
             if pass_ in fused:
                 yield Action(Kind.B, stage, unit)
             elif kind != WEIGHT or pass_ - units not in fused:
@@ -340,13 +340,13 @@ def to_schedule(
 
 def from_schedule(schedule: Schedule) -> Orders:
     """Return a schedule's orders as passes of a problem, per device. A full backward becomes I, followed by W."""
-    units = len(schedule.units)
+    units, backward = len(schedule.units), schedule.units.backward
     offset = {kind: index * units for index, kind in enumerate(KINDS)}
     orders = []
     for order in schedule.orders:
         passes: list[int] = []
         for kind, stage, unit in order:
-            at = 3 * stage * units + (unit if kind is Kind.F else schedule.units.backward(unit))
+            at = 3 * stage * units + (unit if kind is Kind.F else backward(unit))
             if kind is Kind.B:
                 passes += [at + offset[Kind.I], at + offset[Kind.W]]
             else:

@@ -271,9 +271,9 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
 def _misfit(costs: Costs, placement: Placement, units: Units) -> CostsError | None:
     """Return (not raise) the CostsError if the costs do not fit a placement with these units; ``None`` if they fit."""
     try:
-        costs.seconds(placement, units.parts)
-        costs.memory_changes(placement, slices=units.parts)
-        costs.transfer_seconds(placement, slices=units.parts)
+        costs.seconds(placement, units)
+        costs.memory_changes(placement, units=units)
+        costs.transfer_seconds(placement, units=units)
         for source, destination in pairwise(placement.devices):
             costs.link_seconds(source, destination)
     except CostsError as error:

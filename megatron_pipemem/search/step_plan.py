@@ -231,8 +231,8 @@ def _memory_changes(
 ) -> Iterator[tuple[np.ndarray, list[int], float]]:
     """Yield, per device, the changes of memory by its actions as a column, their positions in the step, and its cap."""
     placement, units = schedule.placement, schedule.units
-    by_kind = costs.memory_changes(placement, schedule.recomputed, units.parts)
-    unit = costs.memory_unit(placement, units.parts)
+    by_kind = costs.memory_changes(placement, schedule.recomputed, units)
+    unit = costs.memory_unit(placement, units)
     for order, cap in zip(schedule.orders, caps, strict=True):
         actions = [action for action in order if action.kind in by_kind]
         if actions:
@@ -427,7 +427,7 @@ class _Search:
 
     def _work(self) -> list[float]:
         """Return the seconds of every microbatch, summed over all devices."""
-        seconds = self._costs.seconds(self._base.placement, self._base.units.parts)
+        seconds = self._costs.seconds(self._base.placement, self._base.units)
         kinds = [(sum(seconds[kind]), self._weights.seconds_of(kind)) for kind in (Kind.F, Kind.I, Kind.W)]
         return [sum(price * weights[k] for price, weights in kinds) for k in range(len(self._weights))]
 

@@ -146,7 +146,7 @@ def test_costs_of_slices_are_what_was_measured():
     assert step.weights == (1.0,) * 4, "slices differ, microbatches do not"
     assert step.of_stages()[Kind.F] == costs.forward
     measured = step.costs()
-    assert measured.seconds(schedule.placement, 2)[Kind.I] == costs.backward_input
+    assert measured.seconds(schedule.placement, schedule.units)[Kind.I] == costs.backward_input
     assert simulate(schedule, measured).makespan == pytest.approx(step.length / NANOSECONDS)
     for causes in causes_of(as_measured(schedule, replace(costs, p2p=0.0))):
         assert set(causes) <= {SCHEDULE, IMBALANCE}, (

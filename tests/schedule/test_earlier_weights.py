@@ -63,7 +63,7 @@ def test_no_device_holds_more_than_one_of_1f1b_or_than_whole_backwards_need(name
     count = placement.model_stages
     saved, after_input = (data.draw(st.lists(sizes, min_size=count, max_size=count)) for _ in range(2))
     costs = costs_of(saved, after_input)
-    whole = bytes_of_1f1b(costs, placement, microbatches, schedule.units.parts)
+    whole = bytes_of_1f1b(costs, placement, schedule.units)
     assume(whole is not None)
     moved = with_earlier_weights(schedule, costs)
     validate(moved)
@@ -109,7 +109,7 @@ def test_a_longer_step_repeats_the_rhythm():
 def test_the_slices_of_a_head_wait_for_each_other_less():
     schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8, slices=2)
     costs = costs_of([8, 8, 8, 24], [8, 8, 8, 8])
-    whole = bytes_of_1f1b(costs, schedule.placement, 8, 2)
+    whole = bytes_of_1f1b(costs, schedule.placement, schedule.units)
     moved = with_earlier_weights(schedule, costs)
     assert max(peaks(schedule, costs)) > whole >= max(peaks(moved, costs))
 

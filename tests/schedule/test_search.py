@@ -266,7 +266,7 @@ def test_stages_of_any_length_are_justified_in_every_mode(data: st.DataObject) -
     caps = None
     if data.draw(st.booleans()):
         caps = [least * data.draw(st.floats(1, 3)) for least in least_held(placement, Units.equal(m, n), costs)]
-    unit = costs.memory_unit(placement, n)
+    unit = costs.memory_unit(placement, Units.equal(m, n))
     problem = make_problem(
         placement,
         Units.equal(m, n),

@@ -103,16 +103,16 @@ def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, kept: flo
     )
     n = len(tokens)
     cut = slice_costs(whole, LINEAR, tokens, a, kept)
-    once, parts = whole.seconds(LINEAR), cut.seconds(LINEAR, n)
+    once, parts = whole.seconds(LINEAR), cut.seconds(LINEAR, Units.equal(1, n))
     for stage in range(2):
         own = slice(stage * n, (stage + 1) * n)
         for kind, part in parts.items():
             assert sum(part[own]) == pytest.approx(once[kind][stage])
-        moved = cut.transfer_seconds(LINEAR, slices=n)
+        moved = cut.transfer_seconds(LINEAR, units=Units.equal(1, n))
         away = 1 - kept if n > 1 else 1
         assert sum(moved[Kind.OFFLOAD][own]) == pytest.approx(2 * away)
         for again in ({}, {0: Kind.R, 1: Kind.R}, {0: Kind.RS, 1: Kind.RS}):
-            change = cut.memory_changes(LINEAR, again, n)
+            change = cut.memory_changes(LINEAR, again, Units.equal(1, n))
             rerun = sum(sum(change[kind][own]) for kind in set(again.values()))
             assert sum(change[Kind.F][own]) + rerun == pytest.approx(8)
             assert sum(change[Kind.B][own]) == pytest.approx(-8)
@@ -120,7 +120,9 @@ def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, kept: flo
             assert min(change[Kind.F]) >= -1e-12
             assert change[Kind.REDUCE_GRAD][own] == (-1,) * n
             assert sum(change[Kind.S][own]) == pytest.approx(3)
-    assert sum(cut.vocabulary_costs(LINEAR, 1, n).seconds(2, n)[Kind.S]) == pytest.approx(6)
+    assert sum(
+        cut.vocabulary_costs(LINEAR, 1, Units.equal(1, n)).seconds(2, Units.equal(1, n))[Kind.S]
+    ) == pytest.approx(6)
     if n > 1 and a > 0.01 and len(set(tokens)) == 1:
         assert list(parts[Kind.F][:n]) == sorted(parts[Kind.F][:n]), "later slices attend to more"
         assert len(set(parts[Kind.W][:n])) <= n and max(parts[Kind.W][:n]) == pytest.approx(min(parts[Kind.W][:n]))
@@ -136,7 +138,7 @@ def test_nothing_is_left_after_a_microbatch(data: st.DataObject, attention: floa
     if memory is not None:
         memory[Kind.W] = -8 - memory[Kind.I]
     costs = slice_costs(Costs(memory=memory), schedule.placement, tokens, attention, kept)
-    changes = costs.memory_changes(schedule.placement, slices=n)
+    changes = costs.memory_changes(schedule.placement, units=schedule.units)
     for order in schedule.orders:
         held = held_after(order, changes, units=schedule.units)
         assert held[-1] == pytest.approx(0, abs=1e-9) if held else True
@@ -148,7 +150,7 @@ def test_keys_and_values_wait_for_their_first_slice() -> None:
     """Of 12 bytes, 3 are keys and values, and all caches are there from the first forward to the last backward."""
     costs = slice_costs(Costs(memory={Kind.F: 12, Kind.W: -12}), Placement.linear(1), (1, 1, 1), keys_and_values=0.25)
     order = [Action.parse(text) for text in "0F0 0F1 0F2 0B2 0B1 0B0".split()]
-    changes = costs.memory_changes(Placement.linear(1), slices=3)
+    changes = costs.memory_changes(Placement.linear(1), units=Units.equal(1, 3))
     assert held_after(order, changes, units=Units.equal(1, 3)) == pytest.approx([6, 9, 12, 12, 9, 0])
     split = [Action.parse(text) for text in "0F0 0F1 0F2 0I2 0I1 0I0 0W2 0W1 0W0".split()]
     assert held_after(split, changes, units=Units.equal(1, 3)) == pytest.approx([6, 9, 12, 15, 15, 9, 6, 3, 0])
@@ -157,7 +159,7 @@ def test_keys_and_values_wait_for_their_first_slice() -> None:
 def test_activation_units_of_unequal_slices() -> None:
     schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=1, slices=2)
     even = slice_costs(Costs(), schedule.placement, (5, 5), 0.5)
-    assert even.slice_units is None and peaks(schedule, even) == peaks(schedule)
+    assert even.part_units is None and peaks(schedule, even) == peaks(schedule)
     cut = slice_costs(Costs(), schedule.placement, (3, 1))
     assert cut.memory is None
     assert peaks(schedule, cut) == pytest.approx((0.5, 0.5))
@@ -258,19 +260,20 @@ def test_any_schedule_and_prices_as_the_oracles_play_them(data: st.DataObject) -
 
 def test_slices_share_what_has_no_price_of_theirs() -> None:
     costs = Costs(4, (1, 2), (1, 2, 3, 4), memory={Kind.F: 6, Kind.B: (-4, -2, -3, -3), Kind.REDUCE_GRAD: -1})
-    seconds = costs.seconds(LINEAR, 2)
+    units = Units.equal(1, 2)
+    seconds = costs.seconds(LINEAR, units)
     assert (seconds[Kind.F], seconds[Kind.I], seconds[Kind.W]) == ((2,) * 4, (0.5, 0.5, 1, 1), (1, 2, 3, 4))
     assert seconds[Kind.B] == (1.5, 2.5, 4, 5)
-    changes = costs.memory_changes(LINEAR, slices=2)
+    changes = costs.memory_changes(LINEAR, units=units)
     assert (changes[Kind.F], changes[Kind.B]) == ((3,) * 4, (-4, -2, -3, -3))
     assert changes[Kind.REDUCE_GRAD] == (-1,) * 4, "it is on a whole stage"
-    again = costs.memory_changes(LINEAR, {1: Kind.RS}, 2)
+    again = costs.memory_changes(LINEAR, {1: Kind.RS}, units)
     assert again[Kind.F] == pytest.approx((3, 3, 3 - 3 * SELECTIVE_BYTES, 3 - 3 * SELECTIVE_BYTES))
-    moved = Costs(channel=Channel((1, 2, 3, 4), 8)).transfer_seconds(LINEAR, slices=2)
+    moved = Costs(channel=Channel((1, 2, 3, 4), 8)).transfer_seconds(LINEAR, units=units)
     assert (moved[Kind.OFFLOAD], moved[Kind.RELOAD]) == ((1, 2, 3, 4), (4,) * 4)
     passes = VocabularyCosts((1, 2, 3, 4), 2, collectives=3)
-    assert passes.seconds(2, 2)[Kind.S] == (1, 2, 3, 4)
-    assert (passes.seconds(2, 2)[Kind.T], passes.collective_seconds(2)[Kind.STATS]) == ((1,) * 4, 1.5)
+    assert passes.seconds(2, units)[Kind.S] == (1, 2, 3, 4)
+    assert (passes.seconds(2, units)[Kind.T], passes.collective_seconds(units)[Kind.STATS]) == ((1,) * 4, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -290,14 +293,14 @@ def test_tables_of_another_length_are_refused(costs: Costs, message: str) -> Non
     with refused(*message, kind=CostsError):
         simulate(build_schedule("seq1f1b", num_devices=2, num_microbatches=2, slices=2), costs)
     with refused("costs-mismatch", 3, 2, 4, kind=CostsError):
-        VocabularyCosts((1, 2, 3)).seconds(2, 2)
+        VocabularyCosts((1, 2, 3)).seconds(2, Units.equal(1, 2))
 
 
 def test_slices_of_a_pipeline_with_replicas_are_alike() -> None:
     both = Placement.from_devices((0, 1, 1, 0), 2)
-    assert Costs((4, 8)).seconds(both, 2)[Kind.F] == (2, 2, 4, 4) * 2
+    assert Costs((4, 8)).seconds(both, Units.equal(1, 2))[Kind.F] == (2, 2, 4, 4) * 2
     with refused("costs-mismatch", kind=CostsError):
-        Costs((1,) * 8).seconds(both, 2)
+        Costs((1,) * 8).seconds(both, Units.equal(1, 2))
 
 
 def test_what_is_held_after_every_slice() -> None:
@@ -320,7 +323,7 @@ def test_what_a_run_has_counted_of_every_slice() -> None:
     }
     known = Knowledge(Costs(channel=Channel(1)), changes=counted)
     costs = known.counted_costs(schedule.placement, True)
-    assert costs.memory_changes(schedule.placement, slices=2)[Kind.F] == (90, 10, 98, 14)
+    assert costs.memory_changes(schedule.placement, units=schedule.units)[Kind.F] == (90, 10, 98, 14)
     assert known.message == 8
     # On the last device, slices 0 and 2 with their inputs, and the input of 3.
     assert list(known.device_peaks(schedule, costs)) == [190, 200]

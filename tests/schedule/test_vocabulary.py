@@ -125,7 +125,7 @@ def test_any_schedule_and_costs(name, p, m, n, barriers, prices, p2p, collective
     assert [[a for a in order if a.kind is Kind.F] for order in schedule.orders] == [
         [a for a in order if a.kind is Kind.F] for order in base.orders
     ]
-    per_stage = {kind.value: prices[0] for kind, prices in costs.seconds(base.placement, n).items()}
+    per_stage = {kind.value: prices[0] for kind, prices in costs.seconds(base.placement, base.units).items()}
     passes = {"S": s / n, "T": t / n, "EMBED_F": e / n, "EMBED_B": e / n, "LOSS": loss}
     timeline = simulate(schedule, costs)
     assert timeline.makespan == pytest.approx(makespan(schedule, per_stage | passes, p2p / n, collective / n))

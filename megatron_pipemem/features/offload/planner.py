@@ -228,12 +228,12 @@ class Planner:
         placement = base.placement
         self._base, self._caps, self._budgets = base, caps, budgets
         self._channel = costs.channel or Channel(0.0)
-        self._units, parts = base.units, base.units.parts
-        self._unit = costs.memory_unit(placement, parts)
-        self._changes = costs.memory_changes(placement, base.recomputed, parts)
-        self._host_changes = costs.host_changes(placement, base.recomputed, parts)
+        self._units = base.units
+        self._unit = costs.memory_unit(placement, base.units)
+        self._changes = costs.memory_changes(placement, base.recomputed, base.units)
+        self._host_changes = costs.host_changes(placement, base.recomputed, base.units)
         self._weights = unit_weights(base, costs)
-        self._seconds = costs.transfer_seconds(placement, base.recomputed, parts)
+        self._seconds = costs.transfer_seconds(placement, base.recomputed, base.units)
         weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
         self._of_copies = {kind: weights.seconds_of(kind) for kind in (Kind.OFFLOAD, Kind.RELOAD)}
         self._timetables = timetables(timeline)

@@ -112,12 +112,12 @@ def slice_costs(
         squares = [end**2 - start**2 for start, end in pairwise(edges)]
         return _spread(seconds[kind], [(1 - share) * x + share * y for x, y in zip(by_tokens, squares, strict=True)])
 
-    memory, slice_units = _memory(costs, placement, by_tokens, keys_and_values), None
+    memory, part_units = _memory(costs, placement, by_tokens, keys_and_values), None
     if costs.memory is None:
         # In activation units all stages are equal.
-        slice_units = {kind: changes[:slices] for kind, changes in memory.items()}
+        part_units = {kind: changes[:slices] for kind, changes in memory.items()}
         if not keys_and_values and len(set(tokens)) == 1:
-            slice_units = None
+            part_units = None
     recompute = None if costs.recompute is None else priced(Kind.R)
     recompute_selective = None if costs.recompute_selective is None else priced(Kind.RS)
     return replace(
@@ -128,7 +128,7 @@ def slice_costs(
         recompute=recompute,
         recompute_selective=recompute_selective,
         memory=None if costs.memory is None else memory,
-        slice_units=slice_units,
+        part_units=part_units,
         channel=_channel(costs, placement, by_tokens, keys_and_values),
         vocabulary=_vocabulary(costs.vocabulary, placement.num_devices, by_tokens),
     )

@@ -15,22 +15,23 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import shared
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 
 
 def head_on_last_stage(
-    costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None, *, slices: int = 1
+    costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None, *, units: Units = WHOLE
 ) -> Costs:
     """Return costs in which the seconds of the whole LM head are added to the last stage.
 
     ``costs`` are those of the layers alone. ``head`` is the seconds of a forward and a backward of the whole head for
-    one microbatch. A third each is added to F, I and W, in equal parts to all slices.
+    one microbatch. A third each is added to F, I and W, in equal shares to all parts.
 
     ``layers`` has the number of layers of every stage, if it differs between stages. ``costs`` must then be single
     numbers, and every layer takes the same time. If memory is in activation units, all stages still count as equally
     large.
     """
-    seconds = costs.seconds(placement, slices)
+    seconds = costs.seconds(placement, units)
     if layers is not None:
         if len(layers) != placement.num_stages or not costs.are_single:
             raise UnsupportedError(
@@ -44,9 +45,10 @@ def head_on_last_stage(
                 f"layers of the stages {', '.join(map(str, layers))}: give 0 or more for each stage, and at least 1 in all",
             )
         model = {kind: sum(prices) for kind, prices in seconds.items()}
-        seconds = {kind: shared([model[kind] * n / sum(layers) for n in layers], slices) for kind in seconds}
+        seconds = {kind: shared([model[kind] * n / sum(layers) for n in layers], units) for kind in seconds}
+    n = units.parts
     forward, inputs, weights = (
-        (*seconds[kind][:-slices], *(stage_seconds + head / 3 / slices for stage_seconds in seconds[kind][-slices:]))
+        (*seconds[kind][:-n], *(stage_seconds + head / 3 / n for stage_seconds in seconds[kind][-n:]))
         for kind in (Kind.F, Kind.I, Kind.W)
     )
     return replace(costs.of(placement), forward=forward, backward_input=inputs, backward_weight=weights)
@@ -130,8 +132,8 @@ def choose_vocabulary(
     maps each allowed number of barriers to a schedule with vocabulary passes. By default ``with_vocabulary`` makes one
     for 1 and one for 2.
     """
-    placement, slices = schedule.placement, schedule.units.parts
-    seconds = costs.seconds(placement, slices)
+    placement, units = schedule.placement, schedule.units
+    seconds = costs.seconds(placement, units)
     model_seconds = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
     if not model_seconds:
         raise CostsError(
@@ -140,7 +142,7 @@ def choose_vocabulary(
         )
 
     def with_head(head: float, layout: Sequence[int] | None) -> Costs:
-        return head_on_last_stage(costs, placement, head, layout, slices=slices)
+        return head_on_last_stage(costs, placement, head, layout, units=units)
 
     steps, moved = {OFF: simulate(schedule, with_head(head, layout))}, None
     if layers is not None:

@@ -46,6 +46,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.vocabulary import BARRIERS, check_placement
 
 BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
@@ -71,11 +72,11 @@ class PassRun:
         self._last = placement.devices[-1]
         self._fused = {action for order in orders for action in order if action.kind is Kind.B}
         self._trains = any(action.kind in BACKWARD for order in orders for action in order)
-        vocabulary = costs.vocabulary_costs(placement, barriers, self._parts)
-        seconds = {**costs.seconds(placement, self._parts), **vocabulary.seconds(self._p, self._parts)}
+        vocabulary = costs.vocabulary_costs(placement, barriers, self._units)
+        seconds = {**costs.seconds(placement, self._units), **vocabulary.seconds(self._p, self._units)}
         scale = _TICKS / (max(max(prices) for prices in seconds.values()) or 1.0)
         self._ticks = {kind: [round(price * scale) for price in prices] for kind, prices in seconds.items()}
-        collectives = vocabulary.collective_seconds(self._parts)
+        collectives = vocabulary.collective_seconds(self._units)
         self._collective_ticks = {kind: round(price * scale) for kind, price in collectives.items()}
         self._link = lambda source, destination: round(costs.link_seconds(source, destination) * scale / self._parts)
         self._lists: list[list[Action]] = [[] for _ in orders]
@@ -318,7 +319,7 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
     """Return orders in which every backward starts ``barriers`` intervals later. Every action stays after those that it
     needs.
     """
-    timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.units.parts))
+    timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.units))
     later = barriers * timeline.ideal / len(schedule.units)
     # Rounded, so that nearly equal times are ties. Then backwards go first, because they free memory.
     unit = timeline.makespan * 1e-9
@@ -332,9 +333,9 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
     return tuple(orders)
 
 
-def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
+def _without_zeros(costs: Costs, placement: Placement, units: Units) -> Costs:
     """Return costs in which actions without duration get a short one, so that start times determine the order."""
-    seconds = costs.seconds(placement, slices)
+    seconds = costs.seconds(placement, units)
     longest = max(max(prices) for prices in seconds.values()) or 1.0
     forward, inputs, weights = (
         tuple(max(price, 1e-4 * longest) for price in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)

@@ -305,15 +305,14 @@ def _costs(plan: Choice) -> dict:
 
     The entry ``p2p`` has the seconds of a message for each pair of neighbouring devices, such as ``0-1``.
     """
-    placement, slices = plan.schedule.placement, plan.schedule.units.parts
-    seconds = plan.costs.seconds(placement, slices)
+    placement, units = plan.schedule.placement, plan.schedule.units
+    seconds = plan.costs.seconds(placement, units)
     neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})
     links = {f"{a}-{b}": plan.costs.link_seconds(a, b) for a, b in neighbours if a != b}
     names = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}
-    firsts = range(0, placement.num_stages * slices, slices)
-    return {name: [sum(seconds[kind][at : at + slices]) for at in firsts] for name, kind in names.items()} | {
-        "p2p": links
-    }
+    n = units.parts
+    firsts = range(0, placement.num_stages * n, n)
+    return {name: [sum(seconds[kind][at : at + n]) for at in firsts] for name, kind in names.items()} | {"p2p": links}
 
 
 def _median(values: Sequence[float | None]) -> float | None:

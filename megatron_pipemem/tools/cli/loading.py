@@ -158,7 +158,7 @@ def head_seconds(price_options: Prices, costs: Costs, schedule: Schedule) -> flo
             "needs-option",
             f"--head-cost {price_options.head_cost} counts layers; give the model's number of layers with --layers",
         )
-    seconds = without_ends(costs).seconds(schedule.placement, schedule.units.parts)
+    seconds = without_ends(costs).seconds(schedule.placement, schedule.units)
     return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / layers
 
 
@@ -174,7 +174,7 @@ def priced_head(price_options: Prices, costs: Costs, schedule: Schedule, barrier
         return with_cut_head(costs, seconds, schedule.num_devices, barriers)
     if price_options.head_cost is None:  # the costs already include the head
         return costs
-    return head_on_last_stage(without_ends(costs), schedule.placement, seconds, slices=schedule.units.parts)
+    return head_on_last_stage(without_ends(costs), schedule.placement, seconds, units=schedule.units)
 
 
 def named(name: str, chunks: int | None) -> str:
@@ -442,7 +442,7 @@ def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loade
         if algorithm == REDISTRIBUTE:
             layout = choice.moved
             assert layout is not None, "redistribution moves layers"
-            moved = head_on_last_stage(alone, schedule.placement, seconds, layout, slices=schedule.units.parts)
+            moved = head_on_last_stage(alone, schedule.placement, seconds, layout, units=schedule.units)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
     if algorithm == OFF:
         return loaded, priced_head(question, prices, schedule, 0), reason

@@ -268,7 +268,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
     ``peak_activations`` are in activation units, even if the costs have bytes.
     """
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
-    in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
+    in_units = Costs(microbatch=weights, part_units=timeline.costs.part_units)
     activations = peaks(schedule, in_units)
     return {
         "schedule": schedule.name,

@@ -41,7 +41,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.stream import check_batch, family_window, steady, stream, updates_per_batch
-from megatron_pipemem.schedule.units import Units
+from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_weights import moves_weights
@@ -328,7 +328,7 @@ class _Planner:
             free = m * _busiest(step)
         else:
             free = lower_bound(step.placement, units, step.costs, pairs=pairs)
-            free = max(free, m * _busiest(step, units.parts))
+            free = max(free, m * _busiest(step, units))
         bound = free
         if variant is not None and variant.frees_memory:
             if any(step.saved[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
@@ -496,18 +496,19 @@ def _units(run: Run) -> int:
     return run.parallelism.microbatches * _slices(run)
 
 
-def _busiest(step: PlannedStep, slices: int = 1) -> float:
+def _busiest(step: PlannedStep, units: Units = WHOLE) -> float:
     """Return the seconds that the busiest device computes per microbatch, including vocabulary passes.
 
     For orders with pairs, the exchanges of experts' tokens are left out.
 
-    ``slices`` is the number of slices of a microbatch for which the step is priced.
+    The step is priced for the parts that ``units`` has.
     """
     costs = step.costs.of_computing(step.placement) if step.costs.have_exchanges else step.costs
-    prices, vocabulary = costs.seconds(step.placement, slices), costs.vocabulary
+    prices, vocabulary = costs.seconds(step.placement, units), costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
+    n = units.parts
     return max(
-        sum(sum(prices[k][s * slices : (s + 1) * slices]) for k in (Kind.F, Kind.I, Kind.W) for s in stages)
+        sum(sum(prices[k][s * n : (s + 1) * n]) for k in (Kind.F, Kind.I, Kind.W) for s in stages)
         + sum(seconds[device] for kind, seconds in cut.items() if kind is not Kind.LOSS)
         for device, stages in enumerate(step.placement.stages)
     )

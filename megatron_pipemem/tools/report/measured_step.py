@@ -246,7 +246,7 @@ class MeasuredStep:
         The seconds of a B are divided in the ratio of I and W in ``split``. Seconds of recomputation are added to I. A
         pass that the stage does not run has 0 seconds.
         """
-        seconds = self.costs().seconds(self.schedule.placement, self.schedule.units.parts)
+        seconds = self.costs().seconds(self.schedule.placement, self.schedule.units)
         again = (sum(self.usual.get((kind, at), 0) for kind in RECOMPUTE) / NANOSECONDS for at in self._places)
         inputs = tuple(map(sum, zip(seconds[Kind.I], again, strict=True)))
         return {Kind.F: seconds[Kind.F], Kind.I: inputs, Kind.W: seconds[Kind.W]}
@@ -273,7 +273,7 @@ class MeasuredStep:
         for at in self._places:
             for kind in (Kind.F,) if (Kind.B, at) in usual else (Kind.F, Kind.I, Kind.W):
                 usual.setdefault((kind, at), 0.0)
-        costs = costs_from(usual, self.p2p(), self.schedule.placement, self.split, self.schedule.units.parts, together)
+        costs = costs_from(usual, self.p2p(), self.schedule.placement, self.split, self.schedule.units, together)
         weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
         return replace(costs, memory=memory, microbatch=weights)
 

@@ -205,8 +205,8 @@ class DrawnRun:
         if self.timeline.measured.held is not None:
             return self.timeline.measured.held
         units, weights = schedule.units, unit_weights(schedule, costs)
-        changes = costs.memory_changes(schedule.placement, schedule.recomputed, units.parts)
-        unit = costs.memory_unit(schedule.placement, units.parts)
+        changes = costs.memory_changes(schedule.placement, schedule.recomputed, units)
+        unit = costs.memory_unit(schedule.placement, units)
         return [[held * unit for held in held_after(order, changes, weights, units)] for order in schedule.orders]
 
     @cached_property

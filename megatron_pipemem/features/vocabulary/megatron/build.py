@@ -64,15 +64,15 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     The head's time is that of S and T over all devices, if the costs have prices of passes; else the price of the
     head's part; else it follows from the head's FLOPs.
     """
-    placement, slices = schedules[0].placement, schedules[0].units.parts
+    placement, units = schedules[0].placement, schedules[0].units
     head = head_seconds(costs)
     if costs.vocabulary is not None:
-        passes = costs.vocabulary.seconds(placement.num_devices, slices)
+        passes = costs.vocabulary.seconds(placement.num_devices, units)
         head = sum(map(sum, (passes[kind] for kind in (Kind.S, Kind.T))))
     elif head is not None:
         costs = without_ends(costs)
     else:
-        seconds = costs.seconds(placement, slices)
+        seconds = costs.seconds(placement, units)
         head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B)))) / sum(layout)
     # Costs per stage are those of the layers on their stages, and say nothing about other stages.
     moving: dict[str, Any] = {"layout": layout} if costs.are_single else {}
