@@ -46,7 +46,7 @@ from megatron_pipemem.schedule.messages import (
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule, weight_uses
 from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import check_switch, vocabulary_passes
-from megatron_pipemem.schedule.waits import check_host_waits, check_queues, run_single_queues
+from megatron_pipemem.schedule.waits import check_host_waits, check_queues, check_starts, run_single_queues
 
 _COMPLETE, _IN_ORDER = "complete", "in microbatch order"
 """Names in ``Schedule.proofs``: of a schedule with any order of microbatches, and with that of ``check_microbatch_order``."""
@@ -114,13 +114,19 @@ def _prove(schedule: Schedule, microbatch_order: bool) -> None:
 
 
 def validate_program(
-    program: Program, *, microbatch_order: bool = True, host_waits: bool = True, single_queue: bool = False
+    program: Program,
+    *,
+    microbatch_order: bool = True,
+    host_waits: bool = True,
+    single_queue: bool = False,
+    ordered_starts: bool = False,
 ) -> None:
     """Prove that ``program`` has the actions of its schedule, and that every message is sent, received and used.
 
     The rules of messages: posts never block, and a compute action waits for its own message. From one device to
-    another, messages move one at a time in posted order, each when both devices have posted it. ``host_waits`` and
-    ``single_queue`` add the proofs of ``schedule.waits``, and ``microbatch_order`` is the argument of ``validate``.
+    another, messages move one at a time in posted order, each when both devices have posted it. ``host_waits``,
+    ``single_queue`` and ``ordered_starts`` add the proofs of ``schedule.waits``: of hosts that wait, of a single queue in
+    the strict model, and of one in the weaker model. ``microbatch_order`` is the argument of ``validate``.
     Raise a ScheduleError for the first violation found.
     """
     schedule, placement = program.schedule, program.placement
@@ -156,6 +162,8 @@ def validate_program(
         check_host_waits(program, dependencies)
     if single_queue:
         run_single_queues(program)
+    if ordered_starts:
+        check_starts(program, dependencies)
 
 
 def _units_of(order: Order) -> UnitsOf:

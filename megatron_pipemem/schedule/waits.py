@@ -1,4 +1,4 @@
-"""Proofs that a program does not deadlock on GPUs, in two models: hosts that wait for their device, and single queues.
+"""Proofs that a program does not deadlock on GPUs: hosts that wait for their device, and two models of single queues.
 
 On a GPU a posted message is a kernel that runs until the other device has posted it too. Some events make a host wait
 for its whole device, and so for that message: the loading of a kernel at its first launch, a synchronisation, an
@@ -9,14 +9,20 @@ launches after its own post. A message depends on the same actions as its two po
 for every two posts that complete together: that of the first post, and that of the last action on the same device that
 the second post depends on.
 
-In the model of single queues an action starts when the previous action of its device has ended. A message, a collective
-or a sum over replicas starts when it is the next action of all its devices. Copies to the host take time in the queue
-too. No hardware queue is stricter, so a program that ends in this model ends on every GPU.
+In the strict model of single queues an action starts when the previous action of its device has ended. A message, a
+collective or a sum over replicas starts when it is the next action of all its devices. Copies to the host take time in
+the queue too. No hardware queue is stricter, so a program that ends in this model ends on every GPU.
+
+In the weaker model the launches of a device start in order, and need not end in order. A launch is at the head of the
+queue until it may start: a computation until its inputs have come, a post until the computing launched before it has
+ended and the post before it on its channel has completed. So a message that waits for the other device holds up the
+next message of its channel, and all launches after that one, but no other launch. ``check_starts`` proves both in this
+model: that all launches start, and that any one host may wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, permutations
@@ -35,11 +41,15 @@ def last_needed(dependencies: Dependencies) -> list[Sequence[int]]:
 
     The entry for the node's own device has no meaning. The graph must be free of deadlock.
     """
-    graph, num_devices = dependencies.graph, dependencies.num_devices
+    return _last_needed(dependencies.graph, dependencies.walk.nodes, dependencies.num_devices)
+
+
+def _last_needed(graph: Graph, nodes: Iterable[int], num_devices: int) -> list[Sequence[int]]:
+    """Return the result of ``last_needed``. ``nodes`` are all nodes of the graph, in an order in which they can run."""
     waits, lane_of = graph.waits, graph.lane_of
     needed: list[Sequence[int]] = [()] * len(waits)
     current: list[Sequence[int]] = [[-1] * num_devices for _ in graph.lanes]
-    for node in dependencies.walk.nodes:
+    for node in nodes:
         lane = lane_of[node]
         if waits[node]:
             merged = current[lane]
@@ -69,7 +79,13 @@ def refused_waits(program: Program, dependencies: Dependencies) -> Iterator[tupl
     device's post of a sum over replicas. It depends on ``later``, an action of the post's own device. The host must
     not wait between ``post`` and ``later``.
     """
-    needed, lane_of = last_needed(dependencies), dependencies.graph.lane_of
+    yield from _refused_waits(program, dependencies, last_needed(dependencies))
+
+
+def _refused_waits(
+    program: Program, dependencies: Dependencies, needed: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, int]]:
+    lane_of = dependencies.graph.lane_of
     for end, other in _pairs(program, dependencies):
         later = needed[other][lane_of[end]]
         if later > end:
@@ -197,6 +213,57 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     timed_nodes = (meeting_of.get(node, node) for node in range(len(actions)))
     spans = [(times.starts[node], times.ends[node]) for node in timed_nodes]
     return QueueRun(program, tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes))
+
+
+def check_starts(program: Program, dependencies: Dependencies) -> None:
+    """Prove that a program has no deadlock if every device starts its launches in order, even if any one host waits.
+
+    ``dependencies`` has the dependencies of the program. Sums over data-parallel ranks are left out. These ranks run the
+    same program, so they can all run it as one of them does, and reach each sum together.
+    """
+    graph = _graph_of_starts(program, dependencies)
+    nodes, reached = graph.walk()
+    for device, (lane, count) in enumerate(zip(dependencies.lanes[: dependencies.num_devices], reached, strict=False)):
+        if count < len(lane):
+            raise ScheduleError(
+                "queue-order",
+                "can never start if its device starts its launches in order: a post before it waits for a message of its "
+                "channel that needs a later launch of the device; lower the schedule for single queues",
+                at=(device, count, dependencies.actions[lane[count]]),
+            )
+    needed = _last_needed(graph, nodes, dependencies.num_devices)
+    for end, other, later in _refused_waits(program, dependencies, needed):
+        raise _fault(dependencies, end, other, later)
+
+
+def _graph_of_starts(program: Program, dependencies: Dependencies) -> Graph:
+    """Return the graph of the starts of all launches, where every device starts its launches in order.
+
+    The nodes of ``dependencies`` are the starts, and keep their numbers. A node follows for every message and every sum
+    over replicas, in a lane of its own: it completes when all its posts have started.
+    """
+    devices, collectives = (
+        dependencies.lanes[: dependencies.num_devices],
+        dependencies.lanes[dependencies.num_devices :],
+    )
+    lane_of, waits = dependencies.graph.lane_of, [list(of_node) for of_node in dependencies.graph.waits]
+    completions = {post: node for node in chain.from_iterable(collectives) for post, _ in waits[node]}
+    channels: dict[int, tuple[object, ...]] = {node: () for node in completions.values()}
+    for first, posts in _meetings(program):
+        if first.kind not in COLLECTIVES:
+            channels[len(waits)] = first.kind in SENDS, *(lane_of[post] for post in posts)
+            completions |= dict.fromkeys(posts, len(waits))
+            waits.append([(post, 0) for post in posts])
+    for nodes in devices:
+        latest: dict[tuple[object, ...], int] = {}
+        for node in nodes:
+            waits[node] = [(completions.get(needed, needed), 0) for needed, _ in waits[node]]
+            if (completion := completions.get(node)) is not None:
+                channel = channels[completion]
+                waits[node] += [(latest[channel], 0)] if channel in latest else []
+                latest[channel] = completion
+    alone = (range(node, node + 1) for node in range(len(dependencies.actions), len(waits)))
+    return Graph([*devices, *collectives, *alone], waits)
 
 
 def check_queues(program: Program, dependencies: Dependencies) -> None:

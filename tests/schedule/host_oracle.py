@@ -6,7 +6,8 @@ computing before it; a message moves, and a collective or a sum ends, when all t
 generators that yield the event they wait for, so that a world where nothing moves any more is seen without a clock.
 
 ``unsafe`` lets one host at a time wait for its whole device before one of its actions, while all other hosts go on.
-``left_by_waiting`` lets all hosts wait for their devices before and after actions of some kinds.
+``left_by_waiting`` lets all hosts wait for their devices, or for their computing alone, before and after actions of some kinds.
+``left_between_steps`` lets all hosts wait for their devices, and then for one another, between two steps.
 
 ``stuck`` plays devices that have one hardware queue each, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` makes them: an action leaves
 the queue when it may start, and none behind it starts before. ``hangs`` plays devices that serve all their posts in order.
@@ -15,7 +16,9 @@ the queue when it may start, and none behind it starts before. ``hangs`` plays d
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Hashable, Iterable
+from collections.abc import Collection, Generator, Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 from megatron_pipemem.schedule.action import Kind
@@ -34,14 +37,26 @@ class World:
     """All hosts and streams. ``gates[device][position]`` lets the host launch that action.
 
     With ``in_order``, a device serves its posts in one stream, whatever they are. Hosts wait for their whole devices before
-    and after actions of the kinds in ``waits``.
+    and after actions of the kinds in ``waits``, or with ``of_stream`` for the computing that they have launched. At the
+    positions ``meets``, one a device, they wait for their devices and then for all other hosts.
     """
 
-    def __init__(self, program: Program, in_order: bool = False, waits: Collection[Kind] = ()) -> None:
-        self.program, self.in_order, self.waits = program, in_order, waits
+    def __init__(
+        self,
+        program: Program,
+        in_order: bool = False,
+        waits: Collection[Kind] = (),
+        of_stream: bool = False,
+        meets: Sequence[int] = (),
+    ) -> None:
+        self.program, self.in_order, self.waits, self.meets = program, in_order, waits, meets
         self.lists = program.actions
         self.gates = [[Event() for _ in actions] for actions in self.lists]
         self.launched: list[list[Event]] = [[] for _ in self.lists]
+        self.computed: list[list[Event]] = [[] for _ in self.lists]
+        self.awaited_by_hosts = self.computed if of_stream else self.launched
+        self.ended = [0] * len(self.lists)  # how many of these a host knows to have ended
+        self.hosts = len(self.lists), Event()
         self.over: dict[Hashable, Event] = {}  # whatever several devices do together
         self.come: Counter[Hashable] = Counter()
         self.work: dict[Hashable, tuple[deque[Thread], Event]] = {}
@@ -90,23 +105,41 @@ class World:
     def host(self, device: int) -> Thread:
         for position, action in enumerate(self.lists[device]):
             yield self.gates[device][position]
-            if action.kind in self.waits:
+            if self.meets and position == self.meets[device]:
                 yield from self.launched[device]
+                yield from self.meet_hosts()
+            if action.kind in self.waits:
+                yield from self.wait(device)
             done, here = Event(), Event()
             self.launched[device].append(done)
             partner = self.meeting(device, action)
+            self.computed[device].append(here if partner else done)
             self.put((device, "compute"), self.compute(self.awaited(action), here if partner else done))
             if partner:
                 key, members, lane = partner
                 lane = "posts" if self.in_order else lane
                 self.put((device, lane), self.meet(key, members, here, done))
             if action.kind in self.waits:
-                yield from self.launched[device]
+                yield from self.wait(device)
+
+    def wait(self, device: int) -> Thread:
+        events = self.awaited_by_hosts[device]
+        while self.ended[device] < len(events):
+            yield events[self.ended[device]]
+            self.ended[device] += 1
+
+    def meet_hosts(self) -> Thread:
+        missing, met = self.hosts
+        self.hosts = missing - 1, met
+        if missing == 1:
+            self.set(met)
+        yield met
 
     def queue(self, device: int, strict: bool) -> Thread:
         """Start the actions of a device one after another; if strict, each when the one before it has ended."""
         under_way: dict[Hashable, Event] = {}
-        for action in self.lists[device]:
+        for position, action in enumerate(self.lists[device]):
+            yield self.gates[device][position]
             done, here = Event(), Event()
             self.launched[device].append(done)
             partner = self.meeting(device, action)
@@ -164,7 +197,7 @@ class World:
             if self.last[device, stage] != action.stage:
                 return None
             holders = self.program.placement.holders(stage)
-            return ("SUM", stage), len(holders), ("sums", holders)
+            return ("SUM", stage, microbatch), len(holders), ("sums", holders)
         if name.startswith(("REDUCE_E", "REDUCE_X", "BCAST", "STATS")):
             return (name, microbatch), len(self.lists), "collectives"
         return None
@@ -178,7 +211,7 @@ class World:
             if name in letters and (receive, stage, microbatch) in self.received:
                 keys.append((receive[-1], stage, microbatch))
         if name == "REDUCE_GRAD" and self.program.placement.replicas > 1:
-            keys.append(("SUM", stage % self.program.placement.model_stages))
+            keys.append(("SUM", stage % self.program.placement.model_stages, microbatch))
         if schedule.vocabulary_barriers:
             last = schedule.num_stages - 1
             before = {"S": "BCAST_X", "T": "BCAST_G", "EMBED_B": "BCAST_E"}
@@ -196,15 +229,19 @@ class World:
         return keys
 
 
-def unsafe(program: Program) -> set[tuple[int, int]]:
-    """``(device, position)`` of all actions before which a host that waits for its device waits without end."""
+def unsafe(program: Program, one_queue: bool = False) -> set[tuple[int, int]]:
+    """``(device, position)`` of all actions before which a host that waits for its device waits without end.
+
+    With ``one_queue``, devices have one hardware queue each.
+    """
     problems = set()
     for device in range(len(program.actions)):
         world = World(program)
         world.open(other for other in range(len(program.actions)) if other != device)
-        world.run(map(world.host, range(len(program.actions))))
+        launch = partial(world.queue, strict=False) if one_queue else world.host
+        world.run(map(launch, range(len(program.actions))))
         for position, gate in enumerate(world.gates[device]):
-            if not all(done.is_set for done in world.launched[device]):
+            if [done.is_set for done in world.launched[device]] != [True] * position:
                 problems.add((device, position))
             world.set(gate)
             world.run(())
@@ -212,11 +249,28 @@ def unsafe(program: Program) -> set[tuple[int, int]]:
     return problems
 
 
-def left_by_waiting(program: Program, kinds: Collection[Kind]) -> list[str]:
-    """The actions that never end if every host waits for its whole device before and after its actions of these kinds."""
-    world = World(program, waits=kinds)
-    world.open(range(len(program.actions)))
-    world.run(map(world.host, range(len(program.actions))))
+def left_by_waiting(program: Program, kinds: Collection[Kind], of_stream: bool = False) -> list[str]:
+    """The actions that never end if every host waits for its whole device before and after its actions of these kinds.
+
+    With ``of_stream``, hosts wait for the computing alone, as one does that reads a number from its device.
+    """
+    return _left(World(program, waits=kinds, of_stream=of_stream))
+
+
+def left_between_steps(program: Program) -> list[str]:
+    """The actions that never end of two steps, between which hosts wait for their devices and then for one another."""
+    units = program.schedule.num_microbatches * program.schedule.slices
+    rows = tuple(
+        (*actions, *(a._replace(microbatch=(a.microbatch or 0) + units) for a in actions))
+        for actions in program.actions
+    )
+    return _left(World(replace(program, actions=rows), meets=[*map(len, program.actions)]))
+
+
+def _left(world: World) -> list[str]:
+    devices = range(len(world.lists))
+    world.open(devices)
+    world.run(map(world.host, devices))
     return world.left()
 
 
@@ -227,13 +281,11 @@ def stuck(program: Program, strict: bool = False) -> list[str]:
     both ends are at the heads of their queues.
     """
     world = World(program)
+    world.open(range(len(program.actions)))
     world.run(world.queue(device, strict) for device in range(len(program.actions)))
     return world.left()
 
 
 def hangs(program: Program, in_order: bool = True) -> list[str]:
     """The actions that never end, if ``in_order`` on devices that serve all their posts strictly one after the other."""
-    world = World(program, in_order)
-    world.open(range(len(program.actions)))
-    world.run(map(world.host, range(len(program.actions))))
-    return world.left()
+    return _left(World(program, in_order))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import host_oracle
@@ -339,6 +340,87 @@ def test_a_circle_is_named() -> None:
     ]
     assert len(named) >= 2 and text.count("waits for") == 2
     assert caught.value.device in (0, 1) and program.actions[caught.value.device][caught.value.position] in named
+
+
+# ---------------------------------------------------------------------------- one hardware queue that starts in order
+
+
+def refuses_starts(program: Program) -> ScheduleError | None:
+    try:
+        validate_program(program, microbatch_order=False, ordered_starts=True)
+    except ScheduleError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("p", "refused"),
+    [
+        (4, {"gis": "queue-order", "hanayo": "host-wait"}),
+        (
+            8,
+            {
+                **dict.fromkeys(("gis", "hanayo", "1f1b-v"), "queue-order"),
+                **dict.fromkeys(("v-half", "v-min"), "host-wait"),
+            },
+        ),
+    ],
+)
+def test_usual_orders_in_a_queue_that_starts_launches_in_order(p: int, refused: dict[str, str]) -> None:
+    """The rule and the play agree for every family. ``v-half`` ends on 8 devices, but not if a host waits."""
+    for name in NAMES:
+        program = lower(build_schedule(name, num_devices=p, num_microbatches=2 * p, costs=Costs()))
+        error, stuck = refuses_starts(program), host_oracle.stuck(program)
+        assert (error and error.code) == refused.get(name)
+        assert bool(stuck) == (refused.get(name) == "queue-order")
+        if not stuck and (p == 4 or name in refused):
+            assert bool(host_oracle.unsafe(program, one_queue=True)) == (name in refused)
+
+
+def test_the_rule_of_starts_and_the_play_agree() -> None:
+    """On random orders and programs whose posts have been moved: on whether they end, and on where a host may not wait."""
+    chance, codes = random.Random(57), Counter[str | None]()
+
+    def judge(schedule: Schedule, mutants: int) -> None:
+        usual = lower(schedule)
+        for program in (usual, ahead(usual), *(mutant_of(usual, chance) for _ in range(mutants))):
+            if fault(program) is not None:
+                continue
+            error = refuses_starts(program)
+            codes[error and error.code] += 1
+            assert bool(host_oracle.stuck(program)) == (error is not None and error.code == "queue-order")
+            if error is None or error.code == "host-wait":
+                unsafe = host_oracle.unsafe(program, one_queue=True)
+                assert bool(unsafe) == (error is not None)
+                assert error is None or (error.device, error.position + 1) in unsafe
+
+    @settings(examples(150), deadline=None, derandomize=True, database=None)
+    @given(
+        random_schedules(max_microbatches=3, max_replicas=2, max_slices=2)
+        | family_schedules(max_devices=4, max_microbatches=4)
+    )
+    def run(schedule: Schedule) -> None:
+        assert refuses_starts(lower(schedule, single_queue=True)) is None, "what ends in the strict model ends here"
+        judge(schedule, mutants=3)
+
+    run()
+    for name in ("gis", "hanayo", "v-half"):
+        judge(build_schedule(name, num_devices=4, num_microbatches=8), mutants=25)
+    assert min(codes[None], codes["queue-order"], codes["host-wait"]) > 5, codes
+
+
+def test_collectives_in_a_queue_that_starts_launches_in_order() -> None:
+    chance, codes = random.Random(3), Counter[str | None]()
+    for barriers in (1, 2):
+        schedule = with_vocabulary(build_schedule("zbv", num_devices=3, num_microbatches=3), barriers, Costs())
+        for program in (lower(schedule), *(mutant_of(lower(schedule), chance) for _ in range(40))):
+            if fault(program) is None:
+                error = refuses_starts(program)
+                codes[error and error.code] += 1
+                assert bool(host_oracle.stuck(program)) == (error is not None and error.code == "queue-order")
+                if error is None:
+                    assert host_oracle.unsafe(program, one_queue=True) == set()
+    assert codes[None] > 5
 
 
 def test_orders_that_wait_for_ever_are_told() -> None:
