@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+ORDERED_STARTS_SUFFICE = False
+"""Whether launches that share a hardware queue only have to start in order, as Megatron assumes of one connection. Then the
+usual order of most families runs with one connection, too. No GPU has shown it yet: the rows "usual order" of
+``benchmarks/gpu/four_ranks.py`` do that with this value set."""
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _VARIABLES = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "puts all launches of a rank into one queue",
+    _CONNECTIONS: "puts all launches of a rank into one queue",
     "CUDA_LAUNCH_BLOCKING": "makes hosts wait for their devices at every launch",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "puts all messages of a rank into one order",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "makes hosts wait for their devices whenever they free memory",
 }
 """The effects of environment variables with the value 1. Megatron demands the first with tensor or context parallelism before
 Blackwell."""
@@ -23,10 +30,15 @@ TIMED_PASSES = 2
 """The level of Megatron's timers that time every F, I and B. Timers of level 1 begin and end between steps."""
 
 
-def why_one_queue(environment: Mapping[str, str], times_passes: bool) -> str | None:
-    """Return the first setting that needs the order for one hardware queue, as a clause; ``None`` if there is none."""
+def why_one_queue(
+    environment: Mapping[str, str], times_passes: bool, ordered_starts_suffice: bool = False
+) -> str | None:
+    """Return the first setting that needs the order for one hardware queue, as a clause; ``None`` if there is none.
+
+    One connection does not need it if ``ordered_starts_suffice``.
+    """
     for name, effect in _VARIABLES.items():
-        if environment.get(name) == "1":
+        if environment.get(name) == "1" and not (name == _CONNECTIONS and ordered_starts_suffice):
             return f"{name}=1 {effect}"
     if any(name.startswith(_SANITIZER) for name in environment):
         return "compute-sanitizer makes hosts wait for their devices at every launch"
@@ -34,6 +46,11 @@ def why_one_queue(environment: Mapping[str, str], times_passes: bool) -> str | N
         waits = f"--{_TIMERS} {TIMED_PASSES} makes hosts wait for their devices around every pass"
         return f"{waits}; pass --{_TIMERS} 1 to measure speed"
     return None
+
+
+def starts_in_order(environment: Mapping[str, str]) -> bool:
+    """Return whether all launches of a rank share one hardware queue."""
+    return environment.get(_CONNECTIONS) == "1"
 
 
 def one_queue_of(flags: Mapping[str, Any]) -> str | None:

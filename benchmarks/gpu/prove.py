@@ -70,6 +70,7 @@ EXPERIMENTS = (
     Experiment("C", "four_ranks", 2, "timers"),
     Experiment("J", "waiting_kernels", 2),
     Experiment("H", "one_process", 4, "p8"),
+    Experiment("C", "four_ranks", 3, "usual-order"),
     Experiment("D", "split_cost", 3),
     Experiment("B", "solo_rank", 10),
     Experiment("F", "device_waits", 2),

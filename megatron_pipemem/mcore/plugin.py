@@ -89,7 +89,9 @@ class _Enabled:
         by_position = {position: _extensions(position, request, programs, chunk_placement) for position in Position}
         run = _ExtensionParts(request, programs, chunk_placement, recording, by_position)
         extensions = [extension for make, _ in _ORDER for extension in make(run)]
-        launches = LaunchOrders(request.single_queue)
+        # Windows of steps that overlap are not proved for launches that start in order.
+        proves_starts = not (request.is_asynchronous or request.overlap_steps)
+        launches = LaunchOrders(request.single_queue, proves_starts)
         forward_backward = ForwardBackward(programs, chunk_placement, extensions, launches, settings.join)
         saved = [ReshardableState(), FilesOfRanks(chunk_placement)]
         features = [settings, forward_backward, chunk_placement, *saved, *extensions]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -19,10 +20,11 @@ from megatron.core import num_microbatches_calculator
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.choose.model_cut import as_built, placements_of
-from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.logs import is_first_rank, tell
 from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather
 from megatron_pipemem.part_costs import PartCosts, head_seconds, with_cut_head
+from megatron_pipemem.queues import starts_in_order
 from megatron_pipemem.request import Request
 from megatron_pipemem.results import announcement
 from megatron_pipemem.schedule.costs import Costs
@@ -460,8 +462,19 @@ class Programs:
         return Compiled(program, None if shape.forward_only else plan, *others)
 
     def _proved(self, schedule: Schedule, costs: Costs, single_queue: bool) -> Program:
+        """Return a schedule's program with its proof.
+
+        If both kinds of orders are needed and all launches share a queue, the usual order is proved for that, too. If the
+        proof fails, the result is the order for one hardware queue.
+        """
         program = lower(schedule, single_queue=single_queue, costs=costs)
-        validate_program(program, single_queue=single_queue)
+        shares_queue = not single_queue and len(self.queues) > 1 and starts_in_order(os.environ)
+        try:
+            validate_program(program, single_queue=single_queue, ordered_starts=shares_queue)
+        except ScheduleError:
+            if not shares_queue:
+                raise
+            return self._proved(schedule, costs, single_queue=True)
         return program
 
 

@@ -72,8 +72,10 @@ def test_a_played_rank_holds_what_was_predicted(proved):
 
 @rehearsed
 def test_four_ranks_train_as_stock(proved):
-    rank_rows = [*rows(proved, "four_ranks-families"), *rows(proved, "four_ranks-timers")]
-    assert len(rank_rows) == 6 + 4
+    parts = {"families": 6, "timers": 4, "usual-order": 2}
+    rows_of_parts = {part: rows(proved, f"four_ranks-{part}") for part in parts}
+    assert {part: len(rank_rows) for part, rank_rows in rows_of_parts.items()} == parts
+    rank_rows = [row for rows_of_part in rows_of_parts.values() for row in rows_of_part]
     assert all(row["values"]["last_loss"] > 0 and not row["missed"] for row in rank_rows)
 
 

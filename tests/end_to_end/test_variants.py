@@ -94,10 +94,10 @@ def test_a_layout_that_a_run_makes_itself(train_small, equals_stock):
     equals_stock("auto", *five, train=train)
 
 
-def assert_same_steps(run, usual) -> None:
+def assert_same_steps(run, usual, exact: bool = True) -> None:
     assert bits(run.losses) == bits(usual.losses) and len(set(run.losses)) > 1
     assert (run.grad_norms, run.validation) == (usual.grad_norms, usual.validation)
-    assert_predicted_bytes(run)
+    assert_predicted_bytes(run, exact=exact)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,23 @@ def test_an_order_for_one_hardware_queue_computes_the_same(train_small, schedule
         ("v-half", ANOTHER_NUMBER, [True, True, False, True, True, False]),
         # Two training steps and an evaluation, twice: evaluation launches something new, and the third step does not.
         ("v-half", EVALUATION, None),
+        # Late steps may need a kernel for other numbers of tokens.
+        ("zb-h1", (*MOE, "--train-iters", "3"), [True] * 3),
     ],
 )
 def test_what_launches_something_new_runs_for_one_hardware_queue(train_small, schedule, flags, single_queues):
     """The order changes between steps, and neither the numbers nor the predicted bytes do."""
     run = train_small(schedule, *flags, as_on_gpus=True)
-    assert_same_steps(run, train_small(schedule, *flags))
+    assert_same_steps(run, train_small(schedule, *flags), exact="--num-experts" not in flags)
     (orders,) = {tuple(rank) for rank in run.single_queues}
     if single_queues is not None:
         assert [*orders] == single_queues
     else:
         assert orders[:3] == (True,) * 3 and not all(orders)
+
+
+def test_ranks_agree_on_memory_that_one_of_them_gave_back(train_small):
+    """Rank 1 does in the third step. Its host waits then, so others that do at that moment could hang the usual order."""
+    run = train_small("v-half", "--train-iters", "6", as_on_gpus=True, gives_back=2)
+    assert run.single_queues == [[True, True, False, True, True, False]] * 2
+    assert_same_steps(run, train_small("v-half", "--train-iters", "6"))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -81,6 +82,7 @@ def run(case: dict) -> dict:
     - ``sabotage``: one of ``SABOTAGE``, for rank 1.
     - ``emulate``: arguments of ``emulate.emulated``, for runs without a pipeline.
     - ``as_on_gpus``: hosts seem to wait for first launches, and wait where Megatron waits for a device.
+    - ``gives_back``: the number of a step in which the allocator of rank 1 gives memory back. Two steps then run for one queue.
     - ``report``: ``None`` leaves it out.
     - ``clean``: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait for its norm.
 
@@ -111,7 +113,7 @@ def run(case: dict) -> dict:
             mock.patch.object(overlapped_optimizer, "CLEAN_STEPS", case["clean"]) if "clean" in case else nullcontext(),
             emulation,
             _model_by_provider(change.made) if case.get("by_provider") or change.made else nullcontext(),
-            _launching_as_on_gpus(single_queues) if case.get("as_on_gpus") else nullcontext(),
+            _launching_as_on_gpus(single_queues, case.get("gives_back")) if case.get("as_on_gpus") else nullcontext(),
             _noted_documents(packed),
             # Of which Megatron's SFT data needs one function.
             _stand_in("datasets", SimpleNamespace(load_dataset=_load_lines)),
@@ -197,11 +199,13 @@ def _load_lines(kind: str, data_files: str, split: str) -> list[dict]:
 
 
 @contextmanager
-def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
+def _launching_as_on_gpus(single_queues: list[bool], gives_back: int | None) -> Iterator[None]:
     """Note for every step whether it runs by the order for one hardware queue.
 
-    A host that waits for its device waits for all receives that it has posted.
+    A host that waits for its device waits for all receives that it has posted. ``memory_stats`` is asked before and after every
+    step.
     """
+    questions = count()
     is_single_queue = LaunchOrders.is_single_queue
     last: list[Transport] = []
 
@@ -213,6 +217,10 @@ def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
         for transport in last:
             transport.arrived(transport.take_in())
 
+    def memory_stats(device) -> dict[str, int]:
+        is_over = gives_back is not None and next(questions) > 2 * gives_back
+        return {"num_device_free": 0, "num_alloc_retries": int(is_over and dist.get_rank() == 1)}
+
     def noting(orders: LaunchOrders, *step) -> bool:
         single_queues.append(is_single_queue(orders, *step))
         return single_queues[-1]
@@ -222,6 +230,10 @@ def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
         mock.patch.object(extension, "can_make_hosts_wait", lambda device: True),
         mock.patch.object(forward_backward, "Transport", made),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
+        mock.patch.object(torch.cuda, "empty_cache", synchronize),
+        mock.patch.object(torch.cuda, "memory_stats", memory_stats),
+        mock.patch.object(extension, "LATE_STEPS", extension.LATE_STEPS if gives_back is None else 2),
+        mock.patch.object(extension, "STEPS_BETWEEN_AGREEMENTS", 1),
         mock.patch.object(LaunchOrders, "is_single_queue", noting),
     ):
         yield

@@ -13,6 +13,7 @@ from asked_programs import programs_of
 from megatron.core.timers import Timers
 from refusals import refused
 
+from megatron_pipemem import queues as queue_settings
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore import loop_arguments
@@ -229,6 +230,7 @@ def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_onc
         ("CUDA_LAUNCH_BLOCKING", "1", True),
         ("CUDA_LAUNCH_BLOCKING", "0", False),
         ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", True),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", True),
         ("NV_SANITIZER_INJECTION_PORT_BASE", "49152", True),
         ("NV_SANITIZER_INJECTION_PORT_RANGE_BEGIN", "49152", True),
     ],
@@ -236,10 +238,12 @@ def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_onc
 def test_what_puts_all_launches_of_a_gpu_into_one_queue(monkeypatch, name, value, single):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert LaunchOrders().queues(gpu, None) == (False, True) and LaunchOrders(forced=True).queues(cpu, None) == (True,)
+    config = SimpleNamespace(timers=None)
+    assert LaunchOrders().queues(gpu, config) == (False, True)
+    assert LaunchOrders(forced=True).queues(cpu, config) == (True,)
     monkeypatch.setenv(name, value)
-    assert LaunchOrders().queues(gpu, None) == ((True,) if single else (False, True))
-    assert LaunchOrders().queues(cpu, None) == (False,)
+    assert LaunchOrders().queues(gpu, config) == ((True,) if single else (False, True))
+    assert LaunchOrders().queues(cpu, config) == (False,)
 
 
 def test_timers_around_every_pass_need_the_order_for_one_queue(monkeypatch, caplog):
@@ -247,14 +251,34 @@ def test_timers_around_every_pass_need_the_order_for_one_queue(monkeypatch, capl
     caplog.set_level(logging.INFO)
     cpu, gpu, orders = torch.device("cpu"), torch.device("cuda"), LaunchOrders()
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    levels = [Timers(log_level=level, log_option="max") for level in range(3)]
-    assert [orders.queues(gpu, timers) for timers in levels] == [(False, True), (False, True), (True,)]
+    levels = [SimpleNamespace(timers=Timers(log_level=level, log_option="max")) for level in range(3)]
+    untimed = SimpleNamespace(timers=None)
+    assert [orders.queues(gpu, config) for config in levels] == [(False, True), (False, True), (True,)]
     assert orders.queues(gpu, levels[2]) == (True,) and orders.queues(cpu, levels[2]) == (False,)
-    assert orders.queues(gpu, None) == (True,), "loops evaluate without timers"
-    assert ["--timing-log-level 2" in message for message in caplog.messages] == [True]
+    assert orders.queues(gpu, untimed) == (True,), "loops evaluate without timers"
+    assert ["--timing-log-level 2" in message for message in caplog.messages] == [False, True]
     for level, queues in ((1, (False, True)), (2, (True,))):
         monkeypatch.setattr(loop_arguments, "_arguments", lambda level=level: SimpleNamespace(timing_log_level=level))
-        assert LaunchOrders().queues(gpu, None) == queues
+        assert LaunchOrders().queues(gpu, untimed) == queues
+
+
+def test_one_connection_where_launches_only_start_in_order(monkeypatch):
+    """The usual order runs after the first steps where it is proved for that. No GPU has shown that it suffices."""
+    gpu, config = torch.device("cuda"), SimpleNamespace(timers=None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert LaunchOrders(proves_starts=True).queues(gpu, config) == (True,)
+    monkeypatch.setattr(queue_settings, "ORDERED_STARTS_SUFFICE", True)
+    assert LaunchOrders(proves_starts=True).queues(gpu, config) == (False, True)
+    assert LaunchOrders(proves_starts=False).queues(gpu, config) == (True,)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert LaunchOrders(proves_starts=True).queues(gpu, config) == (True,)
+    for name, chunks, is_usual in (("zbv", 2, True), ("gis", 2, False)):
+        programs, alone = family(name), family(name)
+        programs.queues, alone.queues = (False, True), (True,)
+        compiled = programs.get(Shape(4, chunks, 8), lambda digest: None)
+        queued = alone.get(Shape(4, chunks, 8), lambda digest: None).program
+        assert compiled.order(True).actions == queued.actions
+        assert (compiled.order(False).actions != queued.actions) is is_usual
 
 
 def test_the_first_two_steps_of_a_kind_run_for_one_queue():

@@ -259,7 +259,7 @@ def left_by_waiting(program: Program, kinds: Collection[Kind], of_stream: bool =
 
 def left_between_steps(program: Program) -> list[str]:
     """The actions that never end of two steps, between which hosts wait for their devices and then for one another."""
-    units = program.schedule.num_microbatches * program.schedule.slices
+    units = len(program.schedule.units)
     rows = tuple(
         (*actions, *(a._replace(microbatch=(a.microbatch or 0) + units) for a in actions))
         for actions in program.actions

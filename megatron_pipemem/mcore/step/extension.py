@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,17 +12,19 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import DummyTimer, Timers
 
+from megatron_pipemem import queues as queue_settings
 from megatron_pipemem.choose.knowledge import Choice, Shape
 from megatron_pipemem.logs import tell
+from megatron_pipemem.mcore.agreement import Groups, largest_numbers
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.symbols import Feature
-from megatron_pipemem.queues import TIMED_PASSES, why_one_queue
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.trace import OffloadStatistics, Trace
@@ -35,10 +37,16 @@ logger = logging.getLogger(__name__)
 
 # Some steps on a GPU run by the order for one hardware queue per rank (``queues``). A host waits for its device at the
 # first launch of a kernel: CUDA loads the kernel, and that waits for all running work, posted messages included. Later
-# launches do not wait. Megatron's timers of level 2 make every host wait around every pass, in every step.
+# launches do not wait. Megatron's timers of level 2 make every host wait around every pass, in every step. A host also
+# waits when its allocator gives memory back. The usual order is proved for one host that waits at a time.
 
 FIRST_STEPS = 2
 """Steps of a kind that may launch a kernel for the first time. The second adds to existing gradients."""
+LATE_STEPS = 50
+"""As ``FIRST_STEPS``, if sizes within a pass differ from step to step. It is also the number of steps that run for one
+queue when an allocator has given memory back."""
+STEPS_BETWEEN_AGREEMENTS = 10
+"""Steps after which the ranks agree again on whether an allocator has given memory back. To agree, hosts wait."""
 
 
 def can_make_hosts_wait(device: torch.device) -> bool:
@@ -51,9 +59,30 @@ def times_passes(timers: Timers | None) -> bool:
 
     Megatron's loop evaluates without the model's ``timers``, but a forward step may have timers of its own.
     """
-    if (argument("timing_log_level") or 0) >= TIMED_PASSES:
+    if (argument("timing_log_level") or 0) >= queue_settings.TIMED_PASSES:
         return True
-    return timers is not None and not isinstance(timers("forward-compute", log_level=TIMED_PASSES), DummyTimer)
+    return timers is not None and not isinstance(
+        timers("forward-compute", log_level=queue_settings.TIMED_PASSES), DummyTimer
+    )
+
+
+def launches_late(config: Any) -> bool:
+    """Return whether sizes within a pass differ from step to step, so that a late step may need a new kernel.
+
+    Experts get other numbers of tokens in every step, unless they are padded to their capacity. Attention gets
+    documents of other lengths if sequences are packed. ``config`` is the model's.
+    """
+    is_padded = (
+        getattr(config, "moe_pad_expert_input_to_capacity", False) and config.moe_expert_capacity_factor is not None
+    )
+    routes = bool(getattr(config, "num_moe_experts", None)) and not is_padded
+    return routes or bool(argument("sft")) or bool(argument("dataloader_inter_document_masking"))
+
+
+def times_memory_was_given_back(device: torch.device) -> int:
+    """Return how often the allocator of this rank has given memory back to its device or has flushed its cache."""
+    statistics = torch.cuda.memory_stats(device)
+    return statistics["num_device_free"] + statistics["num_alloc_retries"]
 
 
 @contextmanager
@@ -82,54 +111,116 @@ class LaunchKind(NamedTuple):
     shape: Shape
     message: tuple[int, ...] | None  # shape of every message; ``None`` if messages may differ
     renewals: int  # number of plans that training has had before the step
+    pipeline: dist.ProcessGroup | None = None  # two pipelines of a rank need not take the same steps
+
+
+@dataclass
+class _ReturnedMemory:
+    """The state of a pipeline of this rank that depends on memory which allocators gave back."""
+
+    steps: int = 0  # steps that have run
+    steps_left: int = 0  # steps that still run for one queue
+    returned: bool = False  # whether this rank has given memory back since the ranks last agreed
 
 
 class LaunchOrders:
     """Chooses between the default order of ``lower`` and its order for one hardware queue, step by step.
 
-    A step that may launch a kernel for the first time needs the order for one hardware queue. With ``forced``, all
-    steps run by that order.
+    A step in which several hosts may wait for their devices needs the order for one hardware queue. With ``forced``,
+    all steps run by that order. ``proves_starts`` says whether usual orders are proved for launches that start in order.
     """
 
-    def __init__(self, forced: bool = False) -> None:
+    def __init__(self, forced: bool = False, proves_starts: bool = False) -> None:
         self._forced = forced
+        self._proves_starts = proves_starts
         self._seen: Counter[LaunchKind] = Counter()
+        self._first_steps = FIRST_STEPS
+        self._memory: defaultdict[dist.ProcessGroup | None, _ReturnedMemory] = defaultdict(_ReturnedMemory)
         self._logged: str | None = None
         self._times_passes = False
 
-    def queues(self, device: torch.device, timers: Timers | None) -> tuple[bool, ...]:
+    def queues(self, device: torch.device, config: Any) -> tuple[bool, ...]:
         """Return the kinds of orders of a run, ``True`` for one hardware queue, default first.
 
-        ``timers`` are Megatron's. The log says why a run has no other order, unless the user has forced it.
+        ``config`` is the model's. The log says which steps run by which order, unless the user has forced it.
         """
         if self._forced:
             return (True,)
         if not can_make_hosts_wait(device):
             return (False,)
         # Once seen, it holds for the run: other loops evaluate without timers too, and all programs would be made again.
-        self._times_passes = self._times_passes or times_passes(timers)
-        reason = why_one_queue(os.environ, self._times_passes)
-        if reason is None:
-            return (False, True)
-        if reason != self._logged:
-            self._logged = reason
-            tell(logger, "every step runs by the order for one hardware queue: %s", reason)
-        return (True,)
+        self._times_passes = self._times_passes or times_passes(config.timers)
+        suffices = queue_settings.ORDERED_STARTS_SUFFICE and self._proves_starts
+        reason = queue_settings.why_one_queue(os.environ, self._times_passes, suffices)
+        if reason is not None:
+            self._log(f"every step runs by the order for one hardware queue: {reason}")
+            return (True,)
+        is_late = launches_late(config)
+        self._first_steps = LATE_STEPS if is_late else FIRST_STEPS
+        late = ", because sizes within a pass differ, and late steps may load kernels" if is_late else ""
+        self._log(
+            f"the first {self._first_steps} steps of a kind run by the order for one hardware queue{late}; all others by "
+            "the usual order"
+        )
+        return (False, True)
+
+    def _log(self, message: str) -> None:
+        if message != self._logged:
+            self._logged = message
+            tell(logger, "%s", message)
 
     def is_single_queue(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
         """Return whether a step of this kind runs by the order for one hardware queue.
 
-        If a run needs both orders, the first ``FIRST_STEPS`` steps of a kind do, and all steps whose messages may
-        differ. All ranks of the pipeline get the same answer.
+        If a run needs both orders, the first steps of a kind do, all steps whose messages may differ, and those after a
+        step in which memory was given back. All ranks of the model get the same answer.
         """
         if len(queues) == 1:
             return queues[0]
         # If lengths differ, every step may have a new length, and so launch new kernels.
-        return kind.message is None or self._seen[kind] < FIRST_STEPS
+        return (
+            kind.message is None or self._memory[kind.pipeline].steps_left > 0 or self._seen[kind] < self._first_steps
+        )
+
+    def agree_on_returns(self, pipeline: dist.ProcessGroup, groups: Groups) -> None:
+        """Make the next ``LATE_STEPS`` steps of a pipeline run for one queue if a rank has given memory back in a step.
+
+        Every rank of ``groups``, which reach all ranks of the model, calls this at the same time, before a step. They
+        agree every ``STEPS_BETWEEN_AGREEMENTS`` steps, but not before the first: there they compare their programs, so
+        that ranks with other settings are named.
+        """
+        memory = self._memory[pipeline]
+        if memory.steps == 0 or memory.steps % STEPS_BETWEEN_AGREEMENTS:
+            return
+        returned = float(memory.returned)
+        for group in groups:
+            (returned,) = largest_numbers((returned,), group)
+        memory.returned = False
+        if returned:
+            memory.steps_left = LATE_STEPS
+            tell(
+                logger,
+                "an allocator has given memory back within a step, which makes its host wait: the next %d steps run by the "
+                "order for one hardware queue; leave more memory free",
+                LATE_STEPS,
+            )
+
+    @contextmanager
+    def watched(self, pipeline: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+        """Within a ``with`` block, note whether the allocator of this rank gives memory back to its device."""
+        if not can_make_hosts_wait(device):
+            yield
+            return
+        before = times_memory_was_given_back(device)
+        yield
+        self._memory[pipeline].returned |= times_memory_was_given_back(device) > before
 
     def ended(self, kind: LaunchKind) -> None:
         """Count a step of this kind as run."""
         self._seen[kind] += 1
+        memory = self._memory[kind.pipeline]
+        memory.steps += 1
+        memory.steps_left = max(0, memory.steps_left - 1)
 
 
 # Bytes of the weights that a rank holds, for all its stages, replicas and versions.
@@ -342,7 +433,7 @@ class Step:
         """The key under which steps that launch the same kernels are counted."""
         context = self.context
         kind = context.forward_only, context.collect_non_loss_data
-        return LaunchKind(*kind, self.shape, self.message.shape, self.programs.renewals)
+        return LaunchKind(*kind, self.shape, self.message.shape, self.programs.renewals, self.pipeline.group)
 
     @cached_property
     def permanent(self) -> list[torch.Tensor]:

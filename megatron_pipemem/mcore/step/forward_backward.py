@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.gates import StepGates
-from megatron_pipemem.mcore.agreement import agree, done_by_all
+from megatron_pipemem.mcore.agreement import agree, done_by_all, groups_of_model
 from megatron_pipemem.mcore.compat import message_channels, message_shapes
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import (
@@ -207,6 +207,7 @@ class ForwardBackward(Feature):
                 stack.enter_context(shared_left_out(step.chunks, lambda: step.all_excludes))
             for extension in extensions:
                 stack.enter_context(extension.around(step))
+            stack.enter_context(self.launches.watched(step.pipeline.group, device_of(step.chunks)))
             if step.trial is not None:
                 self._try(step, step.trial, extensions)
             step.executor.run()
@@ -242,13 +243,20 @@ class ForwardBackward(Feature):
 
         They are those of the last extension that returns some, else those of the run.
         """
-        self.programs.queues = self.launches.queues(device_of(step.chunks), step.context.config.timers)
+        self.programs.queues = self.launches.queues(device_of(step.chunks), step.context.config)
+        if len(self.programs.queues) > 1 and self._may_meet_before_step():
+            pipeline = step.pipeline.group
+            self.launches.agree_on_returns(pipeline, groups_of_model(step.groups, pipeline))
         chosen = None
         for extension in extensions:
             chosen = extension.choose(step) or chosen
         if chosen is None:
             chosen = self.programs.get(step.shape, partial(agree, group=step.pipeline.group), step.pipeline.group)
         step.program, step.plan = chosen.order(step.single_queue), chosen.plan
+
+    def _may_meet_before_step(self) -> bool:
+        """Return whether all ranks may wait for each other before a step. A captured step may not, and it allocates once."""
+        return not (self.programs.request.overlap_steps or torch.cuda.is_current_stream_capturing())
 
     def _equip(self, step: Step, extensions: Sequence[Extension]) -> None:
         """Create the observation, the stages of this rank and the executor with its transport; set them in ``step``."""
