@@ -8,12 +8,13 @@ with ``CUDA_DEVICE_MAX_CONNECTIONS`` of 8 and 1, and with the default process gr
 The process of a rank runs all cases of a setting, so kernels are loaded early. ``FRESH`` schedules run once more in ranks of
 their own, where every kernel is launched for the first time among posted messages.
 
-In a part of its own, three schedules run with Megatron's timers of level 2, which make every host wait for its device
-around every pass.
+Two parts have rows of their own. ``timers``: three schedules run with Megatron's timers of level 2, which make every host
+wait for its device around every pass. ``usual-order``: all families run with one connection by their usual order, if it is
+proved for a queue that starts launches in order. These rows decide ``megatron_pipemem.queues.ORDERED_STARTS_SUFFICE``.
 
 Claims: every case ends, and its losses are stock 1F1B's to the bit (to 1e-5 where sums have another order).
 
-    python benchmarks/gpu/four_ranks.py [--part families | timers] [--rehearse]
+    python benchmarks/gpu/four_ranks.py [--part families | timers | usual-order] [--rehearse]
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RANKS, MICROBATCHES, STEPS = 4, 8, 4
 FIRST_SECONDS, CASE_SECONDS = 120, 30
 """How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
 OTHER_ORDER = 1e-5
-PARTS = ("families", "timers")
+PARTS = ("families", "timers", "usual-order")
 TIMED = {"1f1b": 1, "zb-h1": 1, "v-half": 2}
 """Names and chunks per rank of schedules that run with timers of level 2."""
 FRESH = ("dualpipe", "gis", "v-half", "1f1b")
@@ -92,9 +93,10 @@ class Setting:
 
     connections: int
     bound: bool
+    usual_order: bool = False
 
     def __str__(self) -> str:
-        return f"connections {self.connections}" + (", bound" if self.bound else "")
+        return f"connections {self.connections}" + ", bound" * self.bound + ", usual order" * self.usual_order
 
 
 def cases(part: str, rehearse: bool) -> list[Case]:
@@ -103,6 +105,9 @@ def cases(part: str, rehearse: bool) -> list[Case]:
 
     if part == "timers":
         return [Case("stock"), *(Case(name, chunks, timers=True) for name, chunks in TIMED.items())]
+    if part == "usual-order":  # cases in which only the schedule differs
+        every = cases("families", rehearse)
+        return [c for c in every if not (c.fresh or c.graph or c.pipelines > 1 or c.layers != "local")]
     if rehearse:
         return [
             Case("stock"),
@@ -147,6 +152,8 @@ def _experts(schedule: str, chunks: int = 1, pairs: bool = False) -> Case:
 
 
 def settings(part: str, rehearse: bool) -> list[Setting]:
+    if part == "usual-order":
+        return [Setting(1, bound=False, usual_order=True)]
     if rehearse:
         return [Setting(1, bound=False)]
     if part == "timers":
@@ -209,7 +216,7 @@ def run_together(waiting: list[Case], setting: Setting, rehearse: bool):
     """As ``run_cases``, in the same ranks."""
     while waiting:
         with tempfile.TemporaryDirectory() as folder:
-            plan = {"cases": [asdict(case) for case in waiting], "bound": setting.bound, "rehearse": rehearse}
+            plan = {"cases": [asdict(case) for case in waiting], **asdict(setting), "rehearse": rehearse}
             ranks = start(Path(__file__), plan, setting, Path(folder))
             try:
                 done = 0
@@ -283,8 +290,12 @@ def run_rank(plan: dict) -> int:
     import torch
     import torch.distributed as dist
 
+    from megatron_pipemem import queues
+    from megatron_pipemem.mcore.step import extension
     from megatron_pipemem.runtime.transport import destroy_groups
 
+    queues.ORDERED_STARTS_SUFFICE = plan["usual_order"]
+    extension.LATE_STEPS = extension.FIRST_STEPS  # experts show the usual order in their few steps, too
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.cuda.set_device(0)
     bound: dict[str, Any] = {"device_id": torch.device("cuda:0")} if plan["bound"] else {}

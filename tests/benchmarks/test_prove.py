@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 from lanes import nightly
 
+from megatron_pipemem.schedule.registry import families
+
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
@@ -159,6 +161,20 @@ def test_every_case_of_four_ranks_has_a_name_and_four_start_in_fresh_ranks(gpu):
     fresh = [case.schedule for case in cases if case.fresh and not case.graph]
     assert sorted(fresh) == ["1f1b", "dualpipe", "gis", "v-half"]
     assert cases[0].schedule == "stock" and all(case.fresh for case in cases[1:5])
+
+
+def test_one_connection_runs_the_usual_order_of_every_family(gpu):
+    (setting,) = gpu.four_ranks.settings("usual-order", rehearse=False)
+    rows_of_part = gpu.four_ranks.cases("usual-order", rehearse=False)
+    names = {family.name for family in families() if not (family.offloads or family.slices > 1 or family.asynchronous)}
+    assert (
+        setting.connections == 1
+        and setting.usual_order
+        and {case.schedule for case in rows_of_part} == {"stock", *names}
+    )
+    assert len({*map(str, rows_of_part)}) == len(rows_of_part) == len(names) + 3, (
+        "v-half has two cases with a cut vocabulary"
+    )
 
 
 def test_a_call_that_goes_on_runs_stock_again_only_to_compare(gpu, tmp_path):
