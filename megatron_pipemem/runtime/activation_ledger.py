@@ -22,6 +22,7 @@ from functools import wraps
 from itertools import accumulate, pairwise
 from operator import add, itemgetter
 from typing import Any, Concatenate, NamedTuple
+from weakref import ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,15 +47,21 @@ class LedgerEntry:
     tokens: tuple[int, int] = (0, 0)  # number of sequences and their length, if microbatches differ
 
 
-class _Held(NamedTuple):
-    """A storage that is counted, and the number of entries before the first one that counts it.
+class _Held(ref[torch.UntypedStorage]):
+    """A weak reference to a storage that is counted. ``freed`` gets this object when the storage has been freed.
 
-    ``microbatch`` is the first one that held it, if an earlier step did, by its number in this step.
+    ``since`` is the number of entries before the first one that counts the storage. ``microbatch`` is the first one
+    that held it, if an earlier step did, by its number in this step. ``nbytes`` are the bytes that the last entry has.
     """
 
-    storage: StorageWeakRef
-    since: int
-    microbatch: int | None = None
+    __slots__ = ("key", "microbatch", "nbytes", "since")
+
+    def __new__(cls, storage: torch.UntypedStorage, freed: Callable[[_Held], object], since: int) -> _Held:
+        return super().__new__(cls, storage, freed)
+
+    def __init__(self, storage: torch.UntypedStorage, freed: Callable[[_Held], object], since: int):
+        self.key, self.since, self.nbytes = storage._cdata, since, 0
+        self.microbatch: int | None = None
 
 
 class _Size(NamedTuple):
@@ -156,9 +163,15 @@ class ActivationLedger:
         self.failure: str | None = None
         # The weak references reserve the keys of the storages.
         self._excluded: dict[int, StorageWeakRef] = {}
+        # An action frees few of the storages that a rank holds, and a deep pipeline holds many. So nothing goes through all
+        # of them: storages say themselves that they are freed, and change their size in actions of their microbatch only.
         self._held: dict[int, _Held] = {}
+        self._bytes = 0
+        self._freed: list[_Held] = []  # since the last entry; any thread may append
+        self._unmeasured: list[_Held] = []
+        self._of_microbatch: dict[int | None, list[_Held]] = {}  # by the microbatch of their first action
         self._routed = self._routable = self._evenly = 0
-        self._freed_later: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._frees_later = False
         self.exclude(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
@@ -168,7 +181,8 @@ class ActivationLedger:
         """
         following = ActivationLedger(permanent)
         following._excluded |= {key: storage for key, storage in self._excluded.items() if not storage.expired()}
-        following._held = self._held
+        following._held, following._bytes, following._freed = self._held, self._bytes, self._freed
+        following._unmeasured, following._of_microbatch = self._unmeasured, self._of_microbatch
         following.failure = following.failure or self.failure
         return following
 
@@ -180,7 +194,7 @@ class ActivationLedger:
         """
         for part in (part for tensor in tensors for part in data_of(tensor)):
             self._excluded[storage_key(part)] = StorageWeakRef(part.untyped_storage())
-            self._held.pop(storage_key(part), None)
+            self._forget(part)
 
     @_counting
     def hold(self, tensor: torch.Tensor) -> bool:
@@ -192,18 +206,43 @@ class ActivationLedger:
 
     def _hold(self, tensor: torch.Tensor) -> bool:
         key = storage_key(tensor)
-        counted = self._held.get(key)
-        for storage in (self._excluded.get(key), counted and counted.storage):
-            if storage is not None and not storage.expired():
-                return False
-        self._held[key] = _Held(StorageWeakRef(tensor.untyped_storage()), len(self.entries))
+        excluded, counted = self._excluded.get(key), self._held.get(key)
+        if (excluded is not None and not excluded.expired()) or (counted is not None and counted() is not None):
+            return False
+        held = self._held[key] = _Held(tensor.untyped_storage(), self._freed.append, len(self.entries))
+        self._unmeasured.append(held)
         return True
 
     @_counting
     def release(self, tensor: torch.Tensor) -> None:
         """Stop counting a tensor, although a communication backend may keep it for a time that varies between runs."""
         for part in data_of(tensor):
-            self._held.pop(storage_key(part), None)
+            self._forget(part)
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        held = self._held.pop(storage_key(tensor), None)
+        if held is not None:
+            self._bytes -= held.nbytes
+            held.nbytes = 0
+
+    def _measure(self, storages: Iterable[_Held]) -> list[_Held]:
+        """Read the present sizes of storages that still count, and return these."""
+        counted = [held for held in storages if self._held.get(held.key) is held]
+        for held in counted:
+            storage = held()
+            if storage is not None:
+                nbytes = storage.nbytes()
+                self._bytes += nbytes - held.nbytes
+                held.nbytes = nbytes
+        return counted
+
+    def _drop_freed(self) -> None:
+        while self._freed:
+            held = self._freed.pop()
+            self._bytes -= held.nbytes
+            held.nbytes = 0
+            if self._held.get(held.key) is held:  # a new storage may have its address
+                del self._held[held.key]
 
     def route(self, tokens: int, most: int, evenly: int) -> None:
         """Add to the tokens that the running action sends to experts.
@@ -235,8 +274,9 @@ class ActivationLedger:
 
         A forward and a backward may run together. The bytes that the backward frees belong to its own record.
         """
-        sizes = {key: (counted.storage, _size(counted.storage)) for key, counted in self._held.items()}
-        self._freed_later = {key: (storage, size) for key, (storage, size) in sizes.items() if size}
+        self._measure(self._unmeasured)
+        self._drop_freed()
+        self._frees_later = True
 
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
@@ -245,15 +285,15 @@ class ActivationLedger:
         ``host_bytes`` are the bytes of activations that the host holds now.
         """
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
-        device_bytes, alive = 0, {}
-        for key, counted in self._held.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(counted.storage.cdata)
-            if storage is not None:
-                device_bytes += storage.nbytes()
-                alive[key] = counted
-        self._held = alive
-        device_bytes += sum(size - (_size(freed) or 0) for freed, size in self._freed_later.values())
-        self._freed_later = {}
+        counted = self._measure([*self._of_microbatch.pop(action.microbatch, ()), *self._unmeasured])
+        if counted:
+            self._of_microbatch[action.microbatch] = counted
+        self._unmeasured = []
+        if not self._frees_later:
+            self._drop_freed()
+        device_bytes = self._bytes
+        self._drop_freed()
+        self._frees_later = False
         routing = self._routed, self._routable, self._evenly
         self.entries.append(LedgerEntry(action, device_bytes, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0
@@ -266,16 +306,24 @@ class ActivationLedger:
         Transformer Engine caches. ``num_microbatches`` have ended. Those with higher numbers are in flight, and their
         numbers are lower by ``num_microbatches`` in the next step.
         """
-        microbatches, in_flight = [*(entry.action.microbatch for entry in self.entries), None], {}
+        microbatches = [*(entry.action.microbatch for entry in self.entries), None]
         surplus = [0] * len(microbatches)
-        for key, (storage, since, microbatch) in self._held.items():
-            first = microbatches[since] if microbatch is None else microbatch
+        self._drop_freed()
+        for held in [*self._held.values()]:
+            first = microbatches[held.since] if held.microbatch is None else held.microbatch
+            storage = held()
             if first is not None and first >= num_microbatches:
-                in_flight[key] = _Held(storage, 0, first - num_microbatches)
-            else:
-                surplus[since] += _size(storage) or 0
-                self._excluded[key] = storage
-        self._held = in_flight
+                held.since, held.microbatch = 0, first - num_microbatches
+            elif storage is not None:
+                surplus[held.since] += storage.nbytes()
+                self._excluded[held.key] = StorageWeakRef(storage)
+                del self._held[held.key]
+        self._bytes = sum(held.nbytes for held in self._held.values())
+        self._of_microbatch = {
+            microbatch - num_microbatches: storages
+            for microbatch, storages in self._of_microbatch.items()
+            if microbatch is not None and microbatch >= num_microbatches
+        }
         self.entries = [
             replace(entry, bytes=entry.bytes - more)
             for entry, more in zip(self.entries, accumulate(surplus), strict=False)
@@ -337,12 +385,6 @@ def data_of(tensor: Any) -> tuple[torch.Tensor, ...]:
     parts = tensor.get_data_tensors() if is_quantised(tensor) else (tensor,)
     listed = (parts,) if isinstance(parts, torch.Tensor) else parts
     return tuple(part for part in listed if part is not None and part.untyped_storage().nbytes())
-
-
-def _size(storage: StorageWeakRef) -> int | None:
-    """Return the current bytes of a storage, or ``None`` if it was freed."""
-    alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    return None if alive is None else alive.nbytes()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

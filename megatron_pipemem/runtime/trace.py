@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from megatron_pipemem.schedule.measured import Medians, Pair
 
 
-@dataclass(frozen=True)
-class TracedAction:
+class TracedAction(NamedTuple):
     """The start and end of an action, in seconds since the step began on this rank.
 
     Waiting for a message is not part of an action.

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lanes import examples
 from quantised import Quantised, WithEmptyStorage, eight_bits
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.features.offload.runtime.saved import Residents
 from megatron_pipemem.runtime.activation_ledger import (
@@ -229,7 +230,7 @@ def test_a_storage_counts_for_what_it_has_now():
     ledger.hold(kept)
     ledger.record(Action(Kind.F, 0, 0))
     kept.untyped_storage().resize_(0)
-    ledger.record(Action(Kind.F, 0, 1))
+    ledger.record(Action(Kind.F, 1, 0))
     kept.untyped_storage().resize_(32)
     ledger.record(Action(Kind.B, 0, 0))
     del kept
@@ -295,3 +296,58 @@ def test_what_the_backward_of_a_pair_frees_counts_until_its_own_record():
     ledger.record(Action(Kind.F, 0, 1))
     ledger.record(Action(Kind.I, 0, 0))
     assert [entry.bytes for entry in ledger.entries] == [40, 52, 12]
+
+
+class EverythingScanned:
+    """What a ledger counts, by going through all storages after every action."""
+
+    def __init__(self):
+        self.storages: dict[int, StorageWeakRef] = {}
+        self.unfreed: dict[int, int] | None = None
+
+    def sizes(self) -> dict[int, int]:
+        alive = {key: torch.UntypedStorage._new_with_weak_ptr(w.cdata) for key, w in self.storages.items()}
+        return {key: storage.nbytes() for key, storage in alive.items() if storage is not None}
+
+    def count(self) -> int:
+        sizes = self.sizes()
+        return sum(sizes.values()) + sum(size - sizes.get(key, 0) for key, size in (self.unfreed or {}).items())
+
+
+@examples(200)
+@given(st.randoms(use_true_random=False))
+def test_counts_what_a_scan_of_all_storages_counts(draw):
+    """Tensors of random microbatches are made, shared, released, excluded, emptied, filled and freed in any order."""
+    ledger, oracle = ActivationLedger(), EverythingScanned()
+    tensors: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    aliases: list[torch.Tensor] = []
+    for _ in range(draw.randint(1, 12)):
+        microbatch = draw.randrange(3)
+        if draw.randrange(4) == 0:  # this action is the first of a pair
+            ledger.free_later()
+            oracle.unfreed = oracle.sizes()
+        for _ in range(draw.randint(0, 6)):
+            others, own = tensors[draw.randrange(3)], tensors[microbatch]
+            what = draw.choice(["new", "new", "alias", "free", "release", "exclude", "resize"])
+            if what == "new" or not others:
+                own.append(torch.ones(draw.randint(1, 9)))
+                ledger.hold(own[-1])
+                storage = own[-1].untyped_storage()
+                oracle.storages[storage._cdata] = StorageWeakRef(storage)
+            elif what == "alias":
+                aliases.append(others[-1].view(-1))
+            elif what == "free":
+                freed = draw.choice([others, aliases])
+                del freed[draw.randrange(len(freed) + 1) :]
+            elif what == "resize" and own and oracle.unfreed is None:
+                own[-1].untyped_storage().resize_(4 * draw.randrange(10))
+            elif what in ("release", "exclude") and oracle.unfreed is None:
+                tensor = draw.choice(others)
+                if not tensor.untyped_storage().nbytes():  # such tensors are left out
+                    continue
+                ledger.release(tensor) if what == "release" else ledger.exclude([tensor])
+                oracle.storages.pop(tensor.untyped_storage()._cdata, None)
+        ledger.record(Action(Kind.F, 0, microbatch))
+        assert ledger.entries[-1].bytes == oracle.count()
+        oracle.unfreed = None
+    assert ledger.failure is None
