@@ -21,6 +21,6 @@ def test_every_engine_has_a_time_on_ranks_and_played_by_one(benchmark, tmp_path)
         (schedule, played, engine)
         for schedule in ("1f1b", "interleaved")
         for played in (None, 1)
-        for engine in ("stock", "pipemem", "pipemem, recording")
+        for engine in ("stock", "pipemem", "pipemem, recording", "pipemem, counting")
     }
     assert all(row["microseconds"] > 0 and row["ratio"] > 0 for row in rows)
