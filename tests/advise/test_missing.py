@@ -62,6 +62,12 @@ def test_arguments_are_asked_for_with_their_names_and_values(script):
     assert (run.model.layers, run.model.hidden, run.parallelism.tp, run.parallelism.pp) == (16, 1024, 2, 4)
 
 
+def test_a_comment_that_starts_the_script_is_shown(script):
+    with refused("unknown-size") as raised:
+        script("# sh train.sh one large 2 4\n" + POSITIONAL)
+    assert str(raised.value).count("one large 2 4") == 1
+
+
 def test_settings_and_variables_are_asked_for_together(script):
     text = VERL.format("")
     micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"

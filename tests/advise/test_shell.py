@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
 import pytest
 
@@ -188,3 +189,26 @@ def test_a_sourced_file_is_read(tmp_path: Path, name: str):
 def test_what_cannot_be_read_is_refused(text, code):
     with refused(code):
         words(text)
+
+
+def seconds_of_the_processor() -> float:
+    return sum(sum(getrusage(of)[:2]) for of in (RUSAGE_SELF, RUSAGE_CHILDREN))
+
+
+def test_a_script_of_300_lines_takes_less_than_3_seconds_of_the_processor():
+    block = """
+if [ "$MODE_{n}" = fast ]; then SIZE_{n}=1; else SIZE_{n}=$((SIZE_{p} + 1)); fi
+case $SIZE_{n} in 1) LIST+=(--a-{n} 1) ;; *) LIST+=(--b-{n} "$(basename /x/y/${{SIZE_{n}}}.txt)") ;; esac
+add_{n}() {{
+    local value=${{1:-3}}
+    for ((i = 0; i < 3; i++)); do TOTAL=$((TOTAL + value)); done
+}}
+add_{n} $SIZE_{n}
+"""
+    text = "SIZE_0=0\nTOTAL=0\nLIST=()" + "".join(block.format(n=n, p=n - 1) for n in range(1, 43))
+    text += 'torchrun a.py "${LIST[@]}" --total $TOTAL\n'
+    assert text.count("\n") > 300
+    begin = seconds_of_the_processor()
+    command = words(text)
+    assert seconds_of_the_processor() - begin < 3
+    assert command[-2:] == ["--total", str(3 * sum(range(1, 43)))]

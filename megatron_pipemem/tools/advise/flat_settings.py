@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.consumers import flags_of_model
-from megatron_pipemem.tools.advise.reading import DECISIVE
+from megatron_pipemem.tools.advise.reading import decisive
 from megatron_pipemem.tools.config.arguments import FlagTable, flags_of_attributes
 from megatron_pipemem.tools.config.loading import known_model, merged, read_raw, read_yaml
 
@@ -59,7 +59,7 @@ def _listed(value: Any) -> list[Any]:
 
 def flags_in(
     path: Path, overrides: Iterable[str], flag_table: FlagTable
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
     """Return the flags that a file gives, the launcher's numbers, and sentences about what is not read.
 
     Args:
@@ -87,9 +87,7 @@ def flags_in(
     flags = {name: value for name, value in flags.items() if value is not False}
     numbers = {"nnodes": _NODES, "nproc-per-node": _PER_NODE}
     launcher = {option: str(values[name]) for option, names in numbers.items() for name in names if name in values}
-    decisive = [name for name in values if name.replace("_", "-") in DECISIVE and values[name] not in (False, None)]
-    texts = [f"{name} ({DECISIVE[name.replace('_', '-')]})" for name in decisive]
-    return flags, launcher, [f"the step is compared without {', '.join(texts)}"] if texts else []
+    return flags, launcher, decisive((name for name, value in values.items() if value not in (False, None)), "{}")
 
 
 def _leaves(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.tools.config.arguments import MissingSetting, MissingValue, UnknownValue
 
+_EXAMPLE = re.compile(r"^#[ \t]*(?:ba)?sh[ \t]+\S+\.sh[ \t]+(\S+[ \t]+\S.*)$", re.MULTILINE)
+"""A comment with a command that starts the script, and its arguments."""
 _MOST_VALUES = 8
 """Values of a variable that a message lists."""
 
@@ -88,7 +90,10 @@ class ScriptFacts:
         remedies += [value.remedy for value in settings]
         if remedies == [error.remedy for error in missing] and len(missing) == 1:
             return missing[0]
-        return MissingValues(missing, remedies, ", or write the values into the script" if names else "")
+        rest = ", or write the values into the script" if names else ""
+        if arguments and (example := _EXAMPLE.search(self.text)):
+            rest += f"; a comment of the script starts it with {example[1].strip()}"
+        return MissingValues(missing, remedies, rest)
 
     def _deciding(self, variable: str) -> list[str]:
         """Return the names of the unset values that decide a variable: those of the test before each assignment to it."""

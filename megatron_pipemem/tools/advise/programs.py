@@ -91,6 +91,8 @@ SOURCES = {
     "-- COMMAND": "a training command with its launcher: torchrun, srun, mpirun, deepspeed, accelerate",
 }
 """What a run is read from, by the form of the words. `advise --help` and the documents show it."""
+_KINDS = ("experimental-attention-variant", "linear-", "dsa-", "attention-output-gate")
+"""Beginnings of flags that say of which kinds a model's attention is."""
 _CHILD = "megatron_pipemem.tools.megatron.bridge_recipe"
 _SECONDS = 600  # in which the recipes are evaluated
 _PRICED = ("gated_delta_net", "dsa")
@@ -397,6 +399,10 @@ def _slime(flag_values: Mapping[str, Any], program: str, context: Context) -> Re
     name = str(flag_values.get("hf-checkpoint"))
     shape = flags_of_model(name, "--hf-checkpoint") if known_model(name) is not None else {}
     flags = {flag: shape.get(flag) if shape and UNKNOWN in str(value) else value for flag, value in flag_values.items()}
+    if (
+        shape and flags.pop("spec", None) is not None
+    ):  # the layers of the checkpoint's model, some of which have no flag
+        flags = {flag: value for flag, value in shape.items() if flag.startswith(_KINDS)} | flags
     flags |= {"bf16": "fp16" not in flag_values, "use-distributed-optimizer": True}
     nodes, per_node = _number(flag_values, "actor-num-nodes") or 1, _number(flag_values, "actor-num-gpus-per-node") or 8
     answers = _number(flag_values, "rollout-max-response-len")

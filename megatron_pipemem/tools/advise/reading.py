@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import lcm, prod
@@ -16,12 +16,21 @@ from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.model import BY_ACTION, Model, Tower
 from megatron_pipemem.request import flags_of
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.tools.advise.consumers import IMAGES, MEGATRON, TOWER, Consumer
 from megatron_pipemem.tools.config.arguments import UNKNOWN, Arguments, FlagTable, MissingSetting, MissingValue, ask_for
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
-from megatron_pipemem.tools.config.runs import ADAPTERS, FREEZES, RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
+from megatron_pipemem.tools.config.runs import (
+    ADAPTERS,
+    FREEZES,
+    NUMBERS,
+    RECOMPUTE_FLAG,
+    Parallelism,
+    Run,
+    ScheduleChoice,
+)
 from megatron_pipemem.values import refuse_if, whole_number
 
 _GPUS = "give --gpus N, or --pipemem-check=N"
@@ -44,8 +53,14 @@ _TOKENIZERS = ("tokenizer-model", "tokenizer-name-or-path", "tokenizer-type", "v
 _VOCABULARY, _LENGTH = 128256, 4096  # assumed if nothing says them
 _STAND_INS = {"--num-layers": 96, "--hidden-size": 8192, "--num-attention-heads": 64}
 """Values of missing sizes with which the rest of a command is read, to find all that is missing."""
+_POSITION = "position-embedding-type"
+_POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
+"""The values of this flag in Megatron's parser."""
 _NEAR = 0.9
 """Similarity to a flag of Megatron above which that flag is named beside an unknown one."""
+_SPEC = "spec"
+"""The flag that names the layers of a model by a function: of Megatron, or of another program."""
+_OWN_SPEC = re.compile(r"[\['\"]*megatron\.")
 DECISIVE = {
     **dict.fromkeys(
         ("checkpoint-activations", "checkpoint-num-layers", "activation-checkpoint-method"), "recomputation"
@@ -54,6 +69,7 @@ DECISIVE = {
     **dict.fromkeys(("schedules-method", "moe-fb-overlap", "enable-zero-bubble", "use-dualpipe"), "another schedule"),
     **dict.fromkeys(("noop-layers", "num-layer-list"), "other layers in the stages"),
     TOWER: "a vision tower",
+    _SPEC: "other layers",
     **dict.fromkeys(("attention-head-type", "use-mqa", "context-parallel-algo"), "another attention"),
     **dict.fromkeys(("swap-attention", "swap-modules", "cpu-offload-optimizer", "optimizer-offload"), "other memory"),
     **dict.fromkeys(("enable-high-availability", "moe-tp-extend-ep", "tp-2d", "tp-x", "tp-y"), "other parallel sizes"),
@@ -138,8 +154,8 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
         context: facts that the flags may leave open.
     """
     assumed: list[str] = []
-    written = flags
-    flags = _with_length(_with_one_pattern(flags), assumed)
+    written, foreign = flags, _foreign_values(flags)
+    flags = _with_length(_with_one_pattern({**flags, **foreign}), assumed)
     args = Arguments(flags, context.flag_table)
     model = _model(args, flags, assumed, context.vocabulary)
     model = replace(model, tower=_tower(flags, assumed, context.images))
@@ -154,7 +170,10 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
     is_single = not (args.bf16 or args.fp16)
     cluster = context.cluster.sized(nodes, per_node)
     args.mark(*_OTHERS, "bf16", "fp16", TOWER, IMAGES)
-    others = args.unread() | ({"bf16": False} if is_single else {"fp16" if args.fp16 else "bf16": True})
+    own = (ADAPTERS, *FREEZES.values())
+    unread = {name: value for name, value in args.unread().items() if f"--{name}" in context.flag_table or name in own}
+    others = {name: value for name, value in unread.items() if name not in foreign}
+    others |= {"bf16": False} if is_single else {"fp16" if args.fp16 else "bf16": True}
     if layout.is_cut(str(flags.get(layout.PATTERN, ""))):
         others[layout.PATTERN] = str(flags[layout.PATTERN])
     run = Run(model, cluster, cut, choice, others)
@@ -163,7 +182,22 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
             f"adapters of rank {rank} on all linear layers; the layers' own weights have no W, so a split backward gains "
             "little"
         )
-    return Reading(run, program, tuple(assumed), not_read=_foreign(flags, context.flag_table), flags={**written})
+    not_read = _foreign(flags, context.flag_table)
+    if foreign:
+        values = ", ".join(f"--{name} {shortened(written[name])}" for name in foreign)
+        not_read = (f"values that Megatron does not take, and no price depends on: {values}", *not_read)
+    return Reading(run, program, tuple(assumed), not_read=not_read, flags={**written})
+
+
+def _foreign_values(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return other values for flags whose values Megatron's parser refuses, and that no price depends on.
+
+    Positions of other programs (ALiBi, or rotary ones by another name) have no parameters, as rotary ones have none.
+    """
+    position = flags.get(_POSITION, "rope")
+    values: dict[str, Any] = {} if position in _POSITIONS or UNKNOWN in str(position) else {_POSITION: "rope"}
+    numbers = {name: limit for name, limit in NUMBERS.items() if UNKNOWN not in str(flags.get(name, UNKNOWN))}
+    return values | {name: None for name, limit in numbers.items() if limit.problem(flags[name]) is not None}
 
 
 def _with_one_pattern(flags: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,18 +222,28 @@ def _with_length(flags: Mapping[str, Any], assumed: list[str]) -> Mapping[str, A
 def _foreign(flags: Mapping[str, Any], flag_table: FlagTable) -> tuple[str, ...]:
     """Return a sentence about flags that are not Megatron's, with those that change the step; none if all are."""
     names = [name for name in flags if f"--{name}" not in flag_table or name in DECISIVE]
+    names = [name for name in names if name != _SPEC or not _OWN_SPEC.match(str(flags[_SPEC]))]
     own = {ADAPTERS, IMAGES, *FREEZES.values(), *([TOWER] if isinstance(flags.get(TOWER), Tower) else [])}
     names = [name for name in names if name not in own]
     names = [name for name in names if UNKNOWN not in name and not name.startswith("pipemem-")]
-    decisive = [f"--{name} ({DECISIVE[name]})" for name in names if name in DECISIVE]
     texts = []
     for name in names:
         near = get_close_matches(f"--{name}", flag_table, n=1, cutoff=_NEAR)
         texts.append(f"--{name}" + (f" (did you mean {near[0]}?)" if near and not _is_variation(name, near[0]) else ""))
     if not texts:
         return ()
-    rest = f"; the step is compared without {', '.join(decisive)}" if decisive else ""
-    return (f"flags of other programs or versions: {', '.join(texts)}{rest}",)
+    rest = decisive(names, "--{}")
+    return ("; ".join((f"flags of other programs or versions: {', '.join(texts)}", *rest)),)
+
+
+def decisive(names: Iterable[str], form: str) -> tuple[str, ...]:
+    """Return a sentence about those settings that change the step and are not priced; none if there are none.
+
+    ``form`` is how a setting is written, with ``{}`` for its name.
+    """
+    flags = {name: name.replace("_", "-") for name in names}
+    texts = [f"{form.format(name)} ({DECISIVE[flag]})" for name, flag in flags.items() if flag in DECISIVE]
+    return (f"the step is compared without {', '.join(texts)}",) if texts else ()
 
 
 def named(words: Sequence[str], flag_table: FlagTable) -> dict[str, Any]:

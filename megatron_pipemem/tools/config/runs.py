@@ -121,6 +121,8 @@ TP_OVERLAP, EP_OVERLAP = OVERLAPS = ("tp-comm-overlap", "overlap-moe-expert-para
 and backwards run in pairs.
 """
 RECOMPUTE_FLAG = "pipemem-recompute"
+NUMBERS = {"train-iters": COUNT, "save-interval": COUNT_OR_ZERO}
+"""Flags that launches and reports read as numbers. No price depends on them."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Run:
     script: str | None = None  # path of the training script; default: pretrain_gpt.py in SCRIPTS
 
     def __post_init__(self) -> None:
-        for flag, limit in (("train-iters", COUNT), ("save-interval", COUNT_OR_ZERO)):
+        for flag, limit in NUMBERS.items():
             problem = None if self.flags.get(flag) is None else limit.problem(self.flags[flag])
             refuse_if(problem, "bad-number", f"--{flag}", str(problem))
 
