@@ -254,6 +254,11 @@ def test_another_engine_of_verl_is_refused():
         read_program(words, CONTEXT)
 
 
+def test_a_length_that_swift_is_not_given_is_told():
+    words = training_command(SWIFT_SCRIPT.replace("--max_length 4096", "--max_completion_length 9")).words
+    assert any("no --seq-length" in sentence for sentence in read_program(words, CONTEXT).assumed)
+
+
 def test_settings_of_swift_in_a_file_are_under_its_flags(tmp_path):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "sft.yaml").write_text(

@@ -466,6 +466,9 @@ def _swift(
     flags, assumed = _model_flags(name, "--model", context)
     if not own.get("mtp_num_layers"):
         flags.pop("mtp-num-layers", None)
+    if not own["seq_length"]:  # a row says which length is assumed
+        del own["seq_length"]
+        flags.pop("seq-length", None)
     if str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"):
         flags |= adapter_flags(_number(own, "lora_rank") or _RANK_OF_SWIFT)
     ends = {flag: own[name] for flag in ENDS if (name := flag.replace("-", "_")) in own}
