@@ -33,7 +33,7 @@ ASSUMED_RATIO = 1.0
 measured."""
 
 MemoryDeltas = Mapping[Kind, tuple[float, ...]]
-"""Bytes by which every kind of action, messages included, changes its device's memory, one value per stage and slice,
+"""Bytes by which every kind of action, messages included, changes its device's memory, one value per stage and part,
 stage by stage."""
 
 
@@ -98,7 +98,7 @@ class Knowledge:
     changes: MemoryDeltas | None = None
     """The change of memory by every kind of action in bytes, as counted in the run; ``None`` before that."""
     selective: tuple[float, ...] | None = None
-    """Per stage and slice, the bytes that F kept in a step that recomputed every stage selectively."""
+    """Per stage and part, the bytes that F kept in a step that recomputed every stage selectively."""
     predicted: MemoryDeltas | None = None
     """The change of memory by F, I and W in bytes, as predicted for the built model. W of a family's schedule then run
     as early as these bytes need (``with_earlier_weights``). ``None`` leaves every W at its place."""
@@ -167,7 +167,7 @@ class Knowledge:
             return self.costs
         memory = self._memory(self.changes, placement, with_messages(self.changes))
         # Vocabulary actions have one value per device.
-        devices = placement.num_devices * _slices(self.changes, placement)
+        devices = placement.num_devices * _parts(self.changes, placement)
         memory |= {kind: self.changes[kind][:devices] for kind in VOCABULARY & set(self.changes)}
         return replace(self.costs, memory=memory)
 
@@ -218,10 +218,10 @@ class Knowledge:
         """Return the bytes of the largest message with activations (RECV_F) counted on any stage; 0 if none was."""
         return max(self._messages(1))
 
-    def _messages(self, slices: int) -> list[float]:
-        """Return, for each slice of a microbatch, the bytes of the largest RECV_F that was counted on any stage."""
-        received = (self.changes or {}).get(Kind.RECV_F, (0,) * slices)
-        return [max(received[at::slices]) for at in range(slices)]
+    def _messages(self, parts: int) -> list[float]:
+        """Return, for each part of a microbatch, the bytes of the largest RECV_F that was counted on any stage."""
+        received = (self.changes or {}).get(Kind.RECV_F, (0,) * parts)
+        return [max(received[at::parts]) for at in range(parts)]
 
     def _channel(self, placement: Placement) -> Channel:
         """Return the channel of the costs, else of the given ratio, the measured bandwidth, or the assumed ratio."""
@@ -231,8 +231,8 @@ class Knowledge:
             return Channel(ratio=self.ratio)
         if self.priced_by == UNIT or self.changes is None or self.links is None:
             return Channel(ratio=ASSUMED_RATIO)
-        moved, slices = [-change for change in self.changes[Kind.WAIT_OFFLOAD]], _slices(self.changes, placement)
-        links = [self.links[device] for device in placement.devices for _ in range(slices)]
+        moved, parts = [-change for change in self.changes[Kind.WAIT_OFFLOAD]], _parts(self.changes, placement)
+        links = [self.links[device] for device in placement.devices for _ in range(parts)]
         return Channel(
             tuple(nbytes / link.out for nbytes, link in zip(moved, links, strict=True)),
             tuple(nbytes / link.back for nbytes, link in zip(moved, links, strict=True)),
@@ -249,11 +249,11 @@ class Knowledge:
         """
         changes = {**counted, **with_their_messages}
         handed_on: list[float] = []
-        slices = _slices(counted, placement)
+        parts = _parts(counted, placement)
         for stage, device in enumerate(placement.devices):
             after = placement.next_stage(stage)
             stays_on_device = after is not None and placement.devices[after] == device
-            handed_on += [message if stays_on_device else 0 for message in self._messages(slices)]
+            handed_on += [message if stays_on_device else 0 for message in self._messages(parts)]
         saved = counted[Kind.F]
         unsent = counted.get(Kind.SEND_F, (0,) * len(saved))
         freed_by_r = tuple(taken + gone - kept for taken, gone, kept in zip(saved, unsent, handed_on, strict=True))
@@ -264,8 +264,8 @@ class Knowledge:
         return memory | {kind: changes[kind] for kind in (Kind.WAIT_OFFLOAD, Kind.RELOAD) if kind in changes}
 
 
-def _slices(changes: MemoryDeltas, placement: Placement) -> int:
-    """Return the number of slices per microbatch for which bytes were counted."""
+def _parts(changes: MemoryDeltas, placement: Placement) -> int:
+    """Return the number of parts per microbatch for which bytes were counted."""
     return len(changes[Kind.F]) // placement.num_stages
 
 
@@ -286,27 +286,27 @@ def with_messages(changes: Mapping[Kind, Sequence[float]]) -> dict[Kind, tuple[f
     }
 
 
-def pass_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+def pass_memory(memory: Mapping[Kind, Sequence[float]], parts: int = 1) -> dict[Kind, tuple[float, ...]]:
     """Return the changes of held bytes by F, I and W, with those of their messages added.
 
-    ``memory`` has the changes of every kind of action, one value per stage and slice. So has the result. If the run did
-    not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the bytes that B
-    freed, because B of a slice also frees memory that other slices took.
+    ``memory`` has the changes of every kind of action, one value per stage and part. So has the result. If the run did
+    not split its backwards, W frees all bytes that F and I have added. With several parts, W frees the bytes that B
+    freed, because B of a part also frees memory that other parts took.
     """
     changes = with_messages(memory)
     fused = memory.get(Kind.B, (0.0,) * len(changes[Kind.W]))
-    per_slice = zip(changes[Kind.F], changes[Kind.I], changes[Kind.W], fused, strict=True)
+    per_part = zip(changes[Kind.F], changes[Kind.I], changes[Kind.W], fused, strict=True)
     weights = []
-    for by_forward, by_input, by_weight, by_fused in per_slice:
+    for by_forward, by_input, by_weight, by_fused in per_part:
         if by_fused and not by_weight:
-            weights.append(-(by_forward + by_input) if slices == 1 else by_fused)
+            weights.append(-(by_forward + by_input) if parts == 1 else by_fused)
         else:
             weights.append(by_weight)
     changes[Kind.W] = tuple(weights)
     return changes
 
 
-def action_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+def action_memory(memory: Mapping[Kind, Sequence[float]], parts: int = 1) -> dict[Kind, tuple[float, ...]]:
     """Return the changes of held bytes by all actions of a schedule without messages, for ``Costs.memory``."""
     further = RECOMPUTE | MEMORY | VOCABULARY
-    return pass_memory(memory, slices) | {kind: tuple(changes) for kind, changes in memory.items() if kind in further}
+    return pass_memory(memory, parts) | {kind: tuple(changes) for kind, changes in memory.items() if kind in further}

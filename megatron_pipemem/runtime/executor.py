@@ -159,8 +159,8 @@ class StageRunner(Protocol):
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         """Run the stage, and return its output. The last stage returns its loss.
 
-        If a schedule cuts sequences into slices, ``microbatch`` counts slices, and the last stage returns the tensor to
-        run backward from. With vocabulary passes, the first stage gets the embedding's output, and the last stage
+        If microbatches run in parts, ``microbatch`` is the number of a unit, and the last stage returns the tensor to run
+        backward from. With vocabulary passes, the first stage gets the embedding's output, and the last stage
         returns the head's input. Cheap parts of a stage run in regions of ``runtime.selective``, which can drop their
         results.
 

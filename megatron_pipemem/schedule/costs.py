@@ -68,7 +68,7 @@ class Costs:
         microbatch: factors of time and memory per microbatch; ``None`` if microbatches are alike. ``simulate``
             applies them, ``seconds`` and ``memory_changes`` do not.
         part_units: per kind, the change of memory by every part, as a share of the bytes that F of a whole
-            microbatch keeps; ``None`` if parts share them evenly. ``slice_costs`` computes such values.
+            microbatch keeps; ``None`` if parts share them evenly.
         further: seconds of kinds added by ``register_kind``; by default those of ``KindSpec.shares``.
         forward_exchange: the part of ``forward`` in which the experts' tokens travel between ranks, and in which the
             device could compute something else. Only pairs use it (``Schedule.pairs``).
@@ -347,9 +347,7 @@ class Costs:
         if self.memory is None and self.part_units is not None:
             if parts != (priced := len(self.part_units[Kind.F])):
                 given_units = f"activation units for {priced} parts of a microbatch, but the schedule has {parts}"
-                raise CostsError(
-                    "costs-mismatch", f"the costs have {given_units}; price the parts again with slice_costs"
-                )
+                raise CostsError("costs-mismatch", f"the costs have {given_units}; price the parts for this schedule")
             # An even part keeps one ``memory_unit``.
             shares = self.part_units.items()
             return {kind: tuple(share * parts for share in of_kind) * placement.num_stages for kind, of_kind in shares}

@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best schedule that a search found for one placement and number of slices."""
+    """The best schedule that a search found for one placement and number of parts."""
 
     schedule: Schedule
     makespan: float  # seconds; the period without a barrier if the search was for a period
@@ -36,10 +36,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult(Shown):
-    """The result of ``search_schedule``: the best schedule of every placement and number of slices, and a bound.
+    """The result of ``search_schedule``: the best schedule of every placement and number of parts, and a bound.
 
     Args:
-        candidates: the best schedule of every placement and number of slices for which there was time, the fastest
+        candidates: the best schedule of every placement and number of parts for which there was time, the fastest
             first.
         lower_bound: seconds that no schedule within the cap can beat, with any of the tried placements.
         seconds: duration of the search; 0 if the result comes from the cache.
@@ -90,7 +90,7 @@ class SearchResult(Shown):
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Sort candidates by makespan, and equally fast ones by stages and slices, because fewer send fewer messages."""
+    """Sort candidates by makespan, and equally fast ones by stages and parts, because fewer send fewer messages."""
     ordered = list(candidates)
     least = min(candidate.makespan for candidate in ordered) * (1 + 1e-12)
     return tuple(

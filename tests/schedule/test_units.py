@@ -1,5 +1,8 @@
 """The arithmetic of units, against lists."""
 
+import re
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 from lanes import examples
@@ -44,3 +47,25 @@ def test_a_microbatch_without_units_is_refused():
 def test_any_number_of_whole_microbatches():
     assert WHOLE.are_whole
     assert [WHOLE.microbatch(unit) for unit in (0, 7)] == [WHOLE.last(unit) for unit in (0, 7)] == [0, 7]
+
+
+PACKAGE = Path(__file__).parents[2] / "megatron_pipemem"
+NAMES_SLICES = {
+    *("choose/choice.py", "choose/searching.py", "conflicts.py", "errors.py", "gates.py", "refusals.py", "request.py"),
+    *("families/interleaved.py", "families/one_f_one_b.py"),
+    *("features/__init__.py", "features/vocabulary/megatron/step.py", "features/vocabulary/runtime/passes.py"),
+    *("mcore/model/stages.py",),
+    *("schedule/csv_format.py", "schedule/family.py", "schedule/messages.py", "schedule/options.py"),
+    *("schedule/registry.py", "schedule/schedule_file.py", "schedule/size.py"),
+    *("search/portfolio.py", "search/search.py"),
+}
+"""Files of the core, besides ``features/slices``, that name slices: users' options and texts, and what builds them."""
+
+
+def test_slices_have_few_rooms():
+    """All other files of the core know only units. A file that ceases to name slices leaves the list."""
+    files = {file.relative_to(PACKAGE).as_posix(): file.read_text() for file in PACKAGE.rglob("*.py")}
+    builtin = re.compile(r"\bislice\b|\bslice\(|[:\[] ?slice\b|the slice of each")
+    naming = {name for name, text in files.items() if re.search("(?i)(?<![a-z])(un)?slice", builtin.sub("", text))}
+    core = {name for name in naming if not name.startswith(("tools/", "scripts/", "features/slices/"))}
+    assert core == NAMES_SLICES | {"model/partition.py"}, "contiguous slices of the model are another thing"

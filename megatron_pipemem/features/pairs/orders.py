@@ -34,7 +34,7 @@ of them are tried."""
 def may_pair(schedule: Schedule) -> bool:
     """Return whether the actions of a schedule may run in pairs.
 
-    They may not with slices, recomputation, offload, vocabulary passes or asynchronous updates.
+    They may not with parts of microbatches, recomputation, offload, vocabulary passes or asynchronous updates.
     """
     others = schedule.recomputed, schedule.offloads, schedule.vocabulary_barriers, schedule.updates
     return schedule.units.are_whole and not any(others)

@@ -20,8 +20,8 @@ collectives: X broadcasts the head's input, and G the gradient of the loss.
     one barrier:   F0 [X0] S0 [STATS0 REDUCE_X0] LOSS0 [G0]    F1 [X1] T0 S1 [STATS1 REDUCE_X1] LOSS1 [G1]    B0
     two barriers:  F0 [X0] S0 [STATS0] LOSS0 [G0] T0 [REDUCE_X0]    F1 ... T1 [REDUCE_X1]    F2 ... T2 [REDUCE_X2]    B0
 
-If sequences are cut into slices, every slice has its own passes and collectives. But a microbatch has only one LOSS,
-after the statistics of its last slice. So as many softmaxes are in memory at a time as a microbatch has slices.
+If sequences are cut into parts, every part has its own passes and collectives. But a microbatch has only one LOSS,
+after the statistics of its last part. So as many softmaxes are in memory at a time as a microbatch has parts.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class PassRun:
     def _is_t_urgent(self, device: int) -> bool:
         """Return whether a device must run its next T before other work, because another action waits for it.
 
-        That action is the next S or, with two barriers, the last stage's next backward. With slices, a LOSS makes all
-        slices of a microbatch ready for T at once. Most of these T are not urgent.
+        That action is the next S or, with two barriers, the last stage's next backward. With parts, a LOSS makes all
+        parts of a microbatch ready for T at once. Most of these T are not urgent.
         """
         count = self._count[device]
         awaited = self._barriers == 2 and (self._units.are_whole or count[Kind.T] <= self._returned)
@@ -282,7 +282,7 @@ def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None)
 def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
     """Return the schedule with passes and collectives for an embedding and an LM head that are cut over all devices.
 
-    It has ``barriers`` more microbatches (or slices) in flight. On 1F1B, device r of p then holds ``p - r + barriers``.
+    It has ``barriers`` more microbatches (or parts) in flight. On 1F1B, device r of p then holds ``p - r + barriers``.
 
     One barrier is Algorithm 2 of arXiv 2411.05288, two barriers are its Algorithm 1 (``Schedule.vocabulary_barriers``).
     The schedule must be valid and synchronous, have one pipeline and one copy of the model, and have no vocabulary

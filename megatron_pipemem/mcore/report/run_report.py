@@ -101,7 +101,7 @@ class Summary:
     # bytes after each of these actions; ``None`` if the last counted step ran other actions
     bytes_after: Sequence[int] | None = None
     layers: Mapping[int, int] = field(default_factory=dict)  # of its stages
-    # change of held bytes by every kind of action, per stage and slice; 0 on stages of other ranks
+    # change of held bytes by every kind of action, per stage and part; 0 on stages of other ranks
     memory: Mapping[Kind, Sequence[int]] = field(default_factory=dict)
 
 
@@ -214,9 +214,9 @@ def bytes_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int
 
 
 def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
-    """Return the bytes by which each kind of action changes a rank's memory, per stage of the pipeline and slice.
+    """Return the bytes by which each kind of action changes a rank's memory, per stage of the pipeline and part.
 
-    The values of a stage's slices are consecutive. ``pipeline`` has the summaries of its ranks, in their order.
+    The values of a stage's parts are consecutive. ``pipeline`` has the summaries of its ranks, in their order.
     """
     memory: dict[Kind, list[int]] = {}
     for rank in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none

@@ -266,7 +266,7 @@ class ForwardBackward(Feature):
             count=step.counts_bytes,
             time=step.times_actions,
             earlier=step.earlier_ledger,
-            # With slices, bytes depend on the slice's position, and all microbatches have the same size.
+            # With parts, bytes depend on the part's position, and all microbatches have the same size.
             tokens=step.tokens if step.message.shapes is not None and step.program.schedule.units.are_whole else None,
         )
         iterators = watch_batches(step.iterators, *step.all_excludes)
