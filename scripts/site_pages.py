@@ -277,7 +277,8 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(" ".join(text.split())).replace("|", "&#124;").replace("*", "&#42;")
+    text = html.escape(" ".join(text.split()))
+    return text.replace("|", "&#124;").replace("*", "&#42;").replace("[", "&#91;")
 
 
 def _flag(action) -> str:

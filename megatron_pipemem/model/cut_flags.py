@@ -351,6 +351,8 @@ def _has_chunks(placement: Placement) -> bool:
 
 
 _ONE_CHUNK = ", or use a schedule with one model chunk per rank, such as zb-h1"
+# No rows of ``gates``, whose wish has at most one placement: a start asks these of every placement that a search may choose,
+# and a training rank cannot ask again, because these flags are attributes of no configuration of Megatron.
 _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] = (
     (
         ("iterations-to-skip",),

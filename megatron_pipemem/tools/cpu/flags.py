@@ -40,6 +40,7 @@ def cpu_flags(arguments: list[str]) -> list[str]:
     if "micro-batch-size" not in flags:
         return []
     _check_launched(flags)
+    # The table of ``gates`` for CPU ranks, alone: there is no request yet, and programs without our flags run here too.
     for error in CPU.errors(flag_values(flags)):
         raise error
     lacking = {name: value for name, value in CPU_FLAGS.items() if name not in flags}
