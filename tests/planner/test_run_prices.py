@@ -16,12 +16,15 @@ from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import balance
 from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.pricing import as_it_stands, priced_with
+from megatron_pipemem.tools.planner.run_prices import priced
+from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import run_step
 from tests.planner.small_run import MODEL, RUN
 
-BASE = replace(RUN, parallelism=Parallelism(pp=4, tp=2, global_batch=16, micro_batch=1))
+BASE = replace(RUN, parallelism=Parallelism(pp=4, tp=2, global_batch=16, sequence_parallel=True))
 SCHEDULE, PLACEMENT = build_schedule("v-half", num_devices=4, num_microbatches=16), Placement.v_shape(4)
 LAYERS = (1,) * MODEL.layers
 
@@ -52,12 +55,26 @@ def test_offload_is_in_the_price_of_a_run():
 
 
 def test_steps_without_a_barrier_take_their_period():
-    run = under(overlap_steps=True)
+    whole, run = (
+        replace(run, parallelism=replace(run.parallelism, sequence_parallel=False))
+        for run in (under(), under(overlap_steps=True))
+    )
     costs = run_step(run, PLACEMENT, LAYERS).costs
     way = as_it_stands(run)
     assert way.makespan == pytest.approx(stream(SCHEDULE, costs).period)
-    assert way.makespan < as_it_stands(under()).makespan
+    assert way.makespan < as_it_stands(whole).makespan
     assert way.gain_without_barrier == pytest.approx(simulate(SCHEDULE, costs).makespan / way.makespan)
+
+
+@pytest.mark.parametrize("choice", [{}, {"vocab_parallel": "1"}, {"vocab_parallel": "2"}, {"overlap_steps": True}])
+def test_the_planner_gives_the_same_run_the_same_price(choice):
+    variant = f"vocabulary-{choice['vocab_parallel']}" if "vocab_parallel" in choice else "plain"
+    sizes = {key: [getattr(BASE.parallelism, key)] for key in ("tp", "pp", "dp", "micro_batch")}
+    limits = Limits({**sizes, "schedule": ["v-half"], "recompute": ["none"], "variant": [variant]})
+    run = replace(BASE, schedule=ScheduleChoice(overlap_steps="overlap_steps" in choice))
+    (planned,) = plan(run, limits=limits, search_seconds=0, top=1).plans
+    way = priced(under(**choice))
+    assert (way.makespan, way.peaks, way.layers) == (planned.makespan, planned.peaks, planned.layers)
 
 
 def test_megatrons_own_schedules_are_compared_without_what_this_package_adds():
