@@ -23,12 +23,18 @@ from model_flags import (
 # Steps of 2, 2, 2, 4, 4 and 4 microbatches: Megatron counts the threshold in tokens.
 ANOTHER_NUMBER = ("+--global-batch-size", "--step-batch-size-schedule", "0:2 384:4", "--train-iters", "6")
 EMPTY_STAGES = (LAYOUT, "Et||tt|tL")
-LOGGED = (
-    *("--log-params-norm", "--log-num-zeros-in-grad", "--log-throughput", "--timing-log-level", "2"),
+WATCHED = (
+    *("--log-params-norm", "--log-num-zeros-in-grad", "--log-throughput"),
     *("--timing-log-option", "all", "--tensorboard-dir", "unused", "--log-world-size-to-tensorboard"),
     *("--log-memory-to-tensorboard", "--log-validation-ppl-to-tensorboard", "--rerun-mode", "disabled"),
     *("--no-barrier-with-level-1-timing", "--train-sync-interval", "1", "--check-for-spiky-loss"),
     *("--check-for-large-grads", "--empty-unused-memory-level", "2", "--manual-gc", "--manual-gc-interval", "1"),
+)
+LOGGED = (*WATCHED, "--timing-log-level", "2")
+# Other settings of what-runs-where.md's table that a run on CPU ranks can have, apart from timers of level 2.
+MEASURED = (
+    *("--timing-log-level", "1", "--log-energy", "--nvtx-ranges", "--train-iters", "3"),
+    *("--log-straggler", "--straggler-ctrlr-port", "0", "--disable-straggler-on-startup"),
 )
 CHECKED = (
     *("--use-tp-pp-dp-mapping", "--check-weight-hash-across-dp-replicas-interval", "1", "--no-align-grad-reduce"),
@@ -120,6 +126,7 @@ def test_an_order_for_one_hardware_queue_computes_the_same(train_small, schedule
         ("v-half", ANOTHER_NUMBER, [True, True, False, True, True, False]),
         # Two training steps and an evaluation, twice: evaluation launches something new, and the third step does not.
         ("v-half", EVALUATION, None),
+        ("zb-h1", (*WATCHED, *MEASURED), [True, True, False]),
         # Late steps may need a kernel for other numbers of tokens.
         ("zb-h1", (*MOE, "--train-iters", "3"), [True] * 3),
     ],

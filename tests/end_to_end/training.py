@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from argparse import Action, ArgumentParser
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -217,9 +218,9 @@ def _launching_as_on_gpus(single_queues: list[bool], gives_back: int | None) -> 
         for transport in last:
             transport.arrived(transport.take_in())
 
-    def memory_stats(device) -> dict[str, int]:
+    def memory_stats(device=None) -> Counter[str]:
         is_over = gives_back is not None and next(questions) > 2 * gives_back
-        return {"num_device_free": 0, "num_alloc_retries": int(is_over and dist.get_rank() == 1)}
+        return Counter(num_alloc_retries=int(is_over and dist.get_rank() == 1))
 
     def noting(orders: LaunchOrders, *step) -> bool:
         single_queues.append(is_single_queue(orders, *step))
