@@ -231,8 +231,10 @@ torchrun --nnodes=2 --nproc-per-node=${NUM_TRAINERS:-8} -m verl.trainer.sft_trai
 
 def test_layers_of_slime_that_have_no_flag_are_those_of_the_checkpoint():
     spec = SLIME_SCRIPT.replace("/models/Qwen3-8B", '/models/NAME --spec "slime_plugins.models.qwen3_5" "get_spec"')
-    found = read_program(training_command(spec.replace("NAME", "Qwen3.5-9B")).words, CONTEXT)
-    assert found.run.model.linear_attention_freq == 4 and not any("--spec" in sentence for sentence in found.not_read)
+    checkpoint_layers = read_program(training_command(spec.replace("NAME", "Qwen3.5-9B")).words, CONTEXT)
+    assert checkpoint_layers.run.model.linear_attention_freq == 4 and not any(
+        "--spec" in sentence for sentence in checkpoint_layers.not_read
+    )
     other = read_program(training_command(spec.replace("NAME", "our-own")).words, CONTEXT)
     assert other.run.model.linear_attention_freq == 1 and any("--spec (other layers)" in s for s in other.not_read)
 
