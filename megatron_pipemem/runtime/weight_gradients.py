@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 GRADIENT_READY = "_pipemem_gradient_ready"
 """Attribute of a weight: the function to call when a microbatch's gradient of the weight is complete."""
@@ -30,6 +29,8 @@ EARLY = "_pipemem_early"
 """Attribute of a weight whose gradient pass I computes, and not W."""
 HOOKED = "_pipemem_hooked"
 """Attribute of a parameter with hooks on the autograd node that adds to its gradient (``AccumulatorHooks``)."""
+_SHARD = "_pipemem_shard"
+"""Attribute of a gathered tensor: its ``Shard``."""
 
 _GATHERS_AHEAD = 2
 """Number of GEMMs between the start of a gather and its own GEMM. A projection's GEMM is shorter than the next layer's gather,
@@ -320,15 +321,11 @@ def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
     return Arriving(gathered, dist.all_gather_into_tensor(gathered, shard, group=group, async_op=True), shard)
 
 
-# A shard is kept only as long as the tensor that was gathered from it.
-_shards: Any = WeakIdKeyDictionary()
-
-
 def remember(gathered: Any, shard: Shard) -> None:
-    """Note the shard from which a tensor was gathered, as long as the tensor exists."""
-    _shards[gathered] = shard
+    """Note on a tensor the shard from which it was gathered. The shard is kept as long as the tensor."""
+    setattr(gathered, _SHARD, shard)
 
 
 def shard_of(gathered: Any) -> Shard | None:
     """Return the shard from which a tensor was gathered; ``None`` if there is none."""
-    return None if gathered is None else _shards.get(gathered)
+    return getattr(gathered, _SHARD, None)

@@ -89,7 +89,7 @@ def kept(monkeypatch):
 def delayed_work(kept: list) -> DelayedWeightGradient:
     module = torch.nn.Identity()
     module.backward_dw = lambda: None
-    return DelayedWeightGradient(module, {}, kept)
+    return DelayedWeightGradient(module, [], {}, kept)
 
 
 def test_shards_wait_and_are_gathered_again(kept):
@@ -253,6 +253,6 @@ def test_a_weight_gradient_with_fused_accumulation_never_dequantises_its_weight(
     module.backward_dw = lambda: None
     module.weight = torch.nn.Parameter(torch.zeros(3, 4).as_subclass(Weight))
     module.weight.skip_backward_post_hook = True
-    DelayedWeightGradient(module, {}, ()).run()
+    DelayedWeightGradient(module, [("weight", module.weight)], {}, ()).run()
     gradient = module.weight.grad
     assert gradient.shape == (3, 4) and not gradient.any() and gradient.untyped_storage().nbytes() == 4

@@ -360,14 +360,17 @@ class ChunkStage:
 
         Every microbatch saves these weights for its backward.
         """
+        if not self.excludes:  # to go through all modules takes milliseconds
+            return
         kept = [
             weight
             for part in self.model.modules()
             for weight in getattr(part, "_fp8_workspaces", {}).values()
             if weight is not None
         ]
-        for exclude in self.excludes if kept else ():
-            exclude(kept)
+        if kept:
+            for exclude in self.excludes:
+                exclude(kept)
 
     def _data(self, microbatch: int) -> Iterator | None:
         return self.data_iterator

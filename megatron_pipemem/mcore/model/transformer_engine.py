@@ -141,8 +141,8 @@ def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     return tuple(
         part
         for part in module.modules()
-        if hasattr(part, "backward_dw")
-        and any("weight" in name and weight.requires_grad for name, weight in _hooked_by_module(part))
+        if any("weight" in name and weight.requires_grad for name, weight in _hooked_by_module(part))
+        and hasattr(part, "backward_dw")
     )
 
 
@@ -204,36 +204,38 @@ def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> N
         left = cast(Any, module).wgrad_store.context.queue
         if not left or isinstance(left[-1][0], _Queued):  # its output got no gradient, like an index without a loss
             continue
-        early = getattr(module, _FROZEN_INPUT, False)
-        early = early or any(is_early(weight) for _, weight in _hooked_by_module(module))
-        (at_once if early else queue).put(DelayedWeightGradient(module, *_left_by_backward(module)))
+        hooked = _hooked_by_module(module)
+        early = getattr(module, _FROZEN_INPUT, False) or any(is_early(weight) for _, weight in hooked)
+        work = DelayedWeightGradient(module, hooked, *_left_by_backward(module, hooked))
+        (at_once if early else queue).put(work)
 
 
 @dataclass
 class DelayedWeightGradient(DeferredWeightGradient):
     """The deferred weight gradients of one Transformer Engine module for one microbatch.
 
-    The module computes the oldest in its own queue, so these must run in the order of the backwards. ``gradients`` are
-    those that autograd has already computed, mostly of biases that Megatron adds itself. ``kept`` is the list of
-    tensors that Transformer Engine keeps for this work, some of them shards.
+    The module computes the oldest in its own queue, so these must run in the order of the backwards. ``hooked`` are the
+    parameters that it then reports to DDP, with their names. ``gradients`` are those that autograd has already
+    computed, mostly of biases that Megatron adds itself. ``kept`` is the list of tensors that Transformer Engine keeps
+    for this work, some of them shards.
     """
 
     module: Any
+    hooked: list[tuple[str, torch.nn.Parameter]]
     gradients: dict[torch.nn.Parameter, torch.Tensor]
     kept: list
     _arriving: list[tuple[int, Arriving]] = field(default_factory=list)
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        return tuple(parameter for _, parameter in _hooked_by_module(self.module))
+        return tuple(parameter for _, parameter in self.hooked)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*_tensors_in(self.kept), *self.gradients.values())
 
     def begin(self) -> None:
-        shards = ((place, shard) for place, shard in enumerate(self.kept) if isinstance(shard, Shard))
-        self._arriving = [(place, shard.begin()) for place, shard in shards]
+        self._arriving = [(place, part.begin()) for place, part in enumerate(self.kept) if isinstance(part, Shard)]
 
     def _make_whole(self) -> None:
         """Replace the shards in Transformer Engine's list by the gathered tensors, when ``begin`` has gathered them."""
@@ -243,10 +245,9 @@ class DelayedWeightGradient(DeferredWeightGradient):
             if is_quantised(self.kept[place]):
                 self.kept[place].update_usage(columnwise_usage=True)  # as Transformer Engine's backward does
 
-    @torch.no_grad()
     def run(self) -> None:
         earlier: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for name, parameter in _hooked_by_module(self.module):
+        for name, parameter in self.hooked:
             if not _is_computed(self.module, name):
                 parameter.grad = self.gradients.get(parameter, parameter.grad)
                 if parameter.grad is None:
@@ -268,9 +269,11 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tensor], list]:
+def _left_by_backward(
+    module: Any, hooked: list[tuple[str, torch.nn.Parameter]]
+) -> tuple[dict[torch.nn.Parameter, torch.Tensor], list]:
     gradients = {}
-    for name, parameter in _hooked_by_module(module):
+    for name, parameter in hooked:
         if parameter.grad is None or not hasattr(parameter, "main_grad"):
             continue
         # A fused backward leaves a dummy gradient in a weight, and a grouped module one without values, which W computes.
@@ -279,7 +282,7 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
         parameter.grad = None
     queue = module.wgrad_store.context.queue
     # A saved input comes with the graph that computed it, which would keep the stage's input, and its gradient, until W.
-    queue[-1][0] = kept = _Queued(_without_graph(list(queue[-1][0])))
+    queue[-1][0] = kept = _Queued(map(_without_graph, queue[-1][0]))
     return gradients, kept
 
 
@@ -292,10 +295,10 @@ def _own(kept: Any) -> Any:
 
     The allgather dispatcher of experts returns a gradient there.
     """
-    if not isinstance(kept, torch.Tensor) or is_quantised(kept):
-        return kept
     shared = parallel_state._GLOBAL_MEMORY_BUFFER  # ``None`` in programs that bring their own process groups
     buffers = () if shared is None else shared.buffer.values()
+    if not buffers or not isinstance(kept, torch.Tensor) or is_quantised(kept):
+        return kept
     is_shared = any(buffer.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr() for buffer in buffers)
     return kept.clone() if is_shared else kept
 
@@ -347,9 +350,9 @@ def _is_computed(module: Any, name: str) -> bool:
 
 
 def _without_graph(kept: Any) -> Any:
-    if isinstance(kept, (list, tuple)):
-        return type(kept)(map(_without_graph, kept))
-    return kept.detach() if isinstance(kept, torch.Tensor) and kept.grad_fn is not None else kept
+    if isinstance(kept, torch.Tensor):
+        return kept if kept.grad_fn is None else kept.detach()
+    return type(kept)(map(_without_graph, kept)) if isinstance(kept, (list, tuple)) else kept
 
 
 def _tensors_in(kept: Any) -> Iterator[torch.Tensor]:
