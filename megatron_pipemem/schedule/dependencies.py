@@ -457,6 +457,11 @@ class Dependencies:
         """Return the nodes that can run."""
         return self.graph.walk()
 
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Return the steps of the graph, in the order of ``walk``."""
+        return list(self.graph.steps(self.walk.nodes))
+
     def needed_by(self, node: int) -> Iterator[Action]:
         """Yield all actions that a node needs, including those on its own device and those that the orders lack."""
         microbatch = self.actions[node].microbatch or 0

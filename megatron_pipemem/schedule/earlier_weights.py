@@ -37,8 +37,9 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
     result is the schedule itself if no W moves: also for costs without bytes, and for schedules with other actions than
     F, I, W and B, or with pairs.
     """
-    is_plain = all(action.kind in PLAIN for order in schedule.orders for action in order)
-    if costs.memory is None or schedule.pairs or not (is_plain and schedule.splits_backward):
+    if costs.memory is None or schedule.pairs or not schedule.splits_backward:
+        return schedule
+    if not all(action.kind in PLAIN for order in schedule.orders for action in order):
         return schedule
     limit = bytes_of_1f1b(costs, schedule.placement, schedule.units)
     if limit is None:

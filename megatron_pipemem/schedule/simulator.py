@@ -189,7 +189,12 @@ def simulated(schedule: Schedule, costs: Costs, dependencies: Dependencies, begi
     times.free[: len(begins)] = begins
     # Devices that share a channel run in order of time, so that their copies queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
-    times.run(graph.steps(graph.by_urgency(times.start_of) if in_turn else dependencies.walk.nodes))
+    if in_turn:
+        times.run(graph.steps(graph.by_urgency(times.start_of)))
+    elif graph is dependencies.graph:
+        times.run(dependencies.steps)  # many costs share them
+    else:
+        times.run(graph.steps(dependencies.walk.nodes))
     spans = list(zip(times.starts, times.ends, strict=True))
     served = zip(actions[sum(map(len, orders)) :], spans[sum(map(len, orders)) :], strict=True)
     return Timeline(

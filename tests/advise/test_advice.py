@@ -13,6 +13,7 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools.advise.advice import AS_FAST, ROOM, SAME_MEMORY, Advice, advise, changed_flags
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import load
@@ -23,6 +24,7 @@ from megatron_pipemem.tools.planner.balance import at_start
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.pricing import as_it_stands
+from megatron_pipemem.tools.planner.replay import Replay
 from megatron_pipemem.tools.planner.space import Limits
 from tests.watching.refusals import refused
 
@@ -121,6 +123,19 @@ def test_a_long_step_stays_as_it_is():
     even = replace(LLAMA, parallelism=replace(LLAMA.parallelism, pp=2, tp=8, dp=4, global_batch=4 * 512))
     fast = [kind for kind in advise(even).proposals if kind != "less memory"]
     assert fast == []
+
+
+def test_few_layouts_are_simulated_where_a_partition_leaves_a_stage_empty(monkeypatch):
+    """With 28 and 32 stages for 48 layers, the whole search of ``layout`` would simulate about 300 layouts for each."""
+    simulated, timeline = [], Replay.timeline
+
+    def counted(replay: Replay, *costs) -> Timeline:
+        simulated.append(replay.schedule.name)
+        return timeline(replay, *costs)
+
+    monkeypatch.setattr(Replay, "timeline", counted)
+    advice = advise(QWEN, names=("interleaved",))
+    assert advice.today.seconds > 0 and len(simulated) < 200
 
 
 def test_a_run_without_a_pipeline_has_no_schedule():

@@ -63,14 +63,19 @@ class Balance:
 
 
 def balance(
-    run: Run, layout_text: str | None = None, room: float | None = None, pace: MeasuredSlowdown | None = None
+    run: Run,
+    layout_text: str | None = None,
+    room: float | None = None,
+    pace: MeasuredSlowdown | None = None,
+    trials: int = _SIMULATED,
 ) -> Balance:
     """Return the best, the even and the given layout of a run under its schedule.
 
     ``layout_text`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes,
     by default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured
-    to predicted seconds. If ``auto`` decides whether the vocabulary is cut, the layouts are those of the setting with
-    the shortest step. Raise a ConfigError if ``layout_text`` does not fit the model and the stages.
+    to predicted seconds. ``trials`` limits the number of simulated layouts. If ``auto`` decides whether the vocabulary
+    is cut, the layouts are those of the setting with the shortest step. Raise a ConfigError if ``layout_text`` does not
+    fit the model and the stages.
     """
     run.execution.check(run.model)
     room = run.cluster.memory_bytes if room is None else room
@@ -79,7 +84,7 @@ def balance(
         prices = RunPrices(run, request, pace, run.cluster.memory_bytes)
         counts = _requested_layout(run, layout_text, prices.placement.model_stages)
         return Balance(
-            best=prices.way(_LayoutSearch(prices, room).best()),
+            best=prices.way(_LayoutSearch(prices, room, trials).best()),
             even=prices.way(layout.even(run.model, prices.placement.model_stages)),
             own=None if counts is None else prices.way(counts),
         )
@@ -94,8 +99,8 @@ def balance(
 class _LayoutSearch:
     """Searches the layers per stage with which the steps of a run are shortest."""
 
-    def __init__(self, prices: RunPrices, room: float) -> None:
-        self._prices, self._room, self._model = prices, room, prices.run.model
+    def __init__(self, prices: RunPrices, room: float, trials: int) -> None:
+        self._prices, self._room, self._model, self._trials = prices, room, prices.run.model, trials
         self._placement = prices.placement
         self._stages = self._placement.model_stages
         self._loads, self._stays = loads_of(prices.run, self._placement, prices.cuts_vocabulary)
@@ -161,7 +166,7 @@ class _LayoutSearch:
 
         for way in others:
             seconds(way.layers)
-        return self._prices.way(descend(start.layers, bounds, seconds, self._least, _SIMULATED))
+        return self._prices.way(descend(start.layers, bounds, seconds, self._least, self._trials))
 
     @property
     def _least(self) -> list[int]:

@@ -25,6 +25,8 @@ from megatron_pipemem.tools.planner.ways import Way
 
 STOCKS = ("1f1b", "interleaved")
 """Megatron's own schedules."""
+_TRIALS = 40
+"""Layouts that are simulated for a schedule of Megatron whose partition leaves a stage empty. ``layout`` tries more."""
 _RECOMPUTE = (
     "recompute",
     "recompute_modules",
@@ -84,7 +86,9 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[
             try:
                 way = _cut_as_priced(priced(own, pace, memory=memory))
                 if is_stock and 0 in way.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
-                    way = _cut_as_priced(priced(own, pace, _layers(balance(way.run, pace=pace).best), memory))
+                    way = _cut_as_priced(
+                        priced(own, pace, _layers(balance(way.run, pace=pace, trials=_TRIALS).best), memory)
+                    )
             except (ScheduleError, UnsupportedError):
                 continue
             yield way

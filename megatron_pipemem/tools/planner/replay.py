@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.stream import stream
 
 _SHORT = 3  # microbatches per device of the shortest step that may have a rhythm
 _LONGEST_RHYTHM = 8  # microbatches per device
-_SHORT_REPLAYS, _LONG_REPLAYS = 256, 4  # sizes of the caches
+_SHORT_REPLAYS, _LONG_REPLAYS = 256, 8  # sizes of the caches
 MOST_ACTIONS = 300_000
 """The most actions of a step that is built as a whole. Longer steps are predicted from shorter ones."""
 

@@ -377,14 +377,18 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     share = cut.share(placement.num_devices)
     device_parts = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
     replicas = placement.replicas
-    updated = [sum(cut.updated(*part.trained) for part in device) for device in device_parts]
+    # Layers of one kind and place share a price, so that few parts differ.
+    distinct = {id(part): part for device in device_parts for part in device}
+    static_of = {at: cut.static(part) for at, part in distinct.items()}
+    updated_of = {at: cut.updated(*part.trained) for at, part in distinct.items()}
+    updated = [sum(updated_of[id(part)] for part in device) for device in device_parts]
     return PlannedStep(
         placement=placement,
         layers=layers,
         moved=tuple(sum(part.moved for part in stage) for stage in stages),
         costs=costs,
         weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in device_parts),
-        static=tuple(sum(cut.static(part) for part in device) for device in device_parts),
+        static=tuple(sum(static_of[id(part)] for part in device) for device in device_parts),
         buffers=_buffers(cut, placement, layers),
         sent=_sent(message_bytes(cut.model, cut.execution), placement, [max(s.saved, s.after_input) for s in kept]),
         communication=tuple(sum(part.communication.total for part in device) / replicas for device in device_parts),
@@ -417,25 +421,36 @@ def _links(cut: _Cut, placement: Placement) -> dict[tuple[int, int], float]:
 
 
 def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[float, ...]:
-    model, execution = cut.model, cut.execution
-    whole = 0.0
-    if execution.recompute == "full":
-        plain = replace(execution, recompute="none")
-        whole = max(layer_bytes(model, plain, kind).saved for kind in dict.fromkeys(model.all_kinds))
+    execution, whole = cut.execution, _whole_layer(cut)
     unit = execution.recompute_num_layers if execution.recompute_method == "uniform" else 1
 
     def recomputed(owned: Sequence[int]) -> float:
         return whole * max(min(unit, layers[stage % placement.model_stages]) for stage in owned)
 
-    per_stage = _OTHER_MESSAGES * message_bytes(model, execution) * (placement.num_devices > 1)
+    per_stage = _OTHER_MESSAGES * message_bytes(cut.model, execution) * (placement.num_devices > 1)
+    of_nccl = _nccl_bytes(placement) if cut.cluster.backend == "nccl" else (0,) * placement.num_devices
+    logits = prices.logit_bytes(cut.model, execution)
     return tuple(
         per_stage * len(owned)
-        + (nccl_bytes(placement, device) if cut.cluster.backend == "nccl" else 0)
+        + of_nccl[device]
         + recomputed(owned)
-        + prices.logit_bytes(model, execution)
-        * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
+        + logits * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
         for device, owned in enumerate(placement.stages)
     )
+
+
+@lru_cache(maxsize=256)
+def _whole_layer(cut: _Cut) -> float:
+    """Return the bytes that a backward recomputes of the largest layer; 0 without full recomputation."""
+    if cut.execution.recompute != "full":
+        return 0.0
+    plain = replace(cut.execution, recompute="none")
+    return max(layer_bytes(cut.model, plain, kind).saved for kind in dict.fromkeys(cut.model.all_kinds))
+
+
+@lru_cache(maxsize=256)
+def _nccl_bytes(placement: Placement) -> tuple[int, ...]:
+    return tuple(nccl_bytes(placement, device) for device in range(placement.num_devices))
 
 
 def _sent(message: float, placement: Placement, most: Sequence[float]) -> tuple[float, ...]:
