@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, saved_as_is
 from megatron_pipemem.runtime.selective import Recorder, is_recording, region
+from megatron_pipemem.schedule.action import Action, Kind
 
 WIDTH, INNER, ROWS = 16, 64, 8
 cheap = partial(region, replay=lambda: nullcontext)
@@ -57,14 +58,14 @@ def run(selective: bool, blocks: int = 2):
     with ledger.watch_saved(), recorder.record() if selective else nullcontext():
         output = model(x)
     after_forward = torch.get_rng_state()
-    ledger.record(None)
+    ledger.record(Action(Kind.F, 0, 0))
     if selective:
         recorder.run_again()
-    ledger.record(None)
+    ledger.record(Action(Kind.RS, 0, 0))
     assert torch.equal(torch.get_rng_state(), after_forward), "whoever draws next draws what it would have drawn"
     output.square().sum().backward()
     del output
-    ledger.record(None)
+    ledger.record(Action(Kind.I, 0, 0))
     gradients = [x.grad, *(parameter.grad for parameter in model.parameters())]
     return gradients, [entry.bytes for entry in ledger.entries], model[0].calls
 

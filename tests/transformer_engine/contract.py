@@ -32,6 +32,7 @@ from megatron.core.extensions.transformer_engine import (  # noqa: E402
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
+from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
@@ -374,7 +375,7 @@ def _planned_with_flash(model: Model, recompute: str) -> None:
 
 def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend) -> dict[Kind, int]:
     """Return, by kind of action, the bytes that one more layer adds to the action's change of memory."""
-    spec_of, config_of = profiling.get_gpt_decoder_block_spec, profiling._config
+    spec_of, config_of = gpt_layer_specs.get_gpt_decoder_block_spec, profiling._config
 
     def delaying(*args):
         config = config_of(*args)
@@ -387,7 +388,9 @@ def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend
         profiling.lone_rank(execution),
         mock.patch.object(profiling, "_config", delaying),
         mock.patch.object(
-            profiling, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
+            gpt_layer_specs,
+            "get_gpt_decoder_block_spec",
+            lambda config, **_: spec_of(config, use_transformer_engine=True),
         ),
     ):
         faults = []
