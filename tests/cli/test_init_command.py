@@ -55,7 +55,7 @@ def test_every_shipped_model_has_a_beginning(pipemem, empty, name):
 
 def test_layers_that_do_not_divide_get_a_layout(pipemem, empty):
     told = pipemem("init", "deepseek-v3", "-p", 16, "--dp", 64, "--ep", 64)
-    assert told.exit_code == 0 and {"80.6", "76.6"} <= set(told.stderr.split())
+    assert told.exit_code == 0 and {"81.5", "76.6"} <= set(told.stderr.split())
     said = yaml.safe_load(Path("deepseek-v3.yaml").read_text())
     assert said["pipeline_model_parallel_layout"] == "Et|(t*2|)*29t|tmL"
     assert said["cluster"] == {"base": "h100-80g", "nodes": 128} and said["ep"] == 64

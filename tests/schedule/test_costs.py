@@ -15,6 +15,7 @@ from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 V = Placement.v_shape(2)
@@ -205,7 +206,9 @@ def costs_of(**more: object) -> PartCosts:
 def test_stages_of_every_placement_are_sums_of_parts(placement, forward) -> None:
     costs = costs_of()
     assert costs.seconds(placement)[Kind.F] == pytest.approx(forward)
-    assert costs.seconds(placement, 2)[Kind.F] == pytest.approx([seconds / 2 for seconds in forward for _ in range(2)])
+    assert costs.seconds(placement, Units.equal(1, 2))[Kind.F] == pytest.approx(
+        [seconds / 2 for seconds in forward for _ in range(2)]
+    )
     assert costs.parts.head.seconds.total == 24 and costs.parts.embedding.seconds.total == 0.5
 
 
