@@ -7,7 +7,6 @@ backward through them, with the least time of every part and the memory that it 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -122,9 +121,9 @@ def chains_of(placement: Placement, units: Units, costs: Costs, splits: bool) ->
 
     ``splits`` says whether backwards may run as I and W.
     """
-    n, sizes = units.parts, units.sizes
+    n = units.parts
     prices, devices = costs.seconds(placement, units), placement.devices
-    memory_of = {size: _stage_memory(placement, costs, splits, units, size) for size in set(sizes)}
+    memory_of = {size: _stage_memory(placement, costs, splits, units, size) for size in units.counts}
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     there = [costs.link_seconds(device, following) / n for device, following in pairwise(devices)]
     back = [costs.link_seconds(following, device) / n for device, following in pairwise(devices)]
@@ -132,9 +131,10 @@ def chains_of(placement: Placement, units: Units, costs: Costs, splits: bool) ->
     weights = costs.microbatch
     if weights is None:
         passes = _backward(seconds, None, splits)
-        return [_joined(count, passes, links, memory_of[size], n, size) for size, count in Counter(sizes).items()]
+        return [_joined(count, passes, links, memory_of[size], n, size) for size, count in units.counts.items()]
     weights.check(units.num_microbatches)
     groups: list[list[Chain]] = []
+    sizes = units.sizes
     factors = zip(*map(weights.seconds_of, (Kind.F, Kind.I, Kind.W)), weights.tokens, strict=True)
     for number, (*times, tokens) in enumerate(factors):
         own = [[price * weight for price in stages] for stages, weight in zip(seconds, times, strict=True)]

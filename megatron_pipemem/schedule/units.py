@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -65,6 +66,11 @@ class Units:
         if self._size:
             return (self._size,) * len(self.ends)
         return tuple(after - before for before, after in pairwise((0, *self.ends)))
+
+    @property
+    def counts(self) -> Mapping[int, int]:
+        """Return, per number of parts, the number of microbatches with so many."""
+        return {self._size: len(self.ends)} if self._size else Counter(self.sizes)
 
     @property
     def are_equal(self) -> bool:
