@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.selective import Recorder
-from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
 from megatron_pipemem.runtime.weight_gradients import (
     ImmediateWeightGradients,
@@ -24,6 +23,9 @@ from megatron_pipemem.runtime.weight_gradients import (
 from megatron_pipemem.schedule.action import RECEIVES, RECOMPUTE, SENDS, Action, Kind
 from megatron_pipemem.schedule.message_memory import freed_sends
 from megatron_pipemem.schedule.schedule import Program
+
+if TYPE_CHECKING:  # loaded where a step is timed
+    from megatron_pipemem.runtime.trace import Trace
 
 Key = tuple[int, int]
 """Stage and microbatch of a forward."""

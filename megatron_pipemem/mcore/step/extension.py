@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,13 @@ from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.symbols import Feature
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
-from megatron_pipemem.runtime.trace import OffloadStatistics, Trace
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.action import Action
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program
+
+if TYPE_CHECKING:  # loaded where a step is timed
+    from megatron_pipemem.runtime.trace import OffloadStatistics, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -296,8 +298,11 @@ def observe(
         permanent = permanent_tensors(chunks) if permanent is None else permanent
         ledger = ActivationLedger(permanent, tokens) if earlier is None else earlier.continued(permanent)
         ledger.failure = ledger.failure or uncountable(chunks)
-    trace = Trace(device_of(chunks).type == "cuda") if time else None
-    return Observation(ledger, trace)
+    if not time:
+        return Observation(ledger, None)
+    from megatron_pipemem.runtime.trace import Trace  # only here: most steps are not timed
+
+    return Observation(ledger, Trace(device_of(chunks).type == "cuda"))
 
 
 def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
