@@ -57,7 +57,7 @@ def compare(size, layers: str, tensor: int, rounds: int, limit: float | None) ->
 
 
 def measure(size, layers: str, tensor: int, rounds: int) -> dict[str, proof.Taken]:
-    """Median times of F, I and W, and of F and B of the same stage when nobody collects weight gradients."""
+    """Median times of F, I and W, and of F and B of the same stage, where no weight gradients are collected."""
     import torch
     from gpt_chunks import builder, make_config, open_pipelines
     from megatron.core import parallel_state

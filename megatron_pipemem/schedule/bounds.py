@@ -1,7 +1,7 @@
 """Lower bounds of the makespan and of the memory that hold for every order, with split or full backwards.
 
-The bounds are computed from chains. A chain is one unit that runs forward through all stages and then
-backward through them, with the least time of every part and the memory that it holds.
+The bounds are computed from chains. A chain is one unit that runs forward through all stages and then backward through
+them, with the least time of every part and the memory that it holds.
 """
 
 from __future__ import annotations

@@ -94,6 +94,8 @@ class Units:
 
     def times(self, count: int) -> Units:
         """Return the units of ``count`` such steps, one after another."""
+        if self._size:
+            return Units.equal(count * self.num_microbatches, self._size)
         return Units(tuple(step * len(self) + end for step in range(count) for end in self.ends))
 
     def microbatch(self, unit: int) -> int:

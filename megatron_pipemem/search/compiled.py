@@ -118,14 +118,14 @@ def earlier(passes: _Passes, starts: Array, frozen: Array) -> tuple[Array, int]:
     return moved - start, int(row_ends.max() - start)
 
 
-def after_needs(passes: _Passes, starts: Array, wanted: Array) -> Array:
-    """Return the least numbers that are not below ``wanted``, and larger than those of the passes that must come before.
+def after_needs(passes: _Passes, starts: Array, least: Array) -> Array:
+    """Return the least numbers that are not below ``least``, and larger than those of the passes that must come before.
 
     ``starts`` has the starts of all passes in a valid timetable.
     """
     result = np.full(len(starts) + 1, -1)  # the last entry stands for the pass before the first of a class
     for pass_ in np.argsort(starts, kind="mergesort"):
-        value = max(wanted[pass_], result[passes.before[pass_]] + 1)
+        value = max(least[pass_], result[passes.before[pass_]] + 1)
         for at in range(passes.first_wait[pass_], passes.first_wait[pass_ + 1]):
             value = max(value, result[passes.needs[at]] + 1)
         result[pass_] = value
@@ -170,10 +170,10 @@ class Justifier:
         """
         share, reach = 0.02 + 0.3 * rng.random() ** 2, max(self._problem.passes.shortest) * rng.uniform(0.5, 3.5)
         moves = rng.uniform(-reach, reach, len(starts)).astype(np.int64)
-        wanted = starts + np.where(rng.random(len(starts)) < share, moves, 0)
+        moved = starts + np.where(rng.random(len(starts)) < share, moves, 0)
         order = after_needs if self._kernels is None else self._kernels[1]
         nothing = np.zeros(len(starts), dtype=bool)
-        result, _ = self._earlier(is_reversed=False, starts=order(self._passes, starts, wanted), frozen=nothing)
+        result, _ = self._earlier(is_reversed=False, starts=order(self._passes, starts, moved), frozen=nothing)
         return result if self._problem.fits(self._orders(result)) else None
 
     def timetable(self, starts: Array) -> Timetable:

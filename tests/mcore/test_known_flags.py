@@ -82,10 +82,12 @@ def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
         sets = [word for change in ("my_flag=3", *changes) for word in ("--set", change)]
         return pipemem("launch", TINY, "--print", *sets)
 
-    assert "[unknown-key]" in launch().stderr
+    error = launch().stderr
+    assert "key my_flag" in error and "[unknown-key]" in error
     script = tmp_path / "mine.py"
     script.write_text("")
     assert "--my-flag 3" in launch(f"script={script}").stdout
     file = str(ROOT / "configs" / "grids" / "tiny-cpu.yaml")
     grid = ["grid", file, "--set", "my_flag=3", "--launcher", "print"]
-    assert "[unknown-key]" in pipemem(*grid).stderr
+    error = pipemem(*grid).stderr
+    assert "my_flag" in error and "[unknown-key]" in error

@@ -131,8 +131,8 @@ class RunPrices:
         def timing(count: int) -> Timing:
             moved = self.with_earlier_weights(self._replays(count), step)
             schedule = self._with_passes(moved.schedule, step)
-            whole = moved if schedule is moved.schedule else Replay(schedule)
-            return whole.timing(step.costs, self.run.schedule.overlap_steps)
+            complete = moved if schedule is moved.schedule else Replay(schedule)
+            return complete.timing(step.costs, self.run.schedule.overlap_steps)
 
         cut = self.run.parallelism
         if self._request.file is not None:
