@@ -224,7 +224,7 @@ class ScheduleOptions:
         "gathered again for W; gathered: the whole input; auto (default): sharded if the tensor-parallel ranks share a "
         "node",
         choices=WEIGHT_INPUTS,
-        page="what-runs-where.md#what-waits-for-w",
+        page="../benchmarks/notes/gpus.md#what-waits-for-w",
     )
     early_weights: str = _field(
         AUTO,
@@ -233,7 +233,7 @@ class ScheduleOptions:
         "otherwise hold more than any rank under 1f1b",
         f"auto|none|{','.join(EARLY_WEIGHTS)}",
         read=_early,
-        page="what-runs-where.md#what-waits-for-w",
+        page="../benchmarks/notes/gpus.md#what-waits-for-w",
     )
     random: RandomStreams = _field(
         STOCK,

@@ -61,9 +61,9 @@ DOCUMENTS = {
     "codes": "troubleshooting.md",
     "flags": "start.md",
     "sources": "start.md",
-    "conflicts": "what-runs-where.md",
-    "refusals": "what-runs-where.md",
-    "queues": "what-runs-where.md",
+    "conflicts": "refused.md",
+    "refusals": "refused.md",
+    "queues": "../benchmarks/notes/gpus.md",
     "parts": "how-it-works.md",
     "replaced": "how-it-works.md",
     "pairs": "experts.md",
@@ -114,6 +114,28 @@ WORDS = {
     "layerwise": "`--pipemem-random layerwise`",
 }
 """Names of features in the documents' list of refused combinations."""
+REFUSED_VALUES: dict[str | tuple[str, str], str] = {
+    "context_parallel_size": "above 1",
+    "cuda_graph_impl": "but `none`",
+    ("SCHEDULES", "cuda_graph_impl"): "but `none`, `transformer_engine`, `full_iteration`",
+    ("GRAPHS", "cuda_graph_impl"): "`transformer_engine`",
+    ("WHOLE_STEP", "cuda_graph_impl"): "`full_iteration`",
+    "cuda_graph_warmup_steps": "0",
+    "num_microbatches_with_partial_activation_checkpoints": "if given",
+    "moe_aux_loss_coeff": "above 0",
+    "moe_router_load_balancing_type": "`quantile_balancing`, `global_aux_loss`",
+    ("SLICED", "moe_router_load_balancing_type"): "`quantile_balancing`, `global_aux_loss`, `sinkhorn`",
+    "num_distributed_optimizer_instances": "above 1",
+    "moe_token_dispatcher_type": "`flex`",
+    "gtp_weight_remat_size": "above 1",
+    "expert_gtp_weight_remat_size": "above 1",
+    "rerun_mode": "but `disabled`",
+    "recompute_granularity": "`full`",
+    "recompute_modules": "with `moe`",
+    "optimizer": "but `adam`, `sgd`",
+    "grad_norm_skip_threshold": "if finite",
+}
+"""The values of an option that are refused, for the tables of refusals. All true values are, where none are named."""
 SLICES = (1, 2, 4, 8)
 PAIRED = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")
 TRAVEL = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -277,12 +299,24 @@ def list_of_conflicts() -> str:
 
 
 def list_of_refusals() -> str:
-    """Return a Markdown list of the attributes of Megatron's configuration that each feature refuses."""
-    tables = [table for table in vars(refusals).values() if isinstance(table, refusals.Refusals)]
-    return _items(
-        (table.feature.strip() or "with every schedule", ", ".join(f"`{option}`" for option in table.sentences))
-        for table in tables
-    )
+    """Return Markdown lists of the values of Megatron's options that each feature refuses, with reason and remedy."""
+    parts = []
+    for name, table in vars(refusals).items():
+        if isinstance(table, refusals.Refusals):
+            options: dict[str, list[str]] = {}  # those with one reason share an entry
+            for option, sentence in table.sentences.items():
+                values = REFUSED_VALUES.get((name, option), REFUSED_VALUES.get(option, ""))
+                options.setdefault(_reason(sentence), []).append(f"`{option}` {values}".strip())
+            entries = _items((", ".join(listed), reason) for reason, listed in options.items())
+            parts.append(f"**Refused{table.feature or ' with every schedule'}**\n\n{entries}")
+    return "\n\n".join(parts)
+
+
+def _reason(sentence: str) -> str:
+    """Return the reason of a refusal, and the remedy if it is another one than to drop the option."""
+    reason, _, remedy = sentence.partition("; ")
+    remedy = re.sub(r"^drop --[\w-]+(, or |$)", "", remedy).removesuffix(" instead")
+    return f"{reason}. Instead: {remedy}." if remedy else f"{reason}."
 
 
 def list_of_replaced() -> str:
@@ -297,8 +331,14 @@ def table_of_classes() -> str:
     """Return a Markdown table of what runs with each of Megatron's classes of models."""
     cells = yaml.safe_load(CLASSES.read_text(encoding="utf-8"))
     classes = [*next(iter(cells.values()))]
-    rows = [[feature, *(row[name][0] for name in classes)] for feature, row in cells.items()]
+    rows = [[feature, *(_mark(row[name][0]) for name in classes)] for feature, row in cells.items()]
     return _rows([["feature", *(f"`{name}`" for name in classes)], *rows])
+
+
+def _mark(result: str) -> str:
+    """Return a mark for ``bits``, ``close`` or ``refused: CODE``, and other results as they are."""
+    kind, _, code = result.partition(": ")
+    return {"bits": "✓", "close": "≈"}.get(kind, f"✗ `{code}`" if code else f"✗ {result}")
 
 
 def table_of_parts() -> str:

@@ -22,7 +22,7 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program
 
-PAGE = Path(__file__).parents[2] / "docs" / "what-runs-where.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "notes" / "gpus.md"
 TIMED, EVERYWHERE = (Kind.F, Kind.I, Kind.B), tuple(Kind)
 KIND = LaunchKind(False, False, Shape(4, 2, 8), (4, 1, 8), 0)
 # Beginnings of the table's second column, and what hosts then do in every step. The first that fits counts.

@@ -247,7 +247,7 @@ def proved(schedule: Schedule, costs: Costs) -> Program:
     ],
 )
 def test_what_hangs_there_otherwise(name: str, p: int, m: int, options: dict[str, object]) -> None:
-    """The families that docs/what-runs-where.md names."""
+    """The families that benchmarks/notes/gpus.md names."""
     schedule = build_schedule(name, num_devices=p, num_microbatches=m, **options)
     assert host_oracle.stuck(lower(schedule))
     proved(schedule, Costs())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lanes import rest_nightly
 
+from megatron_pipemem import refusals
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
@@ -70,6 +71,16 @@ def test_prices_of_single_queues_are_current(tables, monkeypatch, name):
     monkeypatch.setattr(tables, "families", lambda: [family(name)])
     listed = " ".join(block("queues", f"docs/{tables.DOCUMENTS['queues']}")).split(", ")
     assert [price for price in listed if price.startswith(f"`{name}` ")] == [tables.list_of_queues()]
+
+
+def test_the_list_of_refusals_names_the_values_of_options_that_are_not_all_refused(tables):
+    conditions = {
+        (name, option)
+        for name, table in vars(refusals).items()
+        if isinstance(table, refusals.Refusals)
+        for option in table.sentences.keys() & (refusals._REFUSED.keys() | table.only.keys())
+    }
+    assert [key for key in conditions if not {key, key[1]} & {*tables.REFUSED_VALUES}] == []
 
 
 def test_every_generated_table_is_compared(tables):
