@@ -166,7 +166,7 @@ CODES = {
     "used-while-away": "Activations are used while they are on the host. Reload them first.",
     "wrong-shape": "A tensor given to a cut vocabulary has the wrong shape or type. The message names the right one.",
 }
-"""All codes of errors, each with its meaning and remedy. The documents' list of codes is generated from this table."""
+"""All codes of errors, each with its meaning and remedy. The documents show those that need more than their messages."""
 
 
 _MOST_REPEATED = 200

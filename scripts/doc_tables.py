@@ -136,6 +136,29 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "grad_norm_skip_threshold": "if finite",
 }
 """The values of an option that are refused, for the tables of refusals. All true values are, where none are named."""
+EXPLAINED = {
+    "When a run starts:": (
+        "conflicting-features",
+        "enabled-too-late",
+        "needs-chunks",
+        "no-launcher",
+        "other-version",
+        "plan-differs",
+        "ranks-differ",
+        "unsupported-setting",
+    ),
+    "In a step:": (
+        "data-iterator",
+        "late-gradient",
+        "message-shape",
+        "missing-gradient",
+        "other-rank-failed",
+        "step-runs-again",
+    ),
+    "Memory:": ("cap-unreachable", "changed-while-away", "host-memory", "over-cap"),
+    "An order of your own:": ("deadlock", "host-wait", "queue-order", "wrong-order"),
+}
+"""The codes of the documents, by the situation in which users meet them. The others say no more than their messages."""
 SLICES = (1, 2, 4, 8)
 PAIRED = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")
 TRAVEL = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -241,9 +264,7 @@ def table_of_slices() -> str:
 
 def table_of_pairs() -> str:
     """Return the makespans without pairs and with them, by the share of F and I in which tokens travel."""
-    lines = [
-        ["schedule", "peak", "peak with pairs", "without", *(f"{share:.0%}".replace("%", " %") for share in TRAVEL)]
-    ]
+    lines = [["schedule", "peak", "peak with pairs", "without", *(f"{share:.0%}" for share in TRAVEL)]]
     for name in PAIRED:
         plain = _family(name, Costs())
         runs = [with_pairs(plain.schedule, Costs().with_exchanges(share)) for share in TRAVEL]
@@ -280,7 +301,12 @@ def _items(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def list_of_codes() -> str:
-    return _items((f"`{code}`", meaning) for code, meaning in sorted(CODES.items()))
+    """Return Markdown lists of the codes whose errors need more than their message, by situation."""
+    lists = (
+        f"{situation}\n\n{_items((f'`{code}`', CODES[code]) for code in codes)}"
+        for situation, codes in EXPLAINED.items()
+    )
+    return "\n\n".join(lists)
 
 
 def list_of_flags() -> str:

@@ -94,7 +94,7 @@ def test_documented_shares():
     """They are of F and I of all stages."""
     page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
     (shares,) = re.findall(
-        r"it is (\d+) % for DeepSeek-V3 on H100\nwith 64 expert-parallel ranks, and (\d+) % with 8", page
+        r"it is (\d+)% for DeepSeek-V3 on H100\nwith 64 expert-parallel ranks, and (\d+)% with 8", page
     )
     run = load(Path(__file__).parents[2] / "configs" / "runs" / "deepseek-v3-1024xh100.yaml", Run)
     for ep, share in zip((64, 8), shares, strict=True):

@@ -30,7 +30,7 @@ def least_rate(placements: list[Placement], m: int, costs: Costs, cap: float) ->
 
 def test_search_names_the_bounds():
     """Stars and brackets of the tables. No family of up to eight devices is faster than the search."""
-    document = (ROOT / "docs/search.md").read_text(encoding="utf-8")
+    document = (ROOT / "benchmarks/notes/search.md").read_text(encoding="utf-8")
     caps, compared = (0.5, 0.625, 0.75, 1.0), 0
     for line in document.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -57,7 +57,7 @@ def test_search_names_the_bounds():
 def test_commands_have_the_options_that_they_are_shown_with():
     """They are parsed, not run; those with an ellipsis are no commands."""
     commands, seen = {name: command for name, command in load_commands().items() if not command.hidden}, 0
-    for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")):
+    for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")):
         for line in document.read_text(encoding="utf-8").splitlines():
             shown = re.search(r"^(?:    )?(?:time )?(?:\.venv/bin/)?pipemem (.+)", line)
             if shown is None or "..." in line or "…" in line or "mine.py" in line:  # a file of the reader's own
