@@ -20,10 +20,11 @@ _RELEASE_SECONDS = 1.0
 
 
 def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of gloo's process groups so that all groups share the gloo device of the first group.
+    """Wrap the constructor of gloo's process groups so that all share the gloo device of the first, with one thread each.
 
     PyTorch gives every group its own device, whose thread wakes up a hundred times per second. Megatron makes dozens of
-    groups. With 60 of them, four idle ranks keep a quarter of a core busy.
+    groups. With 60 of them, four idle ranks keep a quarter of a core busy. Two threads for each group's collectives, which are
+    in the same order on all ranks, add up to more than some machines let a user start.
     """
     devices: list = []
 
@@ -35,7 +36,7 @@ def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
                 devices.extend(group.options._devices)
             return
         options = group._Options()
-        options._devices, options._timeout = devices, kwargs["timeout"]
+        options._devices, options._timeout, options._threads = devices, kwargs["timeout"], 1
         create(group, *args, options)
 
     return wrapper
