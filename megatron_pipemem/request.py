@@ -253,7 +253,7 @@ class ScheduleOptions:
         False,
         "let every rank begin a step as soon as its own part of the previous step is done, without waiting for other "
         "ranks; training stays the same to the bit",
-        page="other-schedules.md#steps-without-a-barrier",
+        page="no-barrier.md",
     )
 
 

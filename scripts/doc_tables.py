@@ -136,6 +136,30 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "grad_norm_skip_threshold": "if finite",
 }
 """The values of an option that are refused, for the tables of refusals. All true values are, where none are named."""
+FLAGS = {
+    "The usual ones": ("schedule", "memory-cap", "costs", "report", "layout"),
+    "Schedule": (
+        "option",
+        "schedule-module",
+        "plan",
+        "overlap-steps",
+        "single-queue",
+        "random",
+        "slice-cut",
+    ),
+    "Memory": (
+        "offload",
+        "offload-option",
+        "host-memory",
+        "recompute",
+        "vocab-parallel",
+        "vocab-piece-tokens",
+        "weight-inputs",
+        "early-weights",
+    ),
+    "Data and reports": ("microbatch-costs", "message-shapes", "trace"),
+}
+"""The flags of the documents, by their use."""
 EXPLAINED = {
     "When a run starts:": (
         "conflicting-features",
@@ -237,7 +261,8 @@ def _rate(name: str, devices: int, microbatches: int, costs: Costs) -> str:
 
 
 def table_of_schedules(*, for_research: bool) -> str:
-    lines = [["name", "placement", *PEAKS, "bubble", "messages", "from"]]
+    measured = [*PEAKS, "bubble"] if for_research else []  # the table of costs has those of the others
+    lines = [["name", "placement", *measured, "messages", "from"]]
     for family in families():
         if (family.name in RESEARCH) is not for_research:
             continue
@@ -245,9 +270,8 @@ def table_of_schedules(*, for_research: bool) -> str:
         units, *in_bytes = _peaks(run)
         peaks = [f"{units:.3f}", *(f"{share:.2f}" for share in in_bytes)]
         source = family.source.split(";")[0]
-        lines.append(
-            [f"`{family.name}`", family.placement, *peaks, f"{run.bubble_rate:.1%}", str(run.messages), source]
-        )
+        cells = [*peaks, f"{run.bubble_rate:.1%}"] if for_research else []
+        lines.append([f"`{family.name}`", family.placement, *cells, str(run.messages), source])
     return _rows(lines)
 
 
@@ -310,12 +334,17 @@ def list_of_codes() -> str:
 
 
 def list_of_flags() -> str:
+    """Return Markdown lists of all flags by their use, the usual ones first."""
     plan = next(action for action in flag_parser()._actions if action.dest == "pipemem_plan")
-    entries = [(f"`--pipemem-plan {plan.metavar}`", plan.help or "")]
+    entries = {"plan": (f"`--pipemem-plan {plan.metavar}`", plan.help or "")}
     for flag in flags_of(Request).values():
         more = f" ([more]({flag.page}))" if flag.page else ""
-        entries.append((f"`{f'{flag.name} {flag.metavar or str()}'.strip()}`", f"{flag.help}{more}"))
-    return _items(entries)
+        name = flag.name.removeprefix("--pipemem-")
+        entries[name] = (f"`{f'{flag.name} {flag.metavar or str()}'.strip()}`", f"{flag.help}{more}")
+    lists = [f"**{use}**\n\n{_items(entries.pop(name) for name in names)}" for use, names in FLAGS.items()]
+    if entries:
+        raise SystemExit(f"FLAGS lacks {', '.join(entries)}")
+    return "\n\n".join(lists)
 
 
 def list_of_conflicts() -> str:
@@ -368,23 +397,16 @@ def _mark(result: str) -> str:
 
 
 def table_of_parts() -> str:
-    """Return a Markdown table of the package's rooms: the first sentence of each, those of the core first.
-
-    A room is a folder, or a file beside the folders.
-    """
+    """Return a Markdown table of the package's rooms: the first sentence of each folder, those of the core first."""
     lines = [["room", "what it is"]]
     for folder in (PACKAGE, PACKAGE / "tools"):
-        rooms = sorted(path for path in folder.iterdir() if _is_room(path))
-        for room in sorted(rooms, key=lambda path: (path.name == "tools", path.is_file())):
-            source = room / "__init__.py" if room.is_dir() else room
-            sentence = (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").partition(". ")[0]
+        rooms = sorted(path for path in folder.iterdir() if (path / "__init__.py").is_file())
+        for room in sorted(rooms, key=lambda path: path.name == "tools"):
+            source = (room / "__init__.py").read_text(encoding="utf-8")
+            sentence = (ast.get_docstring(ast.parse(source)) or "").partition(". ")[0]
             name = room.relative_to(PACKAGE).as_posix()
             lines.append([f"`{name}`", " ".join(sentence.partition("\n\n")[0].rstrip(".:").split()).replace("``", "`")])
     return _rows(lines)
-
-
-def _is_room(path: Path) -> bool:
-    return (path / "__init__.py").is_file() or (path.suffix == ".py" and not path.name.startswith("__"))
 
 
 def table_of_quickstart(output: Path) -> str:

@@ -77,7 +77,7 @@ def test_losses_and_gathered_logits_are_the_same_on_every_rank(index, seen):
     )
 
 
-def test_the_example_of_the_document_works_as_printed(seen):
+def test_the_example_of_the_docstring_works_as_printed(seen):
     wanted = run_whole(EXAMPLE)
     ranks = [rank[len(CASES)] for rank in seen]
     whole = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.features.vocabulary import runtime
 from megatron_pipemem.features.vocabulary.runtime import collectives
 from megatron_pipemem.features.vocabulary.runtime.head import (
     HeadOptions,
@@ -78,7 +79,6 @@ class Case:
         return (loss if self.per_token else loss / mask.sum().clamp(min=1)) * self.loss_scale
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "vocabulary.md"
 EXAMPLE = Case(30, 4)
 
 
@@ -177,9 +177,9 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
 
 
 def run_example(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """The code of the document, on this rank."""
+    """The code of the package's docstring, on this rank."""
     namespace: dict = {}
-    exec(re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1], namespace)
+    exec(re.search(r"```python\n(.*?)```", runtime.__doc__, re.DOTALL)[1], namespace)
     rank, last = group.rank(), group.size() - 1
     parameter = torch.nn.Parameter(shards_of(EXAMPLE.matrix(1), EXAMPLE.partition)[rank])
     head = VocabularyHead(WeightShard(parameter, EXAMPLE.partition, rank))
