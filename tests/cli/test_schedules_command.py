@@ -59,6 +59,22 @@ def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json):
     assert shown[1].count("asynchronous") == 2 and shown[1].count("2 copies of the weights") == 3
 
 
+def test_the_list_fits_a_terminal_and_has_the_simulated_numbers(pipemem, pipemem_json, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = pipemem("schedules", "-p", 4).stdout.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line.split() for line in lines[3:13]}
+    assert list(rows) == ["1f1b", *(name for name in NAMES if name not in RESEARCH), "auto"]
+    for name in ("1f1b", "zb-h1", "v-half", "po-f"):
+        run = pipemem_json("simulate", name, "-p", 4, "-m", 16)
+        assert rows[name][-2:] == [f"{run['bubble_rate']:.1%}", f"{run['peak_activation']:.3f}"]
+
+
+def test_sizes_that_a_schedule_does_not_have_are_dashes(pipemem):
+    (row,) = [line for line in pipemem("schedules", "--all", "-p", 3).stdout.splitlines() if " dualpipe (" in line]
+    assert row.split()[-2:] == ["-", "-"]
+
+
 def test_those_to_choose_from_are_those_that_the_page_on_choosing_advises():
     page = (Path(__file__).parents[2] / "docs" / "choosing-a-schedule.md").read_text(encoding="utf-8")
     table = page.partition("## Which one to take")[2].partition("\n## ")[0]

@@ -25,6 +25,21 @@ RESEARCH = frozenset(
     "chimera gems dualpipe seq1f1b slimpipe pipedream pipedream-2bw".split()
 )
 """Families of this package that ``pipemem schedules`` lists only with --all."""
+_ADVICE = {
+    "1f1b": "hundreds of microbatches, or full recomputation",
+    "interleaved": "more memory than 1F1B takes, layers for chunks",
+    "zb-h1": "you run 1F1B: same messages, about its memory",
+    "gis": "1F1B's memory, layers for chunks (-o chunks=5)",
+    "zbv": "1F1B's memory, and links for twice the messages",
+    "v-half": "two thirds of 1F1B's memory, W as long as F",
+    "v-min": "half of 1F1B's memory, and nothing else fits",
+    "po-h": "less still, and a fast link to the host",
+    "po-f": "the least, and a fast link to the host",
+    "auto": "a cap, or passes that differ: it searches",
+}
+"""When to take a schedule. The others have their summaries."""
+_SIZE = 8, 32
+"""Devices and microbatches of the list, if the user gives none."""
 _COLUMNS = (
     *("name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "chunks", "needs"),
     *("asynchronous", "slices", "offloads", "replicas"),
@@ -43,48 +58,56 @@ def schedules(
     as_json: Json = False,
     _modules: ScheduleModules = None,
 ) -> None:
-    """List the schedules to choose from, with peak memory, bubble and needs; or explain one of them.
+    """List the schedules to choose from, with bubble and peak; or explain one of them, with its formulas.
 
-    Peaks are in activation units: 1 is the peak of 1F1B's first device. They assume equal stages that hold no more
-    between I and W than between F and I. Bubbles are for many microbatches. F, I, W and B are the seconds of one
-    device's share of the model; p counts devices, m microbatches and v chunks. Asynchronous schedules update weights in
-    the middle of a step, so they train differently from all others.
+    The sizes are 8 devices and 32 microbatches, or those that you give; F, I and W take equally long, and messages no
+    time. The bubble is the share of a step in which the busiest device idles. The peak is a share of 1F1B's first
+    device, with equal stages, without what waits for W. Asynchronous schedules update weights in the middle of a step,
+    so they train differently from all others.
 
     Examples:
-        # list the schedules to choose from, with formulas
+        # list the schedules to choose from
         pipemem schedules
-        # list also the schedules for research
-        pipemem schedules --all
-        # explain one, with a picture
+        # list also the schedules for research, for other sizes
+        pipemem schedules --all -p 4 -m 16
+        # explain one, with formulas, options and a picture
         pipemem schedules v-half
     """
     if name is not None:
         chosen = family(name)
         print_answer(_row(chosen), _explained(chosen, devices, microbatches), as_json)
         return
-    if devices is not None or microbatches is not None:
-        raise UnsupportedError(
-            "needs-option", "--devices and --microbatches set the size of one schedule's picture; name the schedule"
-        )
     listed = [candidate for candidate in families() if every or candidate.name not in RESEARCH]
-    print_answer([_row(candidate) for candidate in listed], _listed(listed, every), as_json)
+    print_answer([_row(candidate) for candidate in listed], _listed(listed, every, devices, microbatches), as_json)
 
 
-def _listed(candidates: Sequence[Family], every: bool) -> Iterator[Shown]:
-    figures = _table("name", "placement", "peak", "bubble")
-    origins = _table("name", "backward", "source", "needs and options")
-    for candidate in candidates:
-        name = f"{candidate.name} (for research)" if candidate.name in RESEARCH else candidate.name
-        figures.add_row(name, candidate.placement, candidate.peak, candidate.bubble)
-        needs = [*_needs(candidate), *(f"{flag}: {text}" for flag, text in _options(candidate))]
-        origins.add_row(candidate.name, _backward(candidate), candidate.source, "\n".join(needs))
-    yield from (figures, origins)
-    more = "" if every else f"; --all lists {len(RESEARCH)} more, for research"
-    yield f"pipemem schedules NAME explains one{more}"
+def _listed(
+    candidates: Sequence[Family], every: bool, devices: int | None, microbatches: int | None
+) -> Iterator[Shown]:
+    """Yield the table of schedules with stock's 1F1B first and the search last, and the units of its numbers."""
+    p, m = _SIZE if devices is None and microbatches is None else (devices or 8, microbatches or 4 * (devices or 8))
+    table = FittingTable(("name", "take it if", "bubble", "peak"), text=("name", "take it if"))
+    first = [] if every else [family("1f1b")]
+    for candidate in [*first, *candidates]:
+        name = f"{candidate.name} (for research)" if every and candidate.name in RESEARCH else candidate.name
+        advice = _ADVICE.get(candidate.name, candidate.summary.rstrip("."))
+        table.add_row(name, "; ".join([advice, *(_needs(candidate) if every else ())]), *_figures(candidate, p, m))
+    table.add_row("auto", _ADVICE["auto"], "", "the cap")
+    yield table
+    more = "" if every else f"; --all lists {len(RESEARCH) - 1} more, for research"
+    yield f"{p} devices, {m} microbatches, F = I = W. bubble: idle share of the busiest device;"
+    yield "peak: share of 1F1B's first device (equal stages)"
+    yield f"schedules NAME: formulas and options{more}"
 
 
-def _table(*columns: str) -> FittingTable:
-    return FittingTable(columns, text=columns)
+def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, str]:
+    """Return the bubble and the peak of a family, or dashes for sizes that it does not have."""
+    try:
+        schedule = build_schedule(candidate.name, num_devices=devices, num_microbatches=microbatches)
+    except UnsupportedError:
+        return "-", "-"
+    run = simulate(schedule, with_channel(Costs(), None))
+    return f"{run.bubble_rate:.1%}", f"{run.peak:.3f}"
 
 
 def _explained(chosen: Family, devices: int | None, microbatches: int | None) -> Iterator[Shown]:
