@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
-from megatron_pipemem.tools.cli.advise import _held
+from megatron_pipemem.tools.cli.advise import _name
 from megatron_pipemem.tools.cli.plan import _table
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import SHIPPED, load
@@ -109,7 +109,7 @@ def test_plans_and_advice_say_that_w_run_earlier_and_keep_auto():
     assert way.makespan > simulate(order, way.step.costs).makespan
     assert way.share_of_1f1b == pytest.approx(1.0) and way.run.schedule.early_weights == "auto"
     assert [cells[0] for cells, _ in _table([way], None, None)._rows] == ["zb-h1, W earlier"]
-    assert _held(as_it_stands(run)).endswith("GiB, W earlier")
+    assert _name(as_it_stands(run)).endswith(", W earlier")
 
 
 @pytest.mark.parametrize("asked", ["none", "head", "experts_fc2"])

@@ -136,7 +136,11 @@ def members(archive: Path) -> dict[str, str]:
 
 
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
-    files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"}
+    files = {
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
     assert "megatron_pipemem/py.typed" in files
     runs = {f"tools/config/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").glob("*/*.yaml")}
     scripts = {f"scripts/{path.relative_to(ROOT / 'scripts')}" for path in SCRIPTS}

@@ -6,6 +6,7 @@ The run is given as a launch script, a command line, a run file or a recipe of M
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,7 @@ from megatron_pipemem.tools.advise.programs import (
 )
 from megatron_pipemem.tools.advise.reading import Context, Reading, named_cluster
 from megatron_pipemem.tools.advise.shell import command_of_words, training_command
-from megatron_pipemem.tools.cli.common import console, print_facts, print_json
+from megatron_pipemem.tools.cli.common import Shown, print_answer
 from megatron_pipemem.tools.cli.options import Json, check_output
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, write_yaml
@@ -38,6 +39,7 @@ from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.ways import gibibytes
+from megatron_pipemem.tools.report.terminal import FittingTable
 
 _CLUSTER = "h100-80g"
 
@@ -115,10 +117,8 @@ def advise_command(
         write_whole(write, write_yaml(settings_of(reading.run)))
     if diff:
         typer.echo(_patch(source, _variables(env or ()), reading, advice), nl=False)
-    elif as_json:
-        print_json(_facts(reading, advice))
     else:
-        print_facts(console(), _lines(reading, advice, profile is not None))
+        print_answer(_facts(reading, advice), _shown(reading, advice, profile is not None), as_json)
 
 
 def _patch(source: list[str], variables: dict[str, str], reading: Reading, advice: Advice) -> str:
@@ -147,18 +147,18 @@ def advise_words(words: list[str], devices: int | None) -> None:
     with readable("the command"):
         reading = read_program(words, Context(known_flags(), load(_CLUSTER, Cluster), devices))
     advice = _advised(reading)
-    print_facts(console(), _lines(reading, advice, measured=False))
+    print_answer(None, _shown(reading, advice, measured=False), as_json=False)
 
 
-def advise_measured(source: list[str], report: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Return the advice for a run at the measured seconds of its report, as printed lines and as a JSON object.
+def advise_measured(source: list[str], report: Path) -> tuple[list[Shown], dict[str, Any]]:
+    """Return the advice for a run at the measured seconds of its report, as printed parts and as a JSON object.
 
     ``source`` has the words that ``pipemem advise`` takes, without options.
     """
     with readable(f"the run of {source[0]}"):
         reading = _read(source, {}, None, None, None, None)
     advice = _advised(reading, pace_of(report, reading.run))
-    return _lines(reading, advice, measured=True), _facts(reading, advice)
+    return [*_shown(reading, advice, measured=True)], _facts(reading, advice)
 
 
 def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
@@ -236,47 +236,93 @@ def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
-    """Return the printed answer as pairs of a name and a text, one per line.
+def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
+    """Yield the printed answer: what to do with the words to copy, the compared rows, and the facts behind them.
 
     ``measured`` is whether the user gave measured prices.
     """
-    run, today, stock = reading.run, advice.today, advice.stock
+    sentence, way = _answer(reading, advice)
+    yield [("answer", sentence)]
+    yield from [] if way is None else _words_to_copy(reading, way)
+    rows = {"today": advice.today}
+    if advice.stock is not None and advice.stock.gain(advice.today) >= AS_FAST:
+        rows["tuned stock"] = advice.stock
+    if advice.needless is not None:
+        rows["no recompute"] = advice.needless
+    rows |= advice.proposals
+    yield _table(rows)
+    yield "step: seconds; today, tuned: the step against theirs; idle: mean of the ranks;"
+    yield "GiB: the fullest rank; messages: times those of today"
+    for kind, other in rows.items():
+        if other is not way and other is not advice.today:
+            yield f"{kind}: {_addition(reading, other)}"
+    yield ""
+    yield _facts_of_run(reading, advice, measured)
+
+
+def _words_to_copy(reading: Reading, way: Way) -> Iterator[str]:
+    """Yield each statement, and the flags, that make the run use ``way``, as a line; then the flags to leave out."""
+    added, gone = changes(reading.consumer, reading.run, way, reading.flags)
+    where, enabled = reading.consumer.where, call(way)
+    yield from [enabled] if where is not None and enabled is not None else []
+    yield from added if reading.consumer is BRIDGE else [shlex.join(added)] if added else []
+    if gone:
+        yield f"leave out: {shlex.join(gone)}"
+
+
+def _table(rows: Mapping[str, Way]) -> FittingTable:
+    """Return the table of the compared ways, by the names of their rows."""
+    today, tuned = rows["today"], rows.get("tuned stock")
+    table = FittingTable(
+        ("row", "schedule", "step", "today", "tuned", "idle", "GiB", "messages"), text=("row", "schedule")
+    )
+    for kind, way in rows.items():
+        sent = way.messages / today.messages
+        table.add_row(
+            kind,
+            _name(way),
+            f"{way.seconds:.3g}",
+            "" if way is today else f"{-way.gain(today):+.1%}",
+            "" if tuned is None or way is tuned or way is today else f"{-way.gain(tuned):+.1%}",
+            f"{way.idle_rate:.1%}",
+            gibibytes(way.peak),
+            f"{sent:.2g}" if sent > 1 else "",
+        )
+    return table
+
+
+def _name(way: Way) -> str:
+    return f"{way.name}{', W earlier' * way.has_earlier_weights}"
+
+
+def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
+    """Return facts about the run and its prices, as pairs of a name and a text."""
+    run = reading.run
     cut, model, cluster = run.parallelism, run.model, run.cluster
     sizes = ", ".join(
         f"{name} {getattr(cut, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(cut, name) > 1
     )
     batch = f"{cut.microbatches} microbatches of {cut.micro_batch} x {model.sequence:,} tokens"
-    over = (
-        f", {gibibytes(advice.excess)} GiB more than a device has: compared without that limit" if advice.excess else ""
-    )
-    lines = [
+    device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
+    prices = "by measured prices" if measured else f"computed for {device}"
+    texts = {
+        "fails": advice.fails
+        and f"{advice.fails}, so Megatron stops at the start; it runs with {_addition(reading, advice.today)}",
+        "too large": advice.excess
+        and f"today's run takes {gibibytes(advice.excess)} GiB more than a device has: compared without that limit",
+        "no slices": advice.unsliced,
+        "one queue": advice.one_queue,
+    }
+    return [
         ("the run", f"{model.layers} layers of {model.hidden:,} channels, {sizes}; {batch}; {run.precision}"),
         *[("assumed", sentence) for sentence in reading.assumed],
         *[("not read", sentence) for sentence in reading.not_read],
-        ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}{over}"),
+        *[("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()],
+        *[(kind, text) for kind, text in texts.items() if text],
+        *[("Megatron's fault", sentence) for sentence in upstream_faults(reading.flags)],
+        *([("checkpoints", _MOVING)] if _moves_state(reading, advice) else []),
+        ("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, none was timed on several GPUs"),
     ]
-    if advice.fails is not None:
-        lines.insert(
-            -1, ("fails", f"{advice.fails}, so Megatron stops at the start; it runs with {_addition(reading, today)}")
-        )
-    if stock is not None and stock.gain(today) >= AS_FAST:
-        lines.append(("tuned stock", _compared(stock, reading, advice)))
-    if advice.needless is not None:
-        lines.append(("no recompute", _compared(advice.needless, reading, advice)))
-    lines += [(kind, _compared(way, reading, advice)) for kind, way in advice.proposals.items()]
-    lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
-    lines += [("no slices", advice.unsliced)] if advice.unsliced is not None else []
-    lines += [("one queue", advice.one_queue)] if advice.one_queue is not None else []
-    lines += [("Megatron's fault", sentence) for sentence in upstream_faults(reading.flags)]
-    lines += [("checkpoints", _MOVING)] if _moves_state(reading, advice) else []
-    lines.append(("answer", _answer(reading, advice)))
-    device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
-    prices = "by measured prices" if measured else f"computed for {device}"
-    lines.append(
-        ("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, none was timed on several GPUs")
-    )
-    return lines
 
 
 _MOVING = (
@@ -294,57 +340,31 @@ def _moves_state(reading: Reading, advice: Advice) -> bool:
     return keeps and moves and saves_optimizer_by_rank(reading.flags)
 
 
-def _held(way: Way) -> str:
-    return f"ranks idle {way.idle_rate:.1%}, peak {gibibytes(way.peak)} GiB{', W earlier' * way.has_earlier_weights}"
-
-
-def _compared(way: Way, reading: Reading, advice: Advice) -> str:
-    """Return the line about a schedule: how its step compares with the run's, its memory, and the words to add.
-
-    If tuned stock Megatron is faster than the run as it stands, the step is compared with that too.
-    """
-    today, stock = advice.today, advice.stock
-    against = f"a step is {_difference(way.gain(today))}"
-    if stock is not None and stock is not way and stock.gain(today) >= AS_FAST:
-        against += f" than yours, {_difference(way.gain(stock))} than tuned stock's"
-    sent = way.messages / today.messages
-    times = f", {sent:.2g} times the messages" if sent > 1 else ""
-    return f"{way.name}: {against}, {_held(way)}{times}: {_addition(reading, way)}"
-
-
-def _difference(gain: float) -> str:
-    return f"{abs(gain):.1%} {'shorter' if gain > 0 else 'longer'}"
-
-
 def _addition(reading: Reading, way: Way) -> str:
-    """Return the flags or settings that make the run use ``way``, and the flags to remove.
-
-    If the program has no flag for schedules, the Python call that enables the schedule comes first.
-    """
-    added, gone = changes(reading.consumer, reading.run, way, reading.flags)
-    where, enabled = reading.consumer.where, call(way)
-    lines = [enabled] if where is not None and enabled is not None else []
-    lines += added if reading.consumer is BRIDGE else [shlex.join(added)] if added else []
-    return ("; ".join(lines) or "nothing more") + (f", without {shlex.join(gone)}" if gone else "")
+    """Return the words that make the run use ``way`` as one text, statements first."""
+    return "; ".join(_words_to_copy(reading, way)) or "nothing more"
 
 
-def _answer(reading: Reading, advice: Advice) -> str:
-    """Return text with the words that the user should add, or with the reason to stay as it is."""
+def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
+    """Return what the user should do, and the way whose words follow; ``None`` if the run should stay as it is."""
     today, best, where = advice.today, advice.best, reading.consumer.where
     if advice.verdict == "overlap":
-        return "stay as you are: your overlap of messages within layers saves more time than another schedule would"
+        return (
+            "stay as you are: your overlap of messages within layers saves more time than another schedule would",
+            None,
+        )
     if best is None:
         if advice.fails is not None:
-            return f"only do what makes it start: add {_addition(reading, today)}"
-        return "stay as you are: no schedule that fits with room is 1 % faster, and the run has room"
+            return "only do what makes it start; add:", today
+        return "stay as you are: no schedule that fits with room is 1% faster, and the run has room", None
     reason = _reason(best, advice)
     if best.is_stock or where is not None:
         what = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
             advice.verdict, "stay with Megatron's own schedule" if best.is_stock else where
         )
-        return f"{reason}{what}: {'add ' * best.is_stock}{_addition(reading, best)}"
+        return f"{reason}{what}{'; add' * best.is_stock}:", best
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
-    return f"{reason}{start}add {_addition(reading, best)}"
+    return f"{reason}{start}add:", best
 
 
 def _reason(best: Way, advice: Advice) -> str:

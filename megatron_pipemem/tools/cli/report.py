@@ -147,12 +147,14 @@ def explain_command(
     """
     case = read_case(report)
     facts = explain(case)
-    answer = [("next", "give the run too, as for advise, to compare schedules and layouts at these times")]
+    answer: list[Shown] = [
+        [("next", "give the run too, as for advise, to compare schedules and layouts at these times")]
+    ]
     if source:
         from megatron_pipemem.tools.cli.advise import advise_measured  # only here, because it imports the planner
 
         answer, facts["advice"] = advise_measured(source, report / REPORT if report.is_dir() else report)
-    print_answer(facts, [*explanation_lines(facts), idle_table(facts), answer], as_json)
+    print_answer(facts, [*explanation_lines(facts), idle_table(facts), *answer], as_json)
 
 
 _DRAWN = (".json", ".html", ".png", ".svg")
