@@ -10,11 +10,13 @@ started before, so a pair never waits for its own result, and devices never wait
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
 
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
@@ -29,6 +31,10 @@ _BACKWARDS = (Kind.I, Kind.B)
 _PATIENCE = (1.0, 0.5, 0.0)
 """The longest time for which an action waits for the other one of its pair, as shares of the seconds that the pair saves. All
 of them are tried."""
+_WAYS = tuple((patience, swaps) for patience in _PATIENCE for swaps in (True, False))
+"""The ways in which pairs are chosen: a patience, and whether a forward may change places with the backward before it. The
+first way allows all pairs that the others allow."""
+_ROUNDING = 1e-11  # of a time: by so much the sums of some thousand seconds may differ
 
 
 def may_pair(schedule: Schedule) -> bool:
@@ -48,85 +54,244 @@ def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule],
     In a pair the forward comes first. A forward that is moved before its neighbouring backward for this raises the
     device's peak.
     """
-    ways = ((patience, swaps) for patience in _PATIENCE for swaps in (True, False))
-    paired = dict.fromkeys(_greedy(schedule, costs, *way) for way in ways)
-    versions = [schedule, *filter(keeps_cap, paired)]
-    return min((simulate(version, costs) for version in versions), key=lambda timeline: timeline.makespan)
+    paired = (run.schedule for run in Pairings(schedule, costs).runs())
+    versions = [schedule, *filter(keeps_cap, dict.fromkeys(paired))]
+    return fastest([simulate(version, costs) for version in versions], lambda timeline: timeline.makespan)
 
 
-def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> Schedule:
-    """Return the schedule with a pair wherever both actions can start together and end sooner than apart.
+def fastest[T](versions: Sequence[T], seconds: Callable[[T], float]) -> T:
+    """Return the first of the versions that take the fewest seconds, up to rounding."""
+    least = min(map(seconds, versions))
+    return next(version for version in versions if seconds(version) <= least * (1 + _ROUNDING))
 
-    The choice is made in a simulated run. ``patience`` is the longest wait for the second action, as a share of the
-    seconds that the pair saves. ``swaps`` allows pairs of a backward and the forward after it, which then stand in the
-    other order.
+
+class Blocks(NamedTuple):
+    """A part of the orders of all devices that runs several times, with further microbatches, before the rest follows."""
+
+    begins: Sequence[int]  # per device, the position of its first action
+    sizes: Sequence[int]  # per device, its number of actions
+    units: int  # its units of every stage
+    depth: int  # the number of blocks before a block for whose results it waits
+    further: int  # the number of times that it runs again
+
+    @classmethod
+    def none(cls, num_devices: int) -> Blocks:
+        """Return the blocks of a step in which nothing runs again."""
+        return cls((0,) * num_devices, (0,) * num_devices, 0, 0, 0)
+
+
+class PairedRun(NamedTuple):
+    """A simulated run in which pairs were chosen."""
+
+    schedule: Schedule
+    """With the pairs. Of blocks that run again it has those that were simulated, with the microbatches of the first."""
+    seconds: float
+    hidden: tuple[float, ...]  # per device, the seconds by which its pairs are shorter than their actions apart
+    patience: float  # the least that allows these pairs
+    swaps: bool  # whether a forward changed places with the backward before it
+
+
+class Pairings:
+    """Chooses the pairs of a schedule in all ways. With ``blocks``, the step has a part that runs again."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, blocks: Blocks | None = None) -> None:
+        self.schedule, self.blocks = schedule, blocks or Blocks.none(schedule.num_devices)
+        dependencies = Dependencies.of_schedule(schedule)
+        self._prices = ActionPrices(schedule, costs)
+        graph, seconds, lags = self._prices.of_graph(dependencies)
+        lane_of, lanes = graph.lane_of, dependencies.lanes
+        self.actions, self.lanes = dependencies.actions, dependencies.lanes
+        self.needs = [
+            [(lane_of[node], node - lanes[lane_of[node]].start, lags[link]) for node, link in waits if node != NEVER]
+            for waits in graph.waits
+        ]
+        """Per node, the device and position of every action that it waits for, and the seconds of the message."""
+        self.seconds = [seconds[price] for price in graph.prices]
+        self._price_of, self._together = graph.prices, dict[tuple[int, int], float]()
+
+    def runs(self) -> list[PairedRun]:
+        """Return the runs of all ways. A way that makes the pairs of an earlier way is left out."""
+        runs: dict[tuple[float, bool], PairedRun] = {}
+        for patience, swaps in _WAYS:
+            looser = (run for way, run in runs.items() if way[0] >= patience and way[1] >= swaps)
+            if not any(run.patience <= patience and run.swaps <= swaps for run in looser):
+                runs[patience, swaps] = _PairingRun(self, patience, swaps).result()
+        return list(runs.values())
+
+    def together(self, forward: int, backward: int) -> float:
+        """Return the seconds of two nodes in a pair."""
+        key = self._price_of[forward], self._price_of[backward]
+        if key not in self._together:
+            first, second = self.actions[forward], self.actions[backward]
+            self._together[key] = self._prices.of(*first) + self._prices.second_of_pair(first, second)
+        return self._together[key]
+
+
+class _Moment(NamedTuple):
+    """The state of a run, from which all that follows results."""
+
+    block: int
+    positions: list[int]  # per device, relative to the block
+    ends: list[float]  # of the actions for which others may wait
+    hidden: list[float]
+
+    def delay_after(self, earlier: _Moment) -> float | None:
+        """Return the seconds by which all of it is later; ``None`` if more than the time differs."""
+        if self.positions != earlier.positions:
+            return None
+        delay, rounding = self.ends[0] - earlier.ends[0], _ROUNDING * self.ends[0]
+        pairs = zip(earlier.ends, self.ends, strict=True)
+        return delay if all(abs(after - before - delay) <= rounding for before, after in pairs) else None
+
+
+class _PairingRun:
+    """A run that makes a pair wherever both actions can start together and end sooner than apart.
+
+    ``patience`` is the longest wait for the second action, as a share of the seconds that the pair saves. ``swaps``
+    allows pairs of a backward and the forward after it, which then stand in the other order. Once the times of blocks
+    repeat, so do their pairs, and these blocks are left out.
     """
-    dependencies = Dependencies.of_schedule(schedule)
-    prices = ActionPrices(schedule, costs)
-    graph, seconds, lags = prices.of_graph(dependencies)
-    actions, lanes, waits = dependencies.actions, dependencies.lanes, graph.waits
-    ends: dict[int, float] = {NEVER: 0.0}
-    free = [0.0] * len(lanes)
-    waiting: dict[int, list[int]] = {}
-    runnable: list[tuple[float, int]] = []
-    following = [lane.start for lane in lanes]
-    orders: list[list[Action]] = [[] for _ in lanes]
-    pairs = set()
 
-    def arrival(node: int) -> float:
-        return max((ends[needed] + lags[link] for needed, link in waits[node]), default=0.0)
+    def __init__(self, pairings: Pairings, patience: float, swaps: bool) -> None:
+        self._pairings, self._patience, self._swaps = pairings, patience, swaps
+        count = len(pairings.lanes)
+        self._further = pairings.blocks.further
+        self._begins, self._sizes = pairings.blocks.begins, pairings.blocks.sizes
+        self._ends: list[list[float]] = [[] for _ in range(count)]  # of the actions that have run
+        self._nodes: list[list[int]] = [[] for _ in range(count)]  # in the order in which they run
+        self._forwards: list[int] = []  # the nodes of the pairs' forwards
+        self._hidden = [0.0] * count
+        self._needed_patience, self._has_swaps = 0.0, False
+        self._waiting: list[dict[int, list[int]]] = [
+            {} for _ in range(count)
+        ]  # by position, the devices that wait for it
+        self._runnable: list[tuple[float, int]] = []
+        self._skipped, self._skipped_hidden = 0.0, [0.0] * count
+        self._anchor: _Moment | None = None
+        self._moment = 1  # the block whose end on the ruler is the next moment
 
-    def missing(node: int) -> int | None:
-        return next((needed for needed, _ in waits[node] if needed not in ends), None)
+    def result(self) -> PairedRun:
+        """Run all actions."""
+        begin, ruler = inf, next((lane for lane, size in enumerate(self._sizes) if size), -1)
+        for lane in range(len(self._ends)):
+            self._queue(lane)
+        while self._runnable:
+            start, lane = heappop(self._runnable)
+            begin = min(begin, start)
+            self._step(lane, start)
+            if lane == ruler and len(self._ends[lane]) >= self._begins[lane] + self._moment * self._sizes[lane]:
+                self._skip_blocks()
+        actions, end = self._pairings.actions, max(ends[-1] for ends in self._ends if ends)
+        orders = tuple(tuple(actions[node] for node in nodes) for nodes in self._nodes)
+        pairs = frozenset(actions[node] for node in self._forwards)
+        return PairedRun(
+            replace(self._pairings.schedule, orders=orders, pairs=pairs),
+            end - begin + self._skipped,
+            tuple(map(sum, zip(self._hidden, self._skipped_hidden, strict=True))),
+            self._needed_patience,
+            self._has_swaps,
+        )
 
-    def queue(lane: int) -> None:
-        node = following[lane]
-        if node == lanes[lane].stop:
+    def _step(self, lane: int, start: float) -> None:
+        """Run the next action of a device, which starts at ``start``, or a pair of the next two."""
+        at, seconds = len(self._ends[lane]), self._pairings.seconds
+        first, pair = self._node(lane, at)[0], self._pair(lane, at)
+        nodes: tuple[int, ...] = (first,)
+        end = start + seconds[first]
+        if pair is not None and not isinstance(arrival := self._arrival(lane, at + 1), tuple):
+            second = pair[pair[0] == first]
+            together, both = max(start, arrival), self._pairings.together(*pair)
+            apart = max(end, arrival) + seconds[second]
+            wait, saved = together - start, seconds[first] + seconds[second] - both
+            if wait <= self._patience * saved and together + both < apart:
+                nodes, end = pair, together + both
+                self._forwards.append(pair[0])
+                self._hidden[lane] += saved
+                self._has_swaps |= pair[0] != first
+                if wait > self._needed_patience * saved:
+                    self._needed_patience = min(share for share in _PATIENCE if wait <= share * saved)
+        self._nodes[lane] += nodes
+        self._ends[lane] += [end] * len(nodes)
+        for position in range(at, at + len(nodes)):
+            for other in self._waiting[lane].pop(position, ()):
+                self._queue(other)
+        self._queue(lane)
+
+    def _queue(self, lane: int) -> None:
+        """Put the next action of a device into the queue of those that can run, or of those that wait."""
+        ends = self._ends[lane]
+        if len(ends) == self._length(lane):
             return
-        if (needed := missing(node)) is None:
-            heappush(runnable, (max(free[lane], arrival(node)), lane))
+        arrival = self._arrival(lane, len(ends))
+        if isinstance(arrival, tuple):
+            owner, position = arrival
+            self._waiting[owner].setdefault(position, []).append(lane)
         else:
-            waiting.setdefault(needed, []).append(lane)
+            heappush(self._runnable, (max(ends[-1], arrival) if ends else arrival, lane))
 
-    for lane in range(len(lanes)):
-        queue(lane)
-    while runnable:
-        start, lane = heappop(runnable)
-        first = following[lane]
-        second = first + 1
-        run = [first]
-        end = start + seconds[graph.prices[first]]
-        is_pair_runnable = second < lanes[lane].stop and missing(second) is None
-        if is_pair_runnable and (pair := _pair_of(actions[first], actions[second], swaps)) is not None:
-            forward, backward = pair
-            together = max(start, arrival(second))
-            apart = max(end, arrival(second)) + seconds[graph.prices[second]]
-            both = prices.of(*forward) + prices.second_of_pair(forward, backward)
-            saved = seconds[graph.prices[first]] + seconds[graph.prices[second]] - both
-            if together - start <= patience * saved and together + both < apart:
-                run, end = [first, second], together + both
-                pairs.add(forward)
-                orders[lane] += [forward, backward]
-        if len(run) == 1:
-            orders[lane].append(actions[first])
-        free[lane] = end
-        following[lane] += len(run)
-        for node in run:
-            ends[node] = end
-            for other in waiting.pop(node, ()):
-                queue(other)
-        queue(lane)
-    return replace(schedule, orders=tuple(map(tuple, orders)), pairs=frozenset(pairs))
+    def _length(self, lane: int) -> int:
+        return len(self._pairings.lanes[lane]) + self._further * self._sizes[lane]
 
+    def _node(self, lane: int, at: int) -> tuple[int, int]:
+        """Return the node at a position of a device, and how many times the block has run again before it."""
+        size, behind, node = self._sizes[lane], at - self._begins[lane], self._pairings.lanes[lane].start + at
+        if not self._further or behind < size:
+            return node, 0
+        again = min(behind // size, self._further)
+        return node - again * size, again
 
-def _pair_of(first: Action, second: Action, swaps: bool) -> tuple[Action, Action] | None:
-    """Return two consecutive actions as a pair, the forward first; ``None`` if they cannot be a pair.
+    def _arrival(self, lane: int, at: int) -> float | tuple[int, int]:
+        """Return when the inputs of an action arrive; if one of them has not run, its device and position."""
+        node, again = self._node(lane, at)
+        latest = 0.0
+        for owner, position, lag in self._pairings.needs[node]:
+            position += again * self._sizes[owner]
+            ends = self._ends[owner]
+            if position >= len(ends):
+                return owner, position
+            latest = max(latest, ends[position] + lag)
+        return latest
 
-    They cannot if they are of the same stage and microbatch, or are not one forward and one backward. Without
-    ``swaps``, they cannot if the backward is the first of them.
-    """
-    if first[1:] == second[1:]:
-        return None
-    if first.kind is Kind.F and second.kind in _BACKWARDS:
-        return first, second
-    return (second, first) if swaps and second.kind is Kind.F and first.kind in _BACKWARDS else None
+    def _pair(self, lane: int, at: int) -> tuple[int, int] | None:
+        """Return the nodes at a position of a device and the next one as a pair, the forward first; ``None`` if they are none.
+
+        They are one forward and one backward, of different stages or microbatches. With swaps, the backward may come
+        first.
+        """
+        if at + 1 == self._length(lane):
+            return None
+        (first, before), (second, after) = self._node(lane, at), self._node(lane, at + 1)
+        a, b = self._pairings.actions[first], self._pairings.actions[second]
+        units = self._pairings.blocks.units
+        if a.stage == b.stage and a.microbatch + before * units == b.microbatch + after * units:
+            return None
+        if a.kind is Kind.F and b.kind in _BACKWARDS:
+            return first, second
+        return (second, first) if self._swaps and b.kind is Kind.F and a.kind in _BACKWARDS else None
+
+    def _skip_blocks(self) -> None:
+        """Leave out blocks that repeat, if the run is as it was some blocks ago but for the time."""
+        rows = list(zip(self._ends, self._begins, self._sizes, strict=True))
+        block, self._moment = self._moment, self._moment + 1
+        behind = min((len(ends) - begin) // size for ends, begin, size in rows if size)
+        if behind < 1:
+            return
+        oldest = behind - self._pairings.blocks.depth
+        now = _Moment(
+            block,
+            [len(ends) - begin - block * size for ends, begin, size in rows],
+            [end for ends, begin, size in rows for end in ends[begin + oldest * size :]],
+            list(self._hidden),
+        )
+        delay = None if self._anchor is None else now.delay_after(self._anchor)
+        if self._anchor is not None and delay is not None:
+            begun = max((len(ends) - begin) // size for ends, begin, size in rows if size) + 2
+            times = max(0, self._further - begun) // (block - self._anchor.block)
+            self._skipped = times * delay
+            self._skipped_hidden = [
+                times * (now - then) for now, then in zip(self._hidden, self._anchor.hidden, strict=True)
+            ]
+            self._further -= times * (block - self._anchor.block)
+            self._moment = 2**62  # never
+        elif block & (block - 1) == 0:
+            self._anchor = now
