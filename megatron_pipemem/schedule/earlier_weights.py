@@ -14,9 +14,9 @@ No W moves to a later place, so no device holds more than before, and no action 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from megatron_pipemem.schedule.action import PLAIN, Action, Kind
@@ -44,29 +44,26 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
     limit = bytes_of_1f1b(costs, schedule.placement, schedule.units)
     if limit is None:
         return schedule
-    devices = [dict(zip(order, taken, strict=True)) for order, taken in _changes_of(schedule, costs)]
-    if max(map(_peak, devices)) <= loosened(limit):
+    held = _held(schedule, costs)
+    if max(map(max, held)) <= loosened(limit):
         return schedule
-    limit = max(limit, *(_peak(dict(_with_limit(changes, -inf))) for changes in devices))
-    orders = tuple(tuple(action for action, _ in _with_limit(changes, loosened(limit))) for changes in devices)
+    devices = [
+        {action: after - before for action, (before, after) in zip(order, pairwise(memory), strict=True)}
+        for order, memory in zip(schedule.orders, held, strict=True)
+    ]
+    limit = loosened(max(limit, *(max(accumulate(dict(_with_limit(changes, -inf)).values())) for changes in devices)))
+    orders = tuple(
+        order if max(memory) <= limit else tuple(action for action, _ in _with_limit(changes, limit))
+        for order, memory, changes in zip(schedule.orders, held, devices, strict=True)
+    )
     return schedule if orders == schedule.orders else replace(schedule, orders=orders)
 
 
-def _changes_of(schedule: Schedule, costs: Costs) -> Iterator[tuple[tuple[Action, ...], Iterable[float]]]:
-    """Yield the order of each device, and the bytes that its actions take."""
+def _held(schedule: Schedule, costs: Costs) -> list[list[float]]:
+    """Return the bytes that each device holds at the beginning, and after every action."""
     changes = costs.memory_changes(schedule.placement, units=schedule.units)
     weights = unit_weights(schedule, costs)
-    for order in schedule.orders:
-        memory = [0.0, *held_after(order, changes, weights, schedule.units)]
-        yield order, (after - before for before, after in pairwise(memory))
-
-
-def _peak(changes: _Changes) -> float:
-    memory = peak = 0.0
-    for change in changes.values():
-        memory += change
-        peak = max(peak, memory)
-    return peak
+    return [[0.0, *held_after(order, changes, weights, schedule.units)] for order in schedule.orders]
 
 
 def _with_limit(changes: _Changes, limit: float) -> Iterator[tuple[Action, float]]:
@@ -84,6 +81,6 @@ def _with_limit(changes: _Changes, limit: float) -> Iterator[tuple[Action, float
             memory += changes[weight]
             yield weight, changes[weight]
         if action.kind is Kind.I:
-            waiting.append(action._replace(kind=Kind.W))
+            waiting.append(Action(Kind.W, action.stage, action.microbatch))
         memory += change
         yield action, change

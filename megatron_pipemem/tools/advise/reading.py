@@ -504,12 +504,18 @@ def _tower(flags: Mapping[str, Any], assumed: list[str], images: int | None) -> 
     return tower
 
 
+_LAYERS = re.compile(r"^num_layers: (\d+)$", re.MULTILINE)
+
+
 def _vocabulary(flags: Mapping[str, Any], model: Model, assumed: list[str]) -> int:
     """Return the vocabulary's number of tokens, from a known model of this shape, or from the tokenizer.
 
     If both are unknown, a number is assumed. A sentence is added to ``assumed``.
     """
     for path in sorted((Path(__file__).parents[1] / "config" / "models").glob("*.yaml")):
+        layers = _LAYERS.search(path.read_text())
+        if layers is not None and int(layers[1]) != model.layers:  # reading the whole file takes long
+            continue
         other = load(path.stem, Model)
         if _shape(other) == _shape(model):
             assumed.append(f"a vocabulary of {other.vocabulary:,}, as {path.stem} has, whose shape this is")

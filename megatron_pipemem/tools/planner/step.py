@@ -23,11 +23,12 @@ left to hide either. If a step may be rolled back, its previous state takes memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
@@ -35,7 +36,7 @@ from megatron_pipemem.model.activations import Kept, layer_bytes, message_bytes,
 from megatron_pipemem.model.counts import model_flops
 from megatron_pipemem.model.layout import needed_layers
 from megatron_pipemem.model.model import Execution, Model
-from megatron_pipemem.part_costs import Passes
+from megatron_pipemem.part_costs import Passes, Summed
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.message_memory import nccl_bytes
@@ -361,8 +362,15 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     stages[0] = [first, *stages[0]]
     stages[-1] = [*stages[-1], last]
     stages *= placement.replicas
-    seconds = [sum((part.seconds for part in stage), Passes()) for stage in stages]
-    kept = [sum((part.kept for part in stage), Kept()) for stage in stages]
+    keys = [tuple(map(id, stage)) for stage in stages]  # few stages differ
+    distinct_stages = dict(zip(keys, stages, strict=True))
+
+    def of_stages[T: Summed](value: Callable[[Price], T], zero: T) -> list[T]:
+        sums = {key: sum(map(value, stage), zero) for key, stage in distinct_stages.items()}
+        return [sums[key] for key in keys]
+
+    seconds = of_stages(attrgetter("seconds"), Passes())
+    kept = of_stages(attrgetter("kept"), Kept())
     costs = Costs(
         forward=tuple(s.forward for s in seconds),
         backward_input=tuple(s.input for s in seconds),
@@ -392,7 +400,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         buffers=_buffers(cut, placement, layers),
         sent=_sent(message_bytes(cut.model, cut.execution), placement, [max(s.saved, s.after_input) for s in kept]),
         communication=tuple(sum(part.communication.total for part in device) / replicas for device in device_parts),
-        exchange=tuple(sum((part.exchange for part in stage), Passes()) for stage in stages),
+        exchange=tuple(of_stages(attrgetter("exchange"), Passes())),
         again=tuple(sum(part.again for part in device) / replicas for device in device_parts),
         work=tuple(sum(part.seconds.total for part in device) / replicas for device in device_parts),
         reduction=max(_exposed(cut, device, replicas) for device in device_parts)
