@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from lanes import examples
 from refusals import refused
 
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.activations import head_bytes, layer_bytes
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.action import RECEIVES, Kind
 from megatron_pipemem.schedule.action_prices import held_after
-from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.message_memory import sent_bytes
 from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB, Cluster, HostChannel, Link
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import script_flags
 from megatron_pipemem.tools.launch.feasibility import feasible
-from megatron_pipemem.tools.planner import replay as replay_module
 from megatron_pipemem.tools.planner.memory import held
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.prices import all_reduce, embedding, head, layer
 from megatron_pipemem.tools.planner.profile import from_formulas
-from megatron_pipemem.tools.planner.replay import measured
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import run_step
-from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
+from tests.planner.small_run import CLUSTER, MODEL, RUN
 
 
 def parameters_of_halves() -> tuple[int, int]:
@@ -154,59 +148,6 @@ def test_reduction_hides_behind_backwards_that_are_long_enough():
     backward = sum(part.seconds.total for part in parts) - forward
     assert reduction(1e6) == 0
     assert reduction(1.0) == pytest.approx((4 + 2) * parameters / 2 / 1e9 - backward - forward)
-
-
-LONG = [
-    family.name
-    for family in families()
-    if not family.asynchronous and family.slices == 1 and "costs" not in family.options
-]
-
-
-@examples(60)
-@given(
-    st.sampled_from(LONG),
-    st.integers(2, 6),
-    st.integers(4, 20),
-    st.integers(0, 5),
-    st.sampled_from([0.0, 0.05, 0.5]),
-    st.sampled_from([0.1, 0.9, 1.0]),
-    st.integers(0, 2**32),
-)
-def test_the_price_of_a_long_step_is_that_of_its_simulation(name, p, times, more, p2p, least, seed):
-    """From equal stages to those that differ ten times, with groups of microbatches that are whole and that are not."""
-    rng, m = random.Random(seed), times * p + more
-    try:
-        schedule = build_schedule(name, num_devices=p, num_microbatches=m)
-    except UnsupportedError:
-        assume(False)
-    f, i, w = ([rng.uniform(least, 1.0) for _ in range(schedule.placement.model_stages)] for _ in range(3))
-    costs = Costs(f, i, w, p2p=p2p)
-    timeline = simulate(schedule, costs)
-    price = measured(name, p, m, None, costs)
-    assert price.seconds == pytest.approx(timeline.makespan, rel=0.005)
-    assert price.peaks == pytest.approx(timeline.peaks)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_that_is_too_long_to_build_is_priced_by_shorter_ones(name, monkeypatch):
-    """A stage in the middle that is a little slower than the ends: it takes long until all devices keep its time."""
-    built = []
-
-    def family_schedule(name, p, m, *rest):
-        built.append(m)
-        return build_schedule(name, num_devices=p, num_microbatches=m)
-
-    stages = build_schedule(name, num_devices=4, num_microbatches=4).num_stages
-    seconds = [1.0 + 0.05 * (stage == stages // 2) for stage in range(stages)]
-    costs = Costs(seconds, seconds, seconds, p2p=0.05)
-    whole = simulate(build_schedule(name, num_devices=4, num_microbatches=1024), costs)
-    monkeypatch.setattr(replay_module, "family_schedule", family_schedule)
-    monkeypatch.setattr(replay_module, "MOST_ACTIONS", 10_000)
-    replay_module._long_replay.cache_clear()
-    price = measured(name, 4, 1024, None, costs)
-    assert price.seconds == pytest.approx(whole.makespan, rel=0.005) and price.peaks == pytest.approx(whole.peaks)
-    assert max(built, default=0) < 512
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(sum))

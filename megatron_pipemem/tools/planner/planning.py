@@ -52,7 +52,6 @@ from megatron_pipemem.tools.planner.replay import (
     Order,
     OrderPrice,
     Replay,
-    Timing,
     extended,
     measured,
     same_passes,
@@ -452,10 +451,11 @@ class _Planner:
             return self._plan_of_schedule(base, build(microbatches))
         overlaps = run.schedule.overlap_steps
 
-        def timing(count: int) -> Timing:
-            return Replay(build(count)).timing(step.costs, overlaps)
+        def replay(count: int) -> Replay:
+            return Replay(build(count))
 
-        return self._plan(base, None, extended(timing, run.parallelism.pp, microbatches))
+        price = extended(replay, step.costs, run.parallelism.pp, microbatches, overlaps)
+        return self._plan(base, None, price)
 
     def _plan_of_schedule(self, base: Base, schedule: Schedule) -> Way | None:
         """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""

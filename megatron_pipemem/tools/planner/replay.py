@@ -12,9 +12,9 @@ If the delays differ, the step does not repeat yet, and twice as many microbatch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import islice
 from math import isclose, lcm
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulated
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.tools.planner.repetition import Repetition
 
 _SHORT = 3  # microbatches per device of the shortest step that may have a rhythm
 _LONGEST_RHYTHM = 8  # microbatches per device
@@ -74,21 +75,55 @@ def _hidden(timeline: Timeline) -> tuple[float, ...]:
     return tuple(whole - work for whole, work in zip(apart, timeline.work, strict=True))
 
 
-def extended(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
+def extended(
+    built: Callable[[int], Replay], costs: Costs, num_devices: int, num_microbatches: int, overlaps: bool = False
+) -> OrderPrice:
     """Return the time and peaks of a step of any length, from short steps if the step is long.
 
-    ``run`` simulates a step with a given number of microbatches. A step with few microbatches per device is simulated
-    as a whole. A longer one is extended from two shorter steps once these repeat, or once the next step would have too
-    many actions.
+    ``built`` returns the replay of a step with a given number of microbatches. A step with few microbatches per device is
+    simulated as a whole. A longer one is extended from two shorter steps once these differ by blocks that repeat
+    (``Repetition``) or once their times repeat, or once the next step would have too many actions.
     """
-    rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
-    while 2 * (count + rhythm) < num_microbatches:
-        shorter, longer = run(count), run(count + rhythm)
+    built = cache(built)
+    for count, more in _counts(num_devices, num_microbatches):
+        if not overlaps and (repetition := _repetition(built, num_devices, count, more)) is not None:
+            return OrderPrice(repetition.makespan(costs, num_microbatches), peaks(repetition.schedule, costs))
+        shorter, longer = (built(number).timing(costs, overlaps) for number in (count, count + more))
         actions = sum(map(len, longer.timeline.schedule.orders))
         if _repeats(shorter, longer) or 2 * actions > MOST_ACTIONS:
             return _extended(shorter, longer, num_microbatches)
+    return built(num_microbatches).timing(costs, overlaps).price
+
+
+def repeating(
+    built: Callable[[int], Replay], num_devices: int, num_microbatches: int
+) -> tuple[Schedule, Repetition | None]:
+    """Return a short step with blocks that repeat in the step of ``num_microbatches``; that step, and ``None``, if none has.
+
+    ``built`` is as in ``extended``.
+    """
+    built = cache(built)
+    for count, more in _counts(num_devices, num_microbatches):
+        if (repetition := _repetition(built, num_devices, count, more)) is not None:
+            return repetition.schedule, repetition
+    return built(num_microbatches).schedule, None
+
+
+def _repetition(built: Callable[[int], Replay], num_devices: int, count: int, more: int) -> Repetition | None:
+    """Return the repetition of a step with ``count`` microbatches, or of one with ``more`` of them, if they have one."""
+    if count - more >= 2 * num_devices:
+        repetition = built(count).repetition_after(built(count - more))
+        if repetition is not None:
+            return repetition
+    return built(count + more).repetition_after(built(count))
+
+
+def _counts(num_devices: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
+    """Yield the microbatches of short steps that a long step may extend, and how many more the next short step has."""
+    rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
+    while 2 * (count + rhythm) < num_microbatches:
+        yield count, rhythm
         count = _congruent(2 * count, num_microbatches, rhythm)
-    return run(num_microbatches).price
 
 
 def shortest(num_devices: int, num_microbatches: int) -> int:
@@ -163,7 +198,18 @@ class Replay:
     """Simulates one schedule under many costs. Its dependencies are computed once."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self._dependencies = schedule, Dependencies.of_schedule(schedule)
+        self.schedule = schedule
+        self._repetitions: dict[Replay, Repetition | None] = {}
+
+    @cached_property
+    def _dependencies(self) -> Dependencies:
+        return Dependencies.of_schedule(self.schedule)
+
+    def repetition_after(self, shorter: Replay) -> Repetition | None:
+        """Return the blocks by which the schedule is longer than another one of its family, from a cache if it is there."""
+        if shorter not in self._repetitions:
+            self._repetitions[shorter] = Repetition.of(shorter.schedule, self.schedule, self._dependencies)
+        return self._repetitions[shorter]
 
     def timeline(self, costs: Costs, begins: Sequence[float] = ()) -> Timeline:
         return simulated(self.schedule, costs, self._dependencies, begins)
@@ -245,8 +291,8 @@ def measured(
     With ``moves_weights``, W run as early as the bytes of ``costs`` need (``schedule.earlier_weights``).
     """
 
-    def run(count: int) -> Timing:
+    def built(count: int) -> Replay:
         published = replay(name, num_devices, count, chunks)
-        return (published.with_earlier_weights(costs) if moves_weights else published).timing(costs, overlaps)
+        return published.with_earlier_weights(costs) if moves_weights else published
 
-    return extended(run, num_devices, num_microbatches)
+    return extended(built, costs, num_devices, num_microbatches, overlaps)

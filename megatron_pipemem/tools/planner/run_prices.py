@@ -31,14 +31,13 @@ from megatron_pipemem.tools.planner.replay import (
     Order,
     OrderPrice,
     Replay,
-    Timing,
     extended,
     replay,
     shortest,
 )
 from megatron_pipemem.tools.planner.slices import with_slices
 from megatron_pipemem.tools.planner.step import PlannedStep
-from megatron_pipemem.tools.planner.variants import HOST_MEMORY, paired, run_step, variant_of
+from megatron_pipemem.tools.planner.variants import HOST_MEMORY, paired, paired_price, run_step, variant_of
 from megatron_pipemem.tools.planner.ways import Way
 
 _EFFORT, _UNLIMITED = 0.1, 1e9  # of the search for the order of ``auto``, in seconds
@@ -128,20 +127,23 @@ class RunPrices:
         return published.with_earlier_weights(step.costs) if self._moves_weights else published
 
     def _price(self, step: PlannedStep) -> OrderPrice:
-        def timing(count: int) -> Timing:
-            moved = self.with_earlier_weights(self._replays(count), step)
-            schedule = self._with_passes(moved.schedule, step)
-            complete = moved if schedule is moved.schedule else Replay(schedule)
-            return complete.timing(step.costs, self.run.schedule.overlap_steps)
+        chooses_pairs = self.run.pairs and self._request.file is None and not self.run.schedule.overlap_steps
 
-        cut = self.run.parallelism
+        def built(count: int) -> Replay:
+            moved = self.with_earlier_weights(self._replays(count), step)
+            schedule = moved.schedule if chooses_pairs else self._with_passes(moved.schedule, step)
+            return moved if schedule is moved.schedule else Replay(schedule)
+
+        cut, overlaps = self.run.parallelism, self.run.schedule.overlap_steps
+        if chooses_pairs:
+            return paired_price(built, step, step.room(self._memory), cut.microbatches)
         if self._request.file is not None:
-            order_price = timing(self._count).price
+            order_price = built(self._count).timing(step.costs, overlaps).price
             return order_price._replace(seconds=order_price.seconds + self.further * max(step.work))
         actions = 3 * cut.microbatches * self.replay.schedule.units.parts * self.placement.num_stages
         if self._adds_passes and actions <= MOST_ACTIONS:
-            return timing(cut.microbatches).price
-        return extended(timing, cut.pp, cut.microbatches)
+            return built(cut.microbatches).timing(step.costs, overlaps).price
+        return extended(built, step.costs, cut.pp, cut.microbatches, overlaps)
 
     def _with_passes(self, schedule: Schedule, step: PlannedStep) -> Schedule:
         """Return the schedule with the pairs, the vocabulary passes or the copies to the host that the run adds."""

@@ -18,7 +18,7 @@ from functools import partial
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
-from megatron_pipemem.features.pairs.orders import with_pairs
+from megatron_pipemem.features.pairs.orders import Pairings, fastest, with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.model.activations import message_bytes
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
@@ -31,12 +31,12 @@ from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, peaks
+from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 from megatron_pipemem.tools.config.runs import Run, ScheduleChoice
 from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, gather, logit_bytes
-from megatron_pipemem.tools.planner.replay import Order, family_schedule
+from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, family_schedule, repeating
 from megatron_pipemem.tools.planner.slices import step_of
 from megatron_pipemem.tools.planner.step import PlannedStep, ends_seconds, price
 
@@ -160,6 +160,28 @@ def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Ti
         return all(peak <= limit for peak, limit in zip(peaks(candidate, step.costs), room, strict=True))
 
     return with_pairs(schedule, step.costs, fits)
+
+
+def paired_price(
+    published: Callable[[int], Replay], step: PlannedStep, room: tuple[float, ...], num_microbatches: int
+) -> OrderPrice:
+    """Return the time and peaks of a step of any length with the pairs that make it shortest, as ``paired`` chooses them.
+
+    ``published`` returns the replay of a step without pairs with a given number of microbatches.
+    """
+    costs = step.costs
+    schedule, repetition = repeating(published, step.placement.num_devices, num_microbatches)
+    blocks = None if repetition is None else repetition.blocks(num_microbatches)
+    seconds = simulate(schedule, costs).makespan if repetition is None else repetition.makespan(costs, num_microbatches)
+    versions = [
+        OrderPrice(run.seconds, peaks(run.schedule, costs), run.hidden if run.schedule.pairs else ())
+        for run in Pairings(schedule, costs, blocks).runs()
+    ]
+    alone = OrderPrice(seconds, peaks(schedule, costs))
+    fitting = [
+        version for version in versions if all(peak <= limit for peak, limit in zip(version.peaks, room, strict=True))
+    ]
+    return fastest((alone, *fitting), lambda price: price.seconds)
 
 
 IN_PAIRS = Variant(
