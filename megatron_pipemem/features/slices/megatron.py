@@ -27,10 +27,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.runtime import KeyValueCache
 from megatron_pipemem.gates import StepGates
-from megatron_pipemem.mcore.model.language_model import is_gpt
+from megatron_pipemem.mcore.model.language_model import is_language_model, layers_with_states, model_of_chunk
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
@@ -74,18 +73,7 @@ class SlicedModel:
 
     def __init__(self, chunk: torch.nn.Module):
         model = unwrap_model(chunk)
-        if not is_gpt(model):
-            raise UnsupportedError(
-                "slices-model",
-                f"sequence slices run through a GPTModel, and this is a {type(model).__name__}; leave out -o slices, or take a "
-                "schedule that has none",
-            )
-        if model.position_embedding_type not in _POSITIONS:
-            raise UnsupportedError(
-                "slices-model",
-                f"position embeddings of type {model.position_embedding_type} cannot begin in the middle of a sequence; pass "
-                "--position-embedding-type rope, or take a schedule without sequence slices",
-            )
+        _check_model(model)
         self._model = model
         self._parameters = inspect.signature(model.forward)
         self._attention = [module for module in model.modules() if isinstance(module, Attention)]
@@ -181,6 +169,28 @@ class SlicedModel:
         else:
             mask = mask[..., begin:end, :end]
         return (query, key, value, mask, *remaining), named
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """Raise an UnsupportedError if a chunk's whole model cannot run slice by slice."""
+    if not is_language_model(model):
+        raise UnsupportedError(
+            "slices-model",
+            f"sequence slices run through a GPTModel or a HybridModel, and this is a {type(model).__name__}; leave out -o "
+            "slices, or take a schedule that has none",
+        )
+    if model.position_embedding_type not in _POSITIONS:
+        raise UnsupportedError(
+            "slices-model",
+            f"position embeddings of type {model.position_embedding_type} cannot begin in the middle of a sequence; pass "
+            "--position-embedding-type rope, or take a schedule without sequence slices",
+        )
+    for number, kind in layers_with_states(model).items():
+        raise UnsupportedError(
+            "slices-model",
+            f"layer {number} ({kind}) hands a state from token to token, and every slice would begin with an empty one; take "
+            "a schedule without sequence slices",
+        )
 
 
 def _check_attention(attention: Attention) -> None:
@@ -364,9 +374,13 @@ class SequenceSlices(Extension):
                 "sequence slices need messages of [tokens, microbatch, hidden size]; drop the function that changes them "
                 "(adjust_tensor_shapes_fn), or take a schedule without slices",
             )
+        for chunk in step.chunks:
+            _check_gradient_hooks(chunk)
+            if chunk not in self._models:
+                self._models[chunk] = SlicedModel(chunk)
         (b, s), config = step.tokens[0], step.context.config
         ranks = step.groups.tp.size() if config.sequence_parallel else 1
-        share = attention_share(model_of(config, seq_length=s, mtp_num_layers=0))
+        share = attention_share(model_of_chunk(unwrap_model(step.chunks[0]), s, mtp_num_layers=0))
         tokens = slice_tokens(s, step.program.schedule.units.parts, self._request.slice_cut, share, multiple=ranks)
         self._bounds = list(pairwise(accumulate(tokens, initial=0)))  # [2, 3] -> [(0, 2), (2, 5)]
         shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]
@@ -374,10 +388,6 @@ class SequenceSlices(Extension):
             step.message = replace(step.message, shape=shapes[0])
         else:
             step.message = replace(step.message, shape=None, shapes=shapes * len(step.tokens))
-        for chunk in step.chunks:
-            _check_gradient_hooks(chunk)
-            if chunk not in self._models:
-                self._models[chunk] = SlicedModel(chunk)
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run slices."""

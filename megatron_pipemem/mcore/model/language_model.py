@@ -13,7 +13,7 @@ from megatron_pipemem.mcore.symbols import GPT_MODELS, HYBRID_MODELS
 from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.counts import kind_weights, layer_weights
 from megatron_pipemem.model.layout import PATTERN_ARGUMENT, pattern_layers
-from megatron_pipemem.model.model import Model
+from megatron_pipemem.model.model import Model, Sublayer
 
 
 def pattern_of(model: Any) -> str | None:
@@ -84,6 +84,15 @@ def build_hybrid(config: Any, blocks: Any, *size: int, pattern: str, **more: Any
     return HYBRID_MODELS.get()(config, blocks, *size, **{PATTERN_ARGUMENT: pattern}, **more)
 
 
-def is_gpt(model: Any) -> bool:
-    """Return whether a model is of Megatron's own class of GPTs."""
-    return isinstance(model, GPT_MODELS.find() or ())
+def is_language_model(model: Any) -> bool:
+    """Return whether a model is of one of Megatron's own classes of language models."""
+    return isinstance(model, tuple(filter(None, (GPT_MODELS.find(), HYBRID_MODELS.find()))))
+
+
+def layers_with_states(model: Any) -> dict[int, str]:
+    """Return the kinds of the layers that hand a state from token to token, by their numbers in the whole model from 1."""
+    return {
+        number: kind
+        for number, kind in enumerate(kinds_of(model), 1)
+        if not {*kind}.isdisjoint((Sublayer.MAMBA, Sublayer.DELTA_NET))
+    }
