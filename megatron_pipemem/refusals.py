@@ -36,7 +36,6 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "cuda_graph_warmup_steps": lambda number: number == 0,
     "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
     "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
-    "moe_aux_loss_coeff": lambda shares: any(shares if isinstance(shares, (list, tuple)) else [shares]),
     "num_distributed_optimizer_instances": lambda number: (number or 1) > 1,
     "moe_token_dispatcher_type": lambda dispatcher: dispatcher == "flex",
     "gtp_weight_remat_size": lambda number: (number or 1) > 1,
@@ -59,8 +58,6 @@ _NUMBERS = {
     "grad_norm_skip_threshold",
     "gtp_weight_remat_size",
     "micro_batch_size",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
     "mtp_num_layers",
     "num_distributed_optimizer_instances",
 }
@@ -323,9 +320,6 @@ ROLLED_BACK = Refusals(
         "save_tokens_per_expert_interval": _WRITTEN_EARLY,
     },
 )
-_BIAS = "balance experts by --moe-router-load-balancing-type none and --moe-router-enable-expert-bias"
-_WHOLE = (*_UNCOUNTED, "sinkhorn")
-_PACKED = "a packed document may lie in two slices"
 SLICED = Refusals(
     " in sequence slices",
     {
@@ -334,22 +328,23 @@ SLICED = Refusals(
         "--attention-dropout 0",
         "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the sequences",
         "mtp_num_layers": "the last tokens of a slice would have no tokens to predict from",
-        "moe_aux_loss_coeff": f"it is a loss of whole microbatches; {_BIAS}",
-        "moe_z_loss_coeff": "it is a loss of whole microbatches",
-        "moe_expert_capacity_factor": "experts drop tokens of whole microbatches",
-        "moe_router_load_balancing_type": f"{' or '.join(_WHOLE)} needs whole microbatches; {_BIAS}",
+        "moe_expert_capacity_factor": "later tokens decide which ones an expert drops; drop --moe-expert-capacity-factor",
+        "moe_router_load_balancing_type": "sinkhorn weighs scores by those of later tokens, and quantile_balancing takes "
+        "quantiles of whole microbatches; balance experts by aux_loss, seq_aux_loss, global_aux_loss or a bias",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
-        "sft": _PACKED,
-        "dataloader_inter_document_masking": _PACKED,
     },
     ", or take a schedule without sequence slices",
-    only={"moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _WHOLE)},
+    only={
+        "moe_router_load_balancing_type": lambda asked: any(
+            kind in (asked or "") for kind in ("quantile_balancing", "sinkhorn")
+        )
+    },
 )
 LAYERWISE_SLICED = Refusals(
     " in sequence slices with layerwise random numbers",
     {
-        "hidden_dropout": "slices draw other masks than stock draws for whole sequences; pass --hidden-dropout 0, or "
-        "--pipemem-random stock",
+        "hidden_dropout": "a slice draws a mask of its own, where stock draws one for the whole sequence, and with sequence "
+        "parallelism for other tokens of it on each rank; pass --hidden-dropout 0, or --pipemem-random stock",
     },
     ", or take a schedule without sequence slices",
 )
@@ -432,9 +427,9 @@ SHARED_DOCUMENTS = Rule(
     "every document; pass --sft, which pads documents, or --context-parallel-size 1",
 )
 FUSED_ROTARY = Rule(
-    lambda value_of: value_of("multi_latent_attention") and value_of("apply_rope_fusion"),
-    "the fused rotary embeddings of latent attention begin every sequence slice at position 0; pass --no-rope-fusion, "
-    "or take a schedule without sequence slices",
+    lambda value_of: value_of("apply_rope_fusion") and (value_of("multi_latent_attention") or _is_packed(value_of)),
+    "the fused rotary embeddings of latent attention and of packed documents begin every sequence slice at position 0; pass "
+    "--no-rope-fusion, or take a schedule without sequence slices",
     "slices-attention",
 )
 DELAYED_SCALING = Rule(

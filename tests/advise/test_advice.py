@@ -110,8 +110,9 @@ def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     assert way.peak <= advice.today.peak * (1 + SAME_MEMORY) and way.seconds < min(
         proposal.seconds for proposal in advice.proposals.values() if proposal is not way
     )
-    packed = advise(replace(run, flags=run.flags | {"sft": True}), slices=True)
-    assert "same memory, slices" not in packed.proposals and "sft" in packed.unsliced and advice.unsliced is None
+    flag = "variable-seq-lengths"
+    unequal = advise(replace(run, flags=run.flags | {flag: True}), slices=True)
+    assert "same memory, slices" not in unequal.proposals and flag in unequal.unsliced and advice.unsliced is None
     allowed = {key: [getattr(sizes, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
     named = {"schedule": [way.order.name], "slices": [way.slices], "slice_cut": ["tokens"]}
     limits = Limits({**allowed, **named, "recompute": [run.schedule.recompute], "variant": ["plain"]})

@@ -13,7 +13,7 @@ activate()  # here too, because ranks are forked from a process that has importe
 
 import torch
 import torch.distributed as dist
-from loops import config_of, descend, forward_backward, outputs, session, tokens_of, without_sync
+from loops import config_of, descend, forward_backward, log_probs_of, outputs, session, tokens_of, without_sync
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -102,6 +102,17 @@ def forward_step(data, model):
     return output, partial(lambda losses: (losses.mean(), {"loss": losses.mean().detach()}))
 
 
+def likelihood_step(data, model):
+    """Compute from logits, over whole sequences, what reinforcement learning trains on. Here a token's neighbours count too."""
+    batch = next(data)
+    output = outputs(model, batch)
+    if output.size(-1) != VOCABULARY:
+        return output, None  # to the next stage
+    chosen = log_probs_of(output, batch)
+    mixed = (chosen - chosen.mean(dim=1, keepdim=True)).square() * chosen.roll(1, dims=1) - chosen
+    return mixed, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+
 def inspection_step(data, model):
     """Asks for logits instead of losses."""
     output = model(None, None, None) if data is None else outputs(model, next(data))
@@ -170,7 +181,7 @@ def run(case: dict) -> dict:
             ``VARIABLE`` or six of them (``EVEN``), which are read at the ends of the model alone, or ``LENGTHS``, which every
             rank reads; ``dp``: as many
             pipelines run one after another, each of them while the others wait in a barrier of all ranks; ``apart``: their
-            process groups say nothing of each other.
+            process groups say nothing of each other; ``likelihoods``: the forward step computes from logits.
     """
     if "example" in case:
         sys.path.insert(0, case["example"])
@@ -251,7 +262,11 @@ def _train(case: dict, tp: int, dp: int) -> dict:
     for step in range(STEPS):
         for model in models:
             model.zero_grad_buffer() if ddp else model.zero_grad(set_to_none=True)
-        seen = step_of(step, forward_step, sizes[: len(sizes) - step] if variable else sizes)
+        seen = step_of(
+            step,
+            likelihood_step if case.get("likelihoods") else forward_step,
+            sizes[: len(sizes) - step] if variable else sizes,
+        )
         losses += [report["loss"].item().hex() for report in seen]
         descend(models)
     logits = step_of(STEPS, inspection_step, sizes[:2], **inspects)

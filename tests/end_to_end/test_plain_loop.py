@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from quickstart import ROUNDING
 from ranks import CaseFailed, ConductedRanks
 from refusals import code_in
@@ -172,6 +173,17 @@ def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, show)
     for device, text in enumerate(others, 1):
         assert f"device {device} failed at position" in text and "of schedule v-half" in text
     assert results[-1]["losses"] == show(ddp=True, size=4)["losses"]
+
+
+def test_slices_of_a_forward_step_that_computes_from_logits(show):
+    """It runs once for a microbatch, on the logits of whole sequences."""
+    stock, cut = (
+        show(likelihoods=True, **how) for how in ({}, {"schedule": "seq1f1b", "settings": {"options": {"slices": 4}}})
+    )
+    assert len(set(stock["losses"])) > 10
+    assert numbers(cut["losses"]) == pytest.approx(numbers(stock["losses"]), rel=5e-6)
+    for own, expected in zip(cut["logits"], stock["logits"], strict=True):
+        assert torch.tensor(own).allclose(torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

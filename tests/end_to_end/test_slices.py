@@ -13,10 +13,12 @@ import pytest
 from comparing import assert_predicted_bytes
 from lanes import nightly, rest_nightly
 from model_flags import (
+    ALL_TO_ALL,
     BY_FLOPS,
     DISTRIBUTED,
     EVALUATION,
     EXPERTS,
+    RECOMPUTE,
     RECOMPUTED,
     ROPE,
     SELECTIVE,
@@ -35,7 +37,19 @@ GROUPED = (
 )
 ONE = ("--global-batch-size", "1", "--calculate-per-token-loss", *ROPE)
 TWO_SEQUENCES = ("--micro-batch-size", "2")
-UNBALANCED = (*EXPERTS, "--moe-router-load-balancing-type", "none")
+BALANCED = (
+    *(*EXPERTS, *ROPE, UNTIED, "--moe-z-loss-coeff", "0.01"),
+    *("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    *("--moe-aux-loss-coeff", "0.1", "0.2", "0.3"),
+    *(
+        "--moe-router-score-function",
+        "sigmoid",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate",
+        "0.1",
+    ),
+)
+ON_TWO_RANKS = (*TP_AND_SP, *ALL_TO_ALL, "--expert-tensor-parallel-size", "1")
 
 
 def cut(slices: int) -> tuple[str, ...]:
@@ -57,21 +71,54 @@ CASES = {
     "v-half, two barriers": ("v-half", (*cut(2), VOCABULARY, "1"), (*GROUPED, *TWO_SEQUENCES)),
     "sequence parallel, two barriers": ("seq1f1b", (*cut(2), VOCABULARY, "1"), (*TP_AND_SP, *ROPE)),
     "zbv, one barrier, experts, evaluation": (
-        *("zbv", (*cut(4), *BY_FLOPS, VOCABULARY, "2"), (*EVALUATION, *ROPE, *UNBALANCED)),
+        *("zbv", (*cut(4), *BY_FLOPS, VOCABULARY, "2"), (*EVALUATION, *BALANCED)),
     ),
+    "experts recomputed by the model": (
+        *("seq1f1b", (*cut(4), *BY_FLOPS), (*BALANCED, *RECOMPUTE, *TWO_SEQUENCES, "--calculate-per-token-loss")),
+    ),
+    "experts on two ranks, recomputed": ("zb-h1", (*cut(2), *RECOMPUTED), (*BALANCED, *ON_TWO_RANKS)),
     "slimpipe": ("slimpipe", cut(4), ROPE),
     "recomputed in part": ("seq1f1b", (*cut(2), "--pipemem-recompute", "selective"), GROUPED),
     "sliding window": ("zb-h1", cut(4), (*ROPE, "--window-size", "20,0")),
 }
-NIGHTLY = {"slimpipe", "recomputed in part", "sliding window"}
+NIGHTLY = {"slimpipe", "recomputed in part", "sliding window", "attention recomputed by the model"}
 
 
 @pytest.mark.parametrize("name", rest_nightly(CASES, CASES.keys() - NIGHTLY, "a case with a part of the flags"))
-def test_trains_as_stock(equals_stock, name):
+def test_trains_as_stock(equals_stock, tmp_path_factory, name):
+    """With experts, the losses of routers too, as they are logged."""
     schedule, ours, flags = CASES[name]
     # Megatron's recomputation is not predicted to the byte.
-    nbytes = None if "by the model" in name else "exact"
-    equals_stock(schedule, *flags, ours=ours, close=True, nbytes=nbytes, within=1e-6)
+    nbytes = None if "by the model" in name else "bounded" if "experts" in name else "exact"
+    has_losses = "experts" in name
+    if has_losses:
+        flags = (*flags, "--tensorboard-dir", str(tmp_path_factory.getbasetemp()), "--tensorboard-log-interval", "1")
+    run, stock = equals_stock(schedule, *flags, ours=ours, close=True, nbytes=nbytes, within=1e-6)
+    if not has_losses:
+        return
+    logged, wanted = (
+        {f"{name} {at}": value for name, at, value in of.scalars if name.endswith(("balancing_loss", "z_loss"))}
+        for of in (run, stock)
+    )
+    assert wanted and logged == pytest.approx(wanted, rel=2e-6)
+
+
+PACKED = {
+    "recomputed": ("zbv", (*cut(8), *RECOMPUTED), GROUPED),
+    "recomputed by the model": ("seq1f1b", cut(4), (*GROUPED, *RECOMPUTE)),
+    "latent attention": ("zb-h1", cut(4), UNTIED_LATENT),
+    "learned positions, one barrier": ("v-half", (*cut(4), *BY_FLOPS, VOCABULARY, "2"), ()),
+    "experts": ("zbv", cut(4), BALANCED),
+}
+
+
+@pytest.mark.parametrize("name", rest_nightly(PACKED, ["recomputed"], "the same masks with other layers"))
+def test_packed_documents_train_as_stock(equals_stock, packed, name):
+    """Slices begin within documents, and documents end within slices. Their tokens are counted once, to log FLOPs."""
+    schedule, ours, flags = PACKED[name]
+    nbytes = None if "by the model" in name else "bounded" if name == "experts" else "exact"
+    run, stock = equals_stock(schedule, *packed, *flags, ours=ours, close=True, nbytes=nbytes, within=1e-6)
+    assert run.packed == stock.packed
 
 
 def test_documents_do_not_see_each_other(train_small, equals_stock, tmp_path):

@@ -69,7 +69,7 @@ WISHES = {
     "SLICED": (
         Request("seq1f1b"),
         Request("auto", options={"slices": "1,2"}),
-        {"moe_aux_loss_coeff": 0.01},
+        {"moe_expert_capacity_factor": 1.0},
     ),
     "FUSED_ROTARY": (Request("seq1f1b"), Request("1f1b"), {"multi_latent_attention": True, "apply_rope_fusion": True}),
     "LAYERWISE": (Request("stock", random="layerwise"), Request("stock"), {"use_te_rng_tracker": True}),
@@ -83,7 +83,7 @@ VALUES = {
     "rerun_mode": "validate_results",
     "optimizer": "muon",
     "grad_norm_skip_threshold": 10.0,
-    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss", "sinkhorn"],
     "moe_token_dispatcher_type": "flex",
     "recompute_granularity": "full",
     "recompute_modules": ["core_attn", "moe"],

@@ -158,8 +158,7 @@ def test_a_plan_tries_slices_by_itself_where_they_may_pay(changes: dict, propose
 @pytest.mark.parametrize(
     "changes",
     [
-        {"flags": {"sft": True}},
-        {"flags": {"moe-aux-loss-coeff": 0.01}},
+        {"flags": {"moe-expert-capacity-factor": 1.0}},
         {"model": replace(GROUPED, sequence=2**15, dropout=0.1)},
         {"parallelism": Parallelism(cp=2, global_batch=2)},
     ],

@@ -134,7 +134,7 @@ OVERLAPPED fp16=true | unsupported-setting
 schedule=gems pp=1 | no-pipeline 1
 SLICED pipemem_option={"slices":7} | slices-do-not-fit 7 1
 schedule=zbv pipemem_slice_cut=flops | no-slices
-SLICED moe_aux_loss_coeff=0.1 | unsupported-setting --moe-router-enable-expert-bias
+SLICED moe_expert_capacity_factor=1.0 | unsupported-setting --moe-expert-capacity-factor
 SLICED model.attention_dropout=0.1 model.hidden_dropout=0.1 | unsupported-setting --attention-dropout 0
 SLICED pipemem_overlap_steps=true | conflicting-options
 recompute_granularity=selective recompute_modules=[activation] | unsupported-setting

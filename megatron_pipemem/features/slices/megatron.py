@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,48 +25,31 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.slices.documents import SlicedDocuments
 from megatron_pipemem.features.slices.prices import slice_tokens
-from megatron_pipemem.features.slices.runtime import KeyValueCache
+from megatron_pipemem.features.slices.routers import SlicedRouters
+from megatron_pipemem.features.slices.runtime import SequenceState, SlicePart
 from megatron_pipemem.gates import StepGates
 from megatron_pipemem.mcore.model.language_model import is_language_model, layers_with_states, model_of_chunk
-from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
+from megatron_pipemem.mcore.model.stages import ChunkStage, Tape, counted_before
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.model.counts import attention_share
+from megatron_pipemem.refusals import FUSED_ROTARY
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.weight_gradients import is_plain
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of the model that have the shape ``[b, s]`` and are cut into slices."""
-_WHOLE = ("decoder_input", "packed_seq_params", "inference_context")
+_WHOLE = ("decoder_input", "inference_context")
 """Arguments of the model that cannot be cut into slices, and are refused."""
+_OF_DOCUMENTS = SimpleNamespace(name="padding_causal_bottom_right")
+"""A mask of Transformer Engine that is not in Megatron's list. Megatron reads its name alone."""
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 
-@dataclass(eq=False)
-class KeyValueCaches:
-    """The keys and values of one microbatch's sequences in all layers of a chunk.
-
-    ``tokens`` is the length of a whole sequence. ``hold`` is called with each tensor that is kept here.
-    """
-
-    tokens: int
-    hold: Callable[[torch.Tensor], object]
-    _caches: dict[tuple[torch.nn.Module, str], KeyValueCache] = field(default_factory=dict)
-
-    def of(self, layer: torch.nn.Module, name: str) -> KeyValueCache:
-        """Return the cache of a layer. ``name`` is ``key`` or ``value``."""
-        if (layer, name) not in self._caches:
-            self._caches[layer, name] = KeyValueCache(self.tokens, self.hold)
-        return self._caches[layer, name]
-
-
-class _SlicePart(NamedTuple):
-    """The slice that runs now: its tokens from ``begin`` up to, but without, ``end``, and its sequence's caches."""
-
-    begin: int
-    end: int
-    caches: KeyValueCaches
+class _SliceEnds(BaseException):
+    """Leave the forward step after the model has run: only the step of the last slice goes on, with all outputs."""
 
 
 class SlicedModel:
@@ -79,7 +63,10 @@ class SlicedModel:
         self._attention = [module for module in model.modules() if isinstance(module, Attention)]
         for attention in self._attention:
             _check_attention(attention)
-        self._part: _SlicePart | None = None
+        self._routers = SlicedRouters(model, lambda: self._part)
+        self._part: SlicePart | None = None
+        self.on_output: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Called with the model's output for a slice; its result takes the output's place."""
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -97,9 +84,12 @@ class SlicedModel:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
 
             hook(self._model, self._cut_arguments)
+            stack.callback(self._model.register_forward_hook(self._pass_on).remove)
+            stack.enter_context(self._routers.hooked())
             for module in self._model.modules():
                 if isinstance(module, RotaryEmbedding):
                     hook(module, self._move_positions)
+                    stack.callback(module.register_forward_hook(self._positions_of_documents).remove)
                 elif getattr(module, "fuse_wgrad_accumulation", False):
                     # With this cache, Transformer Engine overwrites gradients in the backward of the step's first forward,
                     # and other slices run backward before it.
@@ -113,9 +103,9 @@ class SlicedModel:
             yield
 
     @contextmanager
-    def running(self, begin: int, end: int, caches: KeyValueCaches) -> Iterator[None]:
-        """Make the model compute the tokens from ``begin`` to ``end`` (exclusive) while the block runs."""
-        before, self._part = self._part, _SlicePart(begin, end, caches)
+    def running(self, part: SlicePart) -> Iterator[None]:
+        """Make the model compute one slice while the block runs."""
+        before, self._part = self._part, part
         try:
             yield
         finally:
@@ -124,7 +114,7 @@ class SlicedModel:
     def _cut_arguments(self, module: torch.nn.Module, arguments: tuple, named: dict):
         if self._part is None:
             return None
-        begin, end, caches = self._part
+        number, begin, end, sequence = self._part
         bound = self._parameters.bind(*arguments, **named)
         passed = bound.arguments
         for name in _WHOLE:
@@ -138,30 +128,61 @@ class SlicedModel:
             tensor = passed.get(name)
             if tensor is None:
                 continue
-            if tensor.dim() != 2 or tensor.size(1) != caches.tokens:
+            if tensor.dim() != 2 or tensor.size(1) != sequence.tokens:
                 raise UnsupportedError(
                     "slices-forward-step",
                     f"the forward step passes {name} of shape {tuple(tensor.shape)} to the model, and sequence slices need "
-                    f"[microbatch, {caches.tokens}]; pass whole sequences of --seq-length tokens",
+                    f"[microbatch, {sequence.tokens}]; pass whole sequences of --seq-length tokens",
                 )
             passed[name] = tensor[:, begin:end].contiguous()
+        packed = passed.get("packed_seq_params")
+        if packed is not None:
+            if self._model.config.apply_rope_fusion:
+                raise UnsupportedError("slices-attention", FUSED_ROTARY.sentence)
+            if number not in sequence.documents:
+                sequence.documents[number] = SlicedDocuments(packed, self._part)
+            passed["packed_seq_params"] = sequence.documents[number].own
         return bound.args, bound.kwargs
+
+    def _pass_on(self, module: torch.nn.Module, arguments: tuple, output: torch.Tensor):
+        return None if self._part is None or self.on_output is None else self.on_output(output)
+
+    @property
+    def _documents(self) -> SlicedDocuments | None:
+        """The packed documents of the slice that runs now, which may be a forward or, with recomputation, a backward."""
+        return None if self._part is None else self._part.sequence.documents.get(self._part.number)
 
     def _move_positions(self, module: torch.nn.Module, arguments: tuple, named: dict):
         if self._part is None:
             return None
+        if self._documents is not None:
+            return (self._documents.longest, *arguments[1:]), named
         return arguments, named | {"offset": named.get("offset", 0) + self._part.begin}
+
+    def _positions_of_documents(self, module: torch.nn.Module, arguments: tuple, output: Any):
+        if self._documents is None:
+            return None
+        # Megatron takes a table with as many rows as tokens row by row, and not from its first row for every document.
+        if isinstance(output, tuple):  # of latent attention: the table and a scale
+            return (output[0][self._documents.positions], *output[1:])
+        return output[self._documents.positions]
 
     def _show_earlier(self, core: torch.nn.Module, arguments: tuple, named: dict):
         if self._part is None:
             return None
-        begin, end, caches = self._part
+        (_, begin, end, sequence), documents = self._part, self._documents
         query, key, value, mask, *remaining = arguments
-        key = caches.of(core, "key").append(key, begin)
-        value = caches.of(core, "value").append(value, begin)
+        since = 0 if documents is None else documents.since
+        key = sequence.cache(core, "key").append(key, begin, since)
+        value = sequence.cache(core, "value").append(value, begin, since)
+        if documents is not None:
+            named = named | {"packed_seq_params": documents.seen}
         if not isinstance(core, DotProductAttention):
             # Transformer Engine ignores the mask, and aligns its own to the last query and the last key.
-            return (query, key, value, None, *remaining), named | {"attn_mask_type": AttnMaskType.causal_bottom_right}
+            kind = AttnMaskType.causal_bottom_right if documents is None else _OF_DOCUMENTS
+            return (query, key, value, None, *remaining), named | {"attn_mask_type": kind}
+        if documents is not None:
+            return (query, key, value, mask, *remaining), named
         if mask is None:
             positions = torch.arange(end, device=query.device)
             mask = positions > positions[begin:, None]  # [queries, keys]; True hides a key
@@ -228,7 +249,7 @@ def _check_gradient_hooks(chunk: torch.nn.Module) -> None:
 class _OpenSequence:
     """The data that the slices of one microbatch share until the last backward."""
 
-    caches: KeyValueCaches  # keys and values of the slices that have run
+    state: SequenceState
     data: Tape | None  # the data that its first slice read; ``None`` if the stage reads no data
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     """the outputs of the last stage by slice, without their graph"""
@@ -245,9 +266,9 @@ class SlicedStage(ChunkStage):
     """A stage that runs slices in place of microbatches. With n slices, slice i of microbatch k has the number ``k * n
     + i``.
 
-    Each slice calls the user's forward step, which reads the same batch each time. The loss function runs once for each
-    microbatch: after its last slice, with the model's outputs for all slices. So the loss and its report are those of
-    whole sequences.
+    Each slice calls the user's forward step, which reads the same batch each time. On the last stage it ends where the
+    model has run, but for the last slice. There the model returns its outputs for all slices. So all that the step
+    computes from them, the loss and its report are those of whole sequences, and are computed once.
     """
 
     sliced: SlicedModel = field(kw_only=True)
@@ -260,7 +281,7 @@ class SlicedStage(ChunkStage):
         number, part = divmod(microbatch, len(self.bounds))
         if part == 0:
             data = None if self.data_iterator is None else Tape(self.data_iterator)
-            self._open[number] = _OpenSequence(KeyValueCaches(self.bounds[-1][1], self.hold), data)
+            self._open[number] = _OpenSequence(SequenceState(self.bounds[-1][1], self.hold), data)
         output = super().forward(microbatch, input, will_recompute)
         if self.step.forward_only and part == len(self.bounds) - 1:
             del self._open[number]
@@ -278,7 +299,7 @@ class SlicedStage(ChunkStage):
         if self.is_last:
             # A scalar, as of a whole microbatch: Megatron scales its gradient.
             output = (output * sequence.gradients[part]).sum()
-        with self.sliced.running(*self.bounds[part], sequence.caches):
+        with self.sliced.running(SlicePart(part, *self.bounds[part], sequence.state)):
             gradient = super().backward(microbatch, input, output, output_gradient)
         if part == 0:
             del self._open[number]
@@ -289,7 +310,9 @@ class SlicedStage(ChunkStage):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         number, part = divmod(microbatch, len(self.bounds))
         sequence = self._open[number]
-        with self.sliced.running(*self.bounds[part], sequence.caches):
+        # Megatron counts the tokens of packed documents in every forward step.
+        counted = counted_before() if part else nullcontext()
+        with self.sliced.running(SlicePart(part, *self.bounds[part], sequence.state)), counted:
             output, num_tokens = super()._run(microbatch, input, data, loss_data)
         if not self.is_last:
             return output, num_tokens
@@ -306,8 +329,8 @@ class SlicedStage(ChunkStage):
         if gradient is None:
             raise UnsupportedError(
                 "slices-forward-step",
-                "the loss function does not use its argument, which has the outputs of all sequence slices; compute the "
-                "loss from that argument, or take a schedule without slices",
+                "the loss does not depend on the model's outputs for all sequence slices; compute the loss from the model's "
+                "output, or take a schedule without slices",
             )
         self.hold(gradient)
         sequence.gradients = gradient.split([end - begin for begin, end in self.bounds], dim=1)
@@ -329,26 +352,45 @@ class SlicedStage(ChunkStage):
         number, part = divmod(microbatch, len(self.bounds))
         sequence, (begin, end) = self._open[number], self.bounds[part]
 
-        def joining(*arguments):
-            output, loss_function = self.step.forward_step_func(*arguments)
+        def on_output(output: torch.Tensor) -> torch.Tensor:
             if not isinstance(output, torch.Tensor) or output.dim() < 2 or output.size(1) != end - begin:
                 shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
                 raise UnsupportedError(
                     "slices-forward-step",
-                    f"the forward step returns {shape} for {end - begin} tokens, and sequence slices are joined along "
-                    "dimension 1; return the model's output unchanged and do the rest in the loss function, or take a schedule "
-                    "without slices",
+                    f"the model returns {shape} for {end - begin} tokens, and sequence slices are joined along dimension 1; "
+                    "take a schedule without slices",
+                )
+            if sequence.running is not None:
+                raise UnsupportedError(
+                    "slices-forward-step",
+                    "the forward step calls the model twice, and the outputs of sequence slices are joined for one call; call "
+                    "it once, or take a schedule without slices",
                 )
             sequence.running, sequence.outputs[part] = output, output.detach()
             if not self._computes_loss(microbatch):
-                return output, loss_function
-            outputs = [sequence.outputs[s] for s in range(len(self.bounds))]
-            sequence.joined = torch.cat(outputs, dim=1)
+                raise _SliceEnds
+            sequence.joined = torch.cat([sequence.outputs[s] for s in range(len(self.bounds))], dim=1)
             if not self.step.forward_only:
                 sequence.joined.requires_grad_(torch.is_grad_enabled())
-            return sequence.joined, loss_function
+            return sequence.joined
 
-        return joining
+        def stepping(*arguments):
+            self.sliced.on_output = on_output
+            try:
+                stepped = self.step.forward_step_func(*arguments)
+            except _SliceEnds:
+                return sequence.running, None
+            finally:
+                self.sliced.on_output = None
+            if sequence.running is None:
+                raise UnsupportedError(
+                    "slices-forward-step",
+                    "the forward step does not call the model as a whole, whose outputs sequence slices join; call the model "
+                    "that the step gets, or take a schedule without slices",
+                )
+            return stepped
+
+        return stepping
 
 
 class SequenceSlices(Extension):

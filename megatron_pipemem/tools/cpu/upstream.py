@@ -173,10 +173,16 @@ class _Gather(torch.autograd.Function):
         return total[ctx.own], None, None
 
 
+def _last(queries: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
+    """Return the positions of queries that are the last tokens of documents, whose keys are those from ``keys`` on."""
+    numbers = [last - first for first, last in pairwise(queries)]
+    return torch.cat([torch.arange(end - number, end) for number, end in zip(numbers, keys[1:], strict=True)])
+
+
 def _mask(ends: Sequence[int], own: torch.Tensor) -> torch.Tensor:
     """Return the causal mask ``[1, 1, queries, s]`` of this rank's queries, at the positions ``own``. True hides a key.
 
-    Hidden are later keys, and keys of earlier documents. ``ends`` is that of ``shares``.
+    Hidden are later keys, and keys of earlier documents. ``ends`` is that of ``shares``, but may begin after 0.
     """
     keys, starts = torch.arange(ends[-1]), torch.tensor(ends[:-1])
     document = torch.searchsorted(torch.tensor(ends[1:]), own, right=True)
@@ -229,13 +235,15 @@ def _attend(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if packed is None and size == 1:
             return attend(self, query, key, value, mask, *args, **kwargs)
         if packed is None:
-            ends = [0, size * query.size(0)]
+            ends = queries = [0, size * query.size(0)]
         else:
             _check(self, "packed sequences", "no --window-size")
-            padded = packed.cu_seqlens_q_padded
-            ends, mask = (packed.cu_seqlens_q if padded is None else padded).tolist(), None
+            padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+            counted = packed.cu_seqlens_q, packed.cu_seqlens_kv
+            queries, ends = ((c if p is None else p).tolist() for c, p in zip(counted, padded, strict=True))
+            mask = None
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))  # one sequence
-        owned = shares(ends, size)
+        owned = shares(ends, size) if queries == ends else [_last(queries, ends)]
         own = owned[self.pg_collection.cp.rank() if size > 1 else 0]
         if size > 1:
             key, value = (_Gather.apply(tensor, owned, self.pg_collection.cp) for tensor in (key, value))
