@@ -38,7 +38,7 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.console import Console
-from megatron_pipemem.tools.launch import slurm
+from megatron_pipemem.tools.launch import kubernetes, slurm
 from megatron_pipemem.tools.launch.command import Command, Nodes, command, min_nodes, ranks_per_node
 from megatron_pipemem.tools.launch.feasibility import check_data, check_devices, feasible, refusal
 from megatron_pipemem.tools.launch.grid.local import LocalRunner
@@ -78,8 +78,13 @@ def launch(
     run_file: RunFile,
     overrides: Set = None,
     launcher: Annotated[
-        Literal["local", "slurm"], typer.Option(help="Start this node's ranks, or submit the run as a job.")
+        Literal["local", "slurm", "kubernetes"],
+        typer.Option(
+            metavar="WHERE",
+            help="local: start this node's ranks; slurm: submit the run as a job; kubernetes: write a manifest.",
+        ),
     ] = "local",
+    image: Annotated[str, typer.Option(help="Image of the pods, for --launcher kubernetes.")] = "pipemem",
     print_only: PrintOnly = False,
     nodes: Annotated[
         int | None,
@@ -109,6 +114,8 @@ def launch(
         pipemem launch run.yaml --set pp=8 --set schedule=v-half
         # start on each of two nodes
         pipemem launch run.yaml --nodes 2 --node-rank 0 --master-addr node0
+        # as a PyTorchJob
+        pipemem launch run.yaml --launcher kubernetes --image registry/pipemem:0.1.0 --print
         # submit as a job, in a container
         pipemem launch run.yaml --launcher slurm --sbatch=--time=4:00:00 --srun=--container-image=IMAGE.sqsh
     """
@@ -116,6 +123,10 @@ def launch(
     run = load(run_file, Run, overrides or ())
     if (reason := refusal(run, yes)) is not None:
         raise UnsupportedError(reason.code, f"{run_file}: {reason}")
+    if launcher == "kubernetes" and not print_only:
+        raise UnsupportedError(
+            "needs-option", "--launcher kubernetes writes a manifest; pass --print, and give it to kubectl apply -f -"
+        )
     if launcher != "slurm" and not (print_only or as_json):
         check_devices(run)
         if run.script is None and not is_installed():
@@ -131,6 +142,13 @@ def launch(
         sets = [word for text in overrides or () for word in ("--set", text)]
         job = slurm.job(BATCH_FILE, slurm.size(run, count), options, [str(run_file), *sets])
         _submit(job, print_only, as_json)
+        return
+    if launcher == "kubernetes":
+        documents = kubernetes.manifest(run, count, image)
+        if as_json:
+            print_json(documents)
+        else:
+            print_lines(kubernetes.as_yaml(documents).rstrip())
         return
     check_data(run)
     PORT.read("--master-port", master_port)
