@@ -67,6 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "explorer.html", content=explorer_page(schedule_groups(), PYODIDE_URL)))
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "llms.txt", content=list_for_models(pages)))
     sources = {**DOCUMENTS, **{f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}}
     linked = {target for source in sources for target in _linked_files(source)}
     for target in sorted(linked):
@@ -90,6 +91,17 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     markdown = re.sub(r"^<!--.*?-->\n", "\n", markdown, flags=re.MULTILINE)  # the next table would join the comment
     markdown = re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]*`", _plain_pipes, row[0]), markdown, flags=re.MULTILINE)
     return _LINK.sub(on_the_site, markdown)
+
+
+def list_for_models(pages: dict[str, str]) -> str:
+    """Return ``llms.txt``: what the project is, and each page with its question, as https://llmstxt.org asks."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))} | pages
+    start = texts.pop("index.md")
+    lines = ["# megatron_pipemem", "", f"> {_first_sentence(start.split('\n\n')[1])}", "", "## Pages", ""]
+    for page, text in texts.items():
+        title, _, body = text.partition("\n\n")
+        lines.append(f"- [{title.lstrip('# ')}]({page.removesuffix('.md')}.html): {_first_sentence(body)}")
+    return "\n".join(lines) + "\n"
 
 
 def command_pages() -> dict[str, str]:

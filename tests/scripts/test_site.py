@@ -79,6 +79,14 @@ def test_the_readme_is_the_start_page(site):
     assert "global_batch" in text(site / "files" / "configs" / "runs.html")
 
 
+def test_models_get_a_list_of_the_pages_with_their_questions(site):
+    lines = (site / "llms.txt").read_text(encoding="utf-8").splitlines()
+    linked = {match[2]: match[3] for line in lines if (match := re.fullmatch(r"- \[(.+)\]\((.+)\): (.+)", line))}
+    assert [page for page in linked if not (site / page).is_file()] == []
+    assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= linked.keys()
+    assert linked["offload.html"].endswith("?")
+
+
 def test_the_gallery_has_a_picture_of_every_schedule(site):
     gallery = (site / "gallery.html").read_text(encoding="utf-8")
     for family in families():
