@@ -47,8 +47,10 @@ def test_bubbles_say_what_their_device_waits_for(run, tmp_path):
     texts = texts_of(save_timeline(run("1f1b", 4, 8), tmp_path / "run.svg"))
     assert "waits for 1B0 of device 1" in texts  # device 0 after its four forwards
     assert texts.count("waits for 2B0") == 1
-    assert {"0F0", "1F0"} <= set(texts)  # the start of devices 1 and 2, too narrow for more words
-    assert not any(text.startswith("Left out") for text in texts)
+    assert not {"0F0", "1F0"} & set(texts)  # the start of devices 1 and 2 is too narrow, and a footnote says so
+    assert [text for text in texts if text.startswith("Left out")] == [
+        "Left out for lack of room: waits of narrow bubbles. The .html page has everything."
+    ]
 
 
 def test_labels_are_left_out_where_a_step_is_crowded_and_time_is_not(run, tmp_path):

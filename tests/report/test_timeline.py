@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.tools.report.timeline import DrawnRun, colour, held_steps, ink
+from megatron_pipemem.tools.report.timeline import DrawnRun, colour, held_steps, ink, outline
 
 NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv"]
 
@@ -119,15 +119,23 @@ def _lab(linear: list[float]) -> tuple[float, float, float]:
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
+def _distance(vision: str, *shades: str) -> float:
+    """The distance of two colours as people with this vision see them."""
+    seen = [
+        _lab([sum(f * c for f, c in zip(row, _linear(shade), strict=True)) for row in VISION[vision]])
+        for shade in shades
+    ]
+    return sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5
+
+
 @pytest.mark.parametrize("vision", VISION)
-def test_kinds_stay_apart_under_colour_blindness(vision):
-    shades = {kind: _linear(colour(kind)) for kind in COMPUTE}
-    seen = {
-        k: _lab([sum(f * c for f, c in zip(row, shade, strict=True)) for row in VISION[vision]])
-        for k, shade in shades.items()
-    }
+def test_kinds_and_chunks_stay_apart_under_colour_blindness(vision):
+    """Later chunks are told from first ones by their edge, which has the full colour of their kind."""
     for pair in combinations(COMPUTE, 2):
-        assert sum((a - b) ** 2 for a, b in zip(*(seen[kind] for kind in pair), strict=True)) ** 0.5 > 20, pair
+        assert _distance(vision, *(colour(kind) for kind in pair)) > 20, pair
+        assert {outline(kind, 1) for kind in pair} == {colour(kind) for kind in pair} and outline(pair[0], 0) == ""
+    for kind in (Kind.F, Kind.I, Kind.W, Kind.B):  # the others have no chunks, or are rare
+        assert _distance(vision, colour(kind), colour(kind, 1, 2)) > 10, "the edge is seen on its own box"
 
 
 @pytest.mark.parametrize("kind", list(COMPUTE))

@@ -16,7 +16,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, whole_file
 from megatron_pipemem.schedule.action import COMPUTE, COPIES, MEMORY, VOCABULARY, Kind
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.tools.report.timeline import IDLE, Box, DrawnRun, colour, held_steps, ink
+from megatron_pipemem.tools.report.timeline import IDLE, Box, DrawnRun, colour, held_steps, ink, outline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -219,11 +219,10 @@ _MOST_NUMBERS = 5000
 """The highest number of actions that are drawn with a number. For more, matplotlib would take very long."""
 
 # A row, in parts of its height: actions above, memory from _UPPER down to _FLOOR.
-_ACTIONS, _UPPER, _FLOOR = (0.05, 0.60), 0.64, 0.96
+_ACTIONS, _UPPER, _FLOOR = (0.03, 0.45), 0.49, 0.97
 _ACTION_HEIGHT = _ACTIONS[1] - _ACTIONS[0]
-_UNDERLINE = (0.57, 0.60)
 # Copies to and from the host are drawn between the two, if there are any.
-_LANE, _UPPER_BELOW_LANE = (0.615, 0.675), 0.70
+_LANE, _UPPER_BELOW_LANE = (0.46, 0.51), 0.53
 
 
 class PicturedRun(DrawnRun):
@@ -244,6 +243,13 @@ class PicturedRun(DrawnRun):
 
     def shade(self, box: Box) -> str:
         return self.colour(box.action.kind, box.chunk)
+
+    def edge(self, box: Box) -> str:
+        """Return the colour of the box's edge: later chunks, which are paler, have the full colour of their kind.
+
+        So colour-blind people can tell a pale box from one of another kind.
+        """
+        return outline(box.action.kind, box.chunk) or "white"
 
     @cached_property
     def boxes(self) -> list[list[Box]]:
@@ -298,16 +304,16 @@ def _write(axes: Axes, device: int, times: tuple[float, float], text: str, **loo
 
 
 def _draw_boxes(axes: Axes, run: PicturedRun, points: float) -> None:
-    shapes: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    shapes: defaultdict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
     for row in run.boxes:
         for box in row:
-            shapes[run.shade(box)].append((box.device, box.start, box.end))
+            shapes[run.shade(box), run.edge(box)].append((box.device, box.start, box.end))
     _bars(axes, [(device, *axes.get_xlim()) for device in range(len(run.rows))], _ACTIONS, facecolors=IDLE)
-    edge = 0.5 if run.shortest * points > 4 else 0.0
-    for shade, spans in shapes.items():
-        _bars(axes, spans, _ACTIONS, facecolors=shade, edgecolors="white", linewidths=edge)
+    width = 0.5 if run.shortest * points > 4 else 0.0
+    for (shade, edge), spans in sorted(shapes.items(), key=lambda shape: shape[0][1] != "white"):
+        _bars(axes, spans, _ACTIONS, facecolors=shade, edgecolors=edge, linewidths=width)
     pairs = [(first.device, first.start, second.end) for first, second in run.pairs]
-    _bars(axes, pairs, _UNDERLINE, facecolors=TEXT)
+    _bars(axes, pairs, _ACTIONS, facecolors="none", edgecolors=TEXT, linewidths=1.2)
 
 
 def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
@@ -335,7 +341,7 @@ def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) 
             if bubble.producer is None:
                 continue
             action, device = bubble.producer.action, bubble.producer.device
-            forms = (f"waits for {action} of device {device}", f"waits for {action}", f"{action}")
+            forms = (f"waits for {action} of device {device}", f"waits for {action}")
             room = (bubble.end - bubble.start) * points - 3
             text = next((form for form in forms if 0.52 * size * len(form) < room), None)
             if text is None or size < _LABEL_POINTS:
@@ -434,7 +440,7 @@ def _row_inches(devices: int, runs: int) -> float:
 
     ``devices`` is the number of rows of the timeline, and ``runs`` the number of timelines in the picture.
     """
-    return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
+    return min(0.85, max(0.36, 9.0 / devices)) * (1 if runs == 1 else 0.85)
 
 
 def _panels(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
@@ -502,7 +508,7 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
         if any(run.timeline.schedule.offloads and any(run.host_transfers) for run in runs):
             entries[kind.spec.says] = (Patch(facecolor=colour(kind)),)
     if any(run.pairs for run in runs):
-        entries["pair"] = Line2D([], [], color=TEXT, linewidth=1.5)
+        entries["pair"] = (Patch(facecolor="none", edgecolor=TEXT, linewidth=1.2),)
     entries["idle"] = (Patch(facecolor=IDLE, edgecolor="#dadce0"),)
     entries["held activations" if runs[0].in_units else "held memory"] = (
         Patch(facecolor=HELD, edgecolor=HELD_EDGE, linewidth=0.7),
@@ -519,12 +525,15 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
 
 def _add_footnotes(figure: Figure, runs: Sequence[PicturedRun], left_out: list[str]) -> None:
     schedules = [run.timeline.schedule for run in runs]
-    reading = "Numbers are microbatches" if all(s.units.are_whole for s in schedules) else "Numbers are sequence slices"
+    unit = "microbatch" if all(schedule.units.are_whole for schedule in schedules) else "sequence slice"
+    reading = f"Numbers are {unit}{'es' if unit == 'microbatch' else 's'}"
     if any(s.placement.num_chunks > s.placement.replicas for s in schedules):
-        reading += "; paler: a device's later chunk"
+        reading += "; paler, with an edge: a device's later chunk"
     elif any(s.placement.replicas > 1 for s in schedules):
-        reading += "; paler: the model's other replica"
-    lines = [f"{reading}; in a bubble: the action whose result the device waits for."]
+        reading += "; paler, with an edge: the model's other replica"
+    if any(text.get_text().startswith("waits for ") for axes in figure.axes for text in axes.texts):
+        reading += f"; waits for 1B0: for the backward of stage 1, {unit} 0"
+    lines = [f"{reading}."]
     if left_out:
         lines.append(f"Left out for lack of room: {', '.join(left_out)}. The .html page has everything.")
     for line, text in enumerate(lines):

@@ -48,7 +48,7 @@ function filled(panel, run) {
   panel.heading.textContent = run.title;
   panel.facts.textContent = run.facts;
   canvas.setAttribute("aria-label", run.title);
-  if (panel.shown !== shown) panel.legend.replaceChildren(...run.legend.map(([name, shade, ink]) => {
+  if (panel.shown !== shown) panel.legend.replaceChildren(...run.legend.map(([name, shade, ink, edge]) => {
     const entry = document.createElement("span");
     entry.textContent = name;
     entry.style.background = shade;
@@ -191,7 +191,7 @@ function drawRows(pen, run, right) {
       drawShares(pen, run, row, top, from, to, right);
       dense = true;
     } else drawBoxes(pen, run, row, top, from, to);
-    drawPairs(pen, run, row, top + ROW - 2);
+    drawPairs(pen, run, row, top);
     drawCopies(pen, run, row, top + ROW - 3);
     drawHeld(pen, run, device, top + ROW + 2, right);
   });
@@ -205,9 +205,14 @@ function drawBoxes(pen, run, row, top, from, to) {
   pen.textAlign = "center";
   for (let i = from; i < to; i++) {
     const x = toX(run, row.start[i]), wide = (row.end[i] - row.start[i]) * unit;
-    const [name, , colours] = run.passes[row.pass[i]], [shade, ink] = run.shades[colours];
+    const [name, , colours] = run.passes[row.pass[i]], [shade, ink, edge] = run.shades[colours];
     pen.fillStyle = shade;
     pen.fillRect(x, top, wide > 3 ? wide - .7 : wide, ROW);
+    if (edge && wide > 4) {  // a later chunk is paler, and its edge says its kind to the colour-blind
+      pen.strokeStyle = edge;
+      pen.lineWidth = 1;
+      pen.strokeRect(x + .5, top + .5, wide - 1.7, ROW - 1);
+    }
     if (wide > 11) {
       const short = String(row.mb[i]), full = name + short;
       const text = widthOf(pen, full) < wide - 6 ? full : widthOf(pen, short) < wide - 2 ? short : "";
@@ -225,12 +230,13 @@ function widthOf(pen, text) {
   return widths.get(text);
 }
 
-// A line under a forward and a backward that run together.
+// A border around a forward and a backward that run together.
 function drawPairs(pen, run, row, top) {
-  pen.fillStyle = "#202124";
+  pen.strokeStyle = "#202124";
+  pen.lineWidth = 1.5;
   for (const i of row.pairs) {
     if (row.end[i + 1] < view.start || row.start[i] > view.end) continue;
-    pen.fillRect(toX(run, row.start[i]), top, (row.end[i + 1] - row.start[i]) * scale(run) - .7, 2);
+    pen.strokeRect(toX(run, row.start[i]) + .75, top + .75, (row.end[i + 1] - row.start[i]) * scale(run) - 2.2, ROW - 1.5);
   }
 }
 

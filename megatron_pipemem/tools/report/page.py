@@ -16,7 +16,7 @@ from struct import pack
 
 from megatron_pipemem.schedule.action import COMPUTE, COPIES, KIND_AND_STAGE, Action, Kind
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.tools.report.timeline import IDLE, UNITS, Columns, DrawnRun, colour, common_end, ink
+from megatron_pipemem.tools.report.timeline import IDLE, UNITS, Columns, DrawnRun, colour, common_end, ink, outline
 
 
 def page(timelines: Sequence[Timeline]) -> str:
@@ -66,7 +66,7 @@ def _part(name: str) -> str:
 def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
     timeline, legend = run.timeline, run.legend
     lanes = run.host_transfers or ((),) * len(run.columns)
-    shades = [(shade, ink(shade)) for shade in (run.colour(*entry) for entry in legend)]
+    shades = [(shade, ink(shade), outline(*entry)) for entry in legend for shade in [run.colour(*entry)]]
     # Actions on memory have no width, so their colour does not matter.
     shade_of = {entry: shade for shade, entry in enumerate(legend)}
     passes = {chunk: number for number, chunk in enumerate(run.chunks)}
@@ -86,7 +86,7 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
         "peaks": timeline.peaks,
         "shades": shades,
         "legend": [(run.legend_name(*entry), *shade) for entry, shade in zip(legend, shades, strict=True)]
-        + [(kind.spec.says, colour(kind), ink(colour(kind))) for kind in COPIES if any(lanes)],
+        + [(kind.spec.says, colour(kind), ink(colour(kind)), "") for kind in COPIES if any(lanes)],
         "passes": [
             (f"{stage}{kind}", chunk, shade_of.get((kind, chunk), 0)) for (kind, stage), chunk in run.chunks.items()
         ],

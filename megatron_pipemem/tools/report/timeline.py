@@ -126,6 +126,11 @@ def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in kind.spec.colour)
 
 
+def outline(kind: Kind, chunk: int) -> str:
+    """Return the colour of the edge of a later chunk's action: that of its kind. It is empty for the first chunk."""
+    return colour(kind) if chunk else ""
+
+
 def ink(background: str) -> str:
     """Return black or white: the colour of text that is easier to read on ``background``."""
     red, green, blue = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
