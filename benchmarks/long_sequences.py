@@ -11,11 +11,15 @@ Megatron a rank has two halves of a sequence that balance causal attention, so a
 equal tokens, and the last attends longest, or equal FLOPs (see ``tools/planner/slices.py``). Attention counts in full for
 both, as in MFU. ``pipemem plan`` names the priced features that cannot run yet. Takes some minutes.
 
+With ``--jobs``, typical jobs are planned with everything free: without slices, without slices and context parallelism,
+and in slices of at least 4096 tokens without context parallelism.
+
 With ``--emulated``, steps with slices and steps of whole microbatches run on devices that sleep instead of computing.
 Their times are those of the simulation, and so is the speedup at equal memory.
 
     python benchmarks/long_sequences.py                  # 32K, 128K and 512K tokens on 128 H100-80GB
     python benchmarks/long_sequences.py --sequence 131072 --nodes 8
+    python benchmarks/long_sequences.py --jobs           # a table in Markdown, in some minutes
     python benchmarks/long_sequences.py --emulated       # on sleeping ranks: p = 4, m = 1, 2 and 4
 """
 
@@ -32,10 +36,12 @@ from rich.console import Console
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS
+from megatron_pipemem.schedule.options import TOKENS as EQUAL_TOKENS
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run
 from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.slices import SHORTEST_SLICE
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.variants import PLAIN
 from megatron_pipemem.tools.planner.ways import Way as Planned
@@ -87,6 +93,59 @@ class Way:
         return next(iter(plan(run, limits=limits, top=1, search_seconds=0.0).plans), None)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A training job on nodes of eight H100."""
+
+    model: str
+    sequence: int  # tokens of a sequence
+    nodes: int
+    batch: int  # sequences of a step
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.batch} x {self.sequence // 1024}K, {8 * self.nodes} GPUs"
+
+    def best(self, cps: Sequence[int], slices: Sequence[int]) -> Planned | None:
+        """Return the fastest plan with these degrees of context parallelism and numbers of slices; ``None`` if none fits."""
+        cluster = replace(load("h100-80g", Cluster), nodes=self.nodes)
+        model = replace(load(self.model, Model), sequence=self.sequence)
+        limits: dict[str, Sequence[object]] = {
+            "tp": [1, 2, 4, 8],
+            "pp": [pp for pp in (*PIPELINES, 32) if cluster.num_devices % pp == 0],
+            "cp": [cp for cp in cps if cluster.num_devices % cp == 0],
+            "micro_batch": [1],
+            "variant": [PLAIN],
+            "slices": slices,
+            "slice_cut": SLICE_CUTS if max(slices) > 1 else [EQUAL_TOKENS],
+        }
+        run = Run(model, cluster, Parallelism(global_batch=self.batch))
+        return next(iter(plan(run, limits=Limits(limits), top=1, search_seconds=0.0).plans), None)
+
+    def row(self) -> str:
+        """Return a row of a Markdown table: the job, and seconds a step and sizes of each of its ways."""
+        slices = [count for count in COUNTS if count > 1 and self.sequence // count >= SHORTEST_SLICE]
+        best = (self.best(COUNTS, [1]), self.best([1], [1]), self.best([1], slices))
+        return f"| {' | '.join([str(self), *map(_in_short, best)])} |"
+
+
+def _in_short(planned: Planned | None) -> str:
+    if planned is None:
+        return "nothing fits"
+    cut, choice = planned.run.parallelism, planned.run.schedule
+    sizes = " ".join(f"{key}{getattr(cut, key)}" for key in ("tp", "pp", "cp", "dp") if getattr(cut, key) > 1)
+    sliced = f" n={choice.slices}" if planned.slices > 1 else ""
+    return f"{planned.seconds:.3g}: {sizes} {planned.schedule}{sliced}"
+
+
+JOB_HEADER = ("| job | without slices | nor context parallelism | in slices |", f"|{'---|' * 4}")
+JOBS = (
+    Job("llama3-8b", 2**13, 4, 64),
+    Job("llama3-8b", 2**17, 4, 16),
+    Job("qwen3-32b", 2**14, 8, 64),
+    Job("llama3-70b", 2**15, 8, 32),
+)
+
+
 def ways(sequence: int, counts: Sequence[int] = COUNTS) -> Iterator[Way]:
     """Yield every degree of context parallelism, then every number of slices with each cut."""
     yield from (Way(sequence, cp=count) for count in counts)
@@ -118,6 +177,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, action="append", help="tokens; by default 32K, 128K and 512K")
     parser.add_argument("--nodes", type=int, default=16, help="nodes of eight H100 each (default: %(default)d)")
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/long_sequences.json"))
+    parser.add_argument("--jobs", action="store_true", help="plan typical jobs, with everything free")
     asleep = parser.add_argument_group("--emulated")
     asleep.add_argument("--emulated", action="store_true", help="run steps on sleeping devices in place of planning")
     asleep.add_argument("--devices", type=int, default=4, help="pipeline ranks (default: %(default)d)")
@@ -155,6 +215,10 @@ def main() -> None:
         from emulated.slices import run_emulated
 
         results = run_emulated(given)
+    elif given.jobs:
+        rows = [job.row() for job in JOBS]
+        console.print(*JOB_HEADER, *rows, sep="\n", soft_wrap=True)
+        results = [{"row": text} for text in rows]
     else:
         results = plan_ways(given, console)
     write_whole(given.output, json.dumps(results, indent=1) + "\n")

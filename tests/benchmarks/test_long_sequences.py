@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "long_sequences.py"))
-Way, COLUMNS = BENCHMARK["Way"], BENCHMARK["COLUMNS"]
+Way, Job, COLUMNS = BENCHMARK["Way"], BENCHMARK["Job"], BENCHMARK["COLUMNS"]
 SMALL = {"model": "llama3-8b", "tp": 4}
 
 
@@ -25,3 +25,9 @@ def test_a_way_is_planned_as_it_says(cut: dict[str, int]):
     assert cells["cut"] == str(way)
     assert float(cells["peak GiB"]) < run.cluster.memory_gib
     assert float(cells["s/step"]) == pytest.approx(best_plan.seconds, abs=0.05)
+
+
+def test_a_job_is_planned_without_slices_and_in_slices_that_are_long_enough():
+    name, whole, plain, sliced = Job("llama3-8b", 2**13, 1, 4).row().strip("| ").split(" | ")
+    assert name == "llama3-8b 4 x 8K, 8 GPUs" and " cp" not in plain
+    assert "n=" not in whole + plain and sliced.endswith("n=2")

@@ -23,9 +23,17 @@ from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import planned_flags
 from megatron_pipemem.tools.planner.memory import held
-from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.planning import LITTLE, plan
 from megatron_pipemem.tools.planner.prices import layer
-from megatron_pipemem.tools.planner.slices import run_slices, sliced_step, why_not_sliced, with_slices
+from megatron_pipemem.tools.planner.slices import (
+    LEAST_SLICED_GAIN,
+    SHORTEST_SLICE,
+    doubt_of,
+    run_slices,
+    sliced_step,
+    why_not_sliced,
+    with_slices,
+)
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import run_step
@@ -153,6 +161,32 @@ def test_a_plan_tries_slices_by_itself_where_they_may_pay(changes: dict, propose
     else:
         assert [facts(way) for way in free.plans] == [facts(way) for way in whole.plans]
         assert (free.considered, free.rejected) == (whole.considered, whole.rejected)
+
+
+def test_slices_that_gain_little_are_proposed_to_nobody():
+    """With 2 microbatches per rank only the best of them gains enough; with 3, none. A user may still name them."""
+    for batch, sliced_plans in ((8, 1), (12, 0)):
+        run = replace(RUN, model=replace(GROUPED, sequence=2**15), parallelism=Parallelism(global_batch=batch))
+        limits = {"pp": [4], "dp": [1], "tp": [2], "micro_batch": [1], "variant": ["plain"]}
+        free, whole, named = (
+            plan(run, limits=Limits(limits | more), top=5, search_seconds=0.0)
+            for more in ({}, {"slices": [1]}, {"slices": [1, 2, 4, 8]})
+        )
+        assert [facts(way) for way in free.plans[sliced_plans:]] == [facts(way) for way in whole.plans][
+            : 5 - sliced_plans
+        ]
+        assert sum(way.slices > 1 for way in free.plans) == sliced_plans < sum(way.slices > 1 for way in named.plans)
+        most = whole.plans[0].seconds * (1 - LEAST_SLICED_GAIN)
+        assert all(way.seconds < most for way in free.plans[:sliced_plans]) and free.rejected[LITTLE] > 0
+        assert named.plans[sliced_plans].seconds > most
+
+
+def test_slices_shorter_than_timed_kernels_are_in_doubt():
+    lengths = {SHORTEST_SLICE: None, SHORTEST_SLICE // 2: f"{SHORTEST_SLICE // 2:,} tokens"}
+    for tokens, words in lengths.items():
+        run = with_slices(replace(RUN, model=replace(GROUPED, sequence=4 * tokens)), 4)
+        doubt = doubt_of([RUN, run])
+        assert doubt is None if words is None else words in doubt
 
 
 @pytest.mark.parametrize(

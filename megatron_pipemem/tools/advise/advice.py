@@ -21,7 +21,7 @@ from megatron_pipemem.tools.planner.balance import balance, laid_out, without_la
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import STOCKS, as_it_stands, priced_with
 from megatron_pipemem.tools.planner.replay import shortest
-from megatron_pipemem.tools.planner.slices import proposed_slices, with_slices
+from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN, proposed_slices, with_slices
 from megatron_pipemem.tools.planner.space import (
     hides_messages,
     in_pairs,
@@ -124,6 +124,7 @@ def advise(
         kind: [way for base, name in rows for way in priced_with(base, name, pace)]
         for kind, rows in _candidates(run, bare, names, counts, pairs).items()
     }
+    ways["sliced"] = _worth_slicing(today, ways, memory)
     limit = max(memory * (1 - ROOM), today.peak)
     stock = _first([way for way in ways["stock"] if way.peak <= limit], _BY_SECONDS, refused)
     needless = bare if bare is not None and bare.peak <= memory * (1 - ROOM) and refusal_of(bare) is None else None
@@ -195,6 +196,19 @@ def _candidates(
         PAIRED: [(base, name) for base in paired for name in OF_PAIRS],
         "sliced": [(with_slices(run, count), name) for count in slices for name in taken],
     }
+
+
+def _worth_slicing(today: Way, ways: Mapping[str, Sequence[Way]], memory: float) -> list[Way]:
+    """Return the ways with slices that are enough faster than the run and the fastest way without slices that fits.
+
+    The arguments are those of ``_proposals``. A run that does not fit is compared with nothing but what fits with room.
+    """
+    room = memory * (1 - ROOM)
+    limit = room if today.peak > memory else max(room, today.peak * (1 + SAME_MEMORY))
+    whole = [way for kind, rows in ways.items() if kind != "sliced" for way in rows if way.peak <= limit]
+    best = _first(whole, _BY_SECONDS, {})
+    others = [way.seconds for way in (best, today) if way is not None and way.peak <= limit]
+    return [way for way in ways["sliced"] if all(way.seconds < s * (1 - LEAST_SLICED_GAIN) for s in others)]
 
 
 def why_not_cut(run: Run) -> str | None:

@@ -38,6 +38,7 @@ from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
+from megatron_pipemem.tools.planner.slices import doubt_of, run_slices
 from megatron_pipemem.tools.planner.ways import gibibytes
 from megatron_pipemem.tools.report.terminal import FittingTable
 
@@ -292,7 +293,8 @@ def _table(rows: Mapping[str, Way]) -> FittingTable:
 
 
 def _name(way: Way) -> str:
-    return f"{way.name}{', W earlier' * way.has_earlier_weights}"
+    length = f" of {min(run_slices(way.run, way.slices)):,} tokens" if way.slices > 1 else ""
+    return f"{way.name}{length}{', W earlier' * way.has_earlier_weights}"
 
 
 def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
@@ -311,6 +313,7 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
         "too large": advice.excess
         and f"today's run takes {gibibytes(advice.excess)} GiB more than a device has: compared without that limit",
         "no slices": advice.unsliced,
+        "in doubt": doubt_of([run, *(way.run for way in advice.proposals.values())]),
         "one queue": advice.one_queue,
     }
     return [

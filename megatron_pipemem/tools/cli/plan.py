@@ -45,6 +45,7 @@ from megatron_pipemem.tools.planner.explanation import pace_of
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import as_it_stands
+from megatron_pipemem.tools.planner.slices import doubt_of, run_slices
 from megatron_pipemem.tools.planner.space import (
     KEYS,
     OF_REPLICAS,
@@ -139,7 +140,8 @@ def plan_command(
         "seconds": answer.seconds,
         "output": [*files],
     }
-    notes = (one_queue, None if other is None else _worth_of_overlap(kept, other))
+    doubt = doubt_of(way.run for way in (*answer.plans, *([] if today is None else [today])))
+    notes = (one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
     print_answer(result, _shown(answer, today, stock, [note for note in notes if note is not None]), as_json)
     for path, text in files.items():
         write_whole(path, text)
@@ -213,7 +215,8 @@ def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> Fittin
         name = heading + "stock " * is_stock + way.schedule
         name += "" if cut.chunks is None else f" v={cut.chunks}"
         if (choice.slices or 1) > 1:
-            name += f" n={choice.slices}" + " by FLOPs" * (choice.slice_cut == FLOPS)
+            tokens = min(run_slices(way.run, way.slices))
+            name += f" n={choice.slices} of {tokens:,} tokens" + " or more, by FLOPs" * (choice.slice_cut == FLOPS)
         name += ", W earlier" * way.has_earlier_weights
         table.add_row(
             name if way.variant == PLAIN else f"{name} + {way.variant}",

@@ -57,6 +57,7 @@ from megatron_pipemem.tools.planner.replay import (
     same_passes,
     shortest,
 )
+from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN
 from megatron_pipemem.tools.planner.space import SEARCHED, Limits, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.tools.planner.step import PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, built, run_step, variants
@@ -134,6 +135,7 @@ TOO_MUCH_KEPT = (
     "one microbatch's activations exceed the memory that parameters, gradients and optimizer leave on a device"
 )
 TOO_HIGH = "the schedule's activations exceed the memory that parameters, gradients and optimizer leave on a device"
+LITTLE = f"slices make the step less than {LEAST_SLICED_GAIN:.0%} shorter than the best plan without them"
 SLOWER = "slower than the listed plans, by a lower bound or by simulated time"
 WAITS = "two replicas of the model need a barrier between steps, and the run has overlap_steps"
 NO_PAIRS = "no pair of a forward and a backward makes the step of the schedule shorter"
@@ -192,6 +194,7 @@ class _Planner:
         self.rejected: Counter[str] = Counter()
         self._groups: list[Group] = []
         self._serial = itertools.count()
+        self._proposes_slices = "slices" not in limits.allowed and not run.schedule.slices
         self.queue: list[Entry] = []
         self.aside: list[Entry] = []
         self._effort: float = _EFFORT
@@ -203,14 +206,26 @@ class _Planner:
                 self._put(least_seconds(cut, pace), cut)
 
     def best(self, count: int) -> list[Way]:
-        """Return the next ``count`` plans, the fastest first; fewer if no entry is left."""
+        """Return the next ``count`` plans, the fastest first; fewer if no entry is left.
+
+        Plans with slices that nobody has asked for are kept if they are enough faster than the fastest plan without slices.
+        """
         plans: list[Way] = []
+        sliced: list[Way] = []  # until the fastest plan without slices is known
         while (self.queue or self.aside) and len(plans) < count:
             if not self.queue:
                 self.queue, self.aside, self._effort = self.aside, [], float("inf")
-            bound, _, entry = heapq.heappop(self.queue)
+            bound, serial, entry = heapq.heappop(self.queue)
+            proposed = self._proposes_slices and _slices(_run_of(entry)) > 1
+            if proposed and (plans or len(sliced) == count):
+                self.rejected[SLOWER] += _count([(bound, serial, entry)])
+                continue
             if isinstance(entry, Way):
-                plans.append(entry)
+                if proposed:
+                    sliced.append(entry)
+                else:
+                    plans = plans or self._worth_slicing(sliced, entry.seconds)
+                    plans.append(entry)
                 continue
             tell(partial(_standing, len(plans), count, len(self.queue), bound))
             if isinstance(entry, Group | Base) and not self._affords(entry):
@@ -221,7 +236,15 @@ class _Planner:
                 self._vary(entry)
             else:
                 self._price(entry)
-        return plans
+        plans = plans or sliced
+        self.rejected[SLOWER] += len(plans[count:])
+        return plans[:count]
+
+    def _worth_slicing(self, sliced: list[Way], seconds: float) -> list[Way]:
+        """Return the plans with slices that are enough faster than the fastest plan without them, which takes ``seconds``."""
+        worth = [way for way in sliced if way.seconds < seconds * (1 - LEAST_SLICED_GAIN)]
+        self.rejected[LITTLE] += len(sliced) - len(worth)
+        return worth
 
     def search(self, plans: list[Way], seconds: float) -> Iterator[Way]:
         """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
@@ -512,6 +535,10 @@ def _busiest(step: PlannedStep, units: Units = WHOLE) -> float:
         + sum(seconds[device] for kind, seconds in cut.items() if kind is not Kind.LOSS)
         for device, stages in enumerate(step.placement.stages)
     )
+
+
+def _run_of(entry: Run | Group | Base | Way) -> Run:
+    return entry if isinstance(entry, Run) else entry.group.run if isinstance(entry, Base) else entry.run
 
 
 def _count(entries: Sequence[Entry]) -> int:

@@ -38,6 +38,8 @@ SLICES, SHORTEST_SLICE, MICROBATCHES = (2, 4, 8), 4096, 4
 """Numbers of slices that are proposed, the fewest tokens of a proposed slice, and the number of microbatches per pipeline
 rank from which the bubble is too small for slices.
 """
+LEAST_SLICED_GAIN = 0.03
+"""How much shorter a step must be with slices than the best step without, so that slices are proposed."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,18 @@ def proposed_slices(run: Run) -> tuple[tuple[int, ...], str | None]:
     return counts, None if counts else next(iter(reasons.values()), None)
 
 
+def doubt_of(runs: Iterable[Run]) -> str | None:
+    """Return a sentence if one of the runs has slices that are shorter than those whose kernels were timed."""
+    counts_of_runs = [(run, run.schedule.slices or 1) for run in runs]
+    lengths = [min(run_slices(run, count)) for run, count in counts_of_runs if count > 1]
+    if not lengths or min(lengths) >= SHORTEST_SLICE:
+        return None
+    return (
+        f"kernels were timed from {SHORTEST_SLICE:,} tokens on, so slices of {min(lengths):,} tokens may be slower than their "
+        "price"
+    )
+
+
 def with_slices(run: Run, slices: int, cut: SliceCut = TOKENS) -> Run:
     """Return a run with that many slices, whose schedule is chosen later."""
     return replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices, slice_cut=cut))
@@ -96,7 +110,9 @@ def why_not_sliced(run: Run) -> str | None:
     if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
         return f"{slices} equal slices of a sequence would not have an even number of tokens on every rank"
     try:
-        check_gates(Wish(Request("seq1f1b"), flag_values({"attention-dropout": model.dropout} | run.flags)))
+        fuses = run.execution.fused_rotations and model.position == "rope"
+        settings = {"attention-dropout": model.dropout, "apply-rope-fusion": fuses}
+        check_gates(Wish(Request("seq1f1b"), flag_values(settings | run.flags)))
         run_slices(run, slices)
     except UnsupportedError as error:
         return f"{error}"
