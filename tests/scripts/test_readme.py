@@ -43,6 +43,7 @@ RECIPES = "benchmarks/notes/recipes.md"
 
 
 NAMES = (
+    "placements",
     "bubbles",
     "schedules",
     "research",

@@ -68,10 +68,13 @@ async function reply(text) {
     if (!answer?.ok) throw new Error("No answer. Is pipemem explore still running? Its terminal may say more");
     return answer.json();
   }
+  const pyodide = new URL(engine.pyodide, location.href).href;
+  // Before the first answer, an error is one of loading Python.
+  const failed = text => new Error(ready ? text
+    : `Python did not load from ${new URL(pyodide).host || pyodide} (${text}). Run pipemem explore on your machine instead`);
   const answer = await new Promise((resolve, reject) => {
-    worker.onmessage = event => event.data.error ? reject(new Error(event.data.error)) : resolve(event.data.text);
-    worker.onerror = event => reject(new Error(event.message || "Python cannot start here"));
-    const pyodide = new URL(engine.pyodide, location.href).href;
+    worker.onmessage = event => event.data.error ? reject(failed(event.data.error)) : resolve(event.data.text);
+    worker.onerror = event => reject(failed(event.message || "no reason given"));
     const archive = ready ? null : Uint8Array.from(atob(engine.package), letter => letter.charCodeAt(0));
     worker.postMessage({ pyodide, archive, query: text });
   });

@@ -1,5 +1,5 @@
 "use strict";
-let data, end = 1, runs = [], cursor = 0, hovered = null;
+let data, end = 1, runs = [], cursor = 0, isPlaced = false, hovered = null;
 const view = { start: 0, end: 1 };
 const STYLE = getComputedStyle(document.body), ROW = +STYLE.getPropertyValue("--row"), HELD = +STYLE.getPropertyValue("--held");
 const LEFT = 70, RIGHT = 150, GAP = 6, AXIS = 22, TOP = 4;
@@ -25,7 +25,18 @@ function load(loaded) {
   runs = data.runs.map((run, i) => filled(panels[i], run));
   hovered = null;
   tell(null);
-  setCursor(cursor);
+  setCursor(isPlaced ? cursor : fullestTime(runs[0]), false);
+}
+
+// The time at which a device of the run holds most: there the page opens.
+function fullestTime(run) {
+  let most = -1, time = 0;
+  for (const row of run.rows) {
+    for (let i = 0; i < row.start.length; i++) {
+      if (heldDuring(row, i) > most) [most, time] = [heldDuring(row, i), (row.start[i] + row.end[i]) / 2];
+    }
+  }
+  return time;
 }
 
 // The elements of a run. The explorer fills them with run after run, because new ones take the browser longer.
@@ -445,7 +456,8 @@ function zoom(factor, around = (view.start + view.end) / 2) {
   look(around - (around - view.start) / factor, around + (view.end - around) / factor);
 }
 
-function setCursor(time) {
+function setCursor(time, byUser = true) {
+  isPlaced ||= byUser;
   cursor = clamp(time, 0, end);
   document.getElementById("time").value = 1000 * cursor / end;
   refresh();
