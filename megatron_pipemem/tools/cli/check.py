@@ -119,16 +119,23 @@ def check(
 def _shown(source: str, facts: Mapping[str, object], written: Mapping[str, object] | None) -> Iterator[Shown]:
     """Yield the facts about a valid schedule for people, and about the file that it is written to."""
     yield Text(f"{source} is valid.", style="green")
+    names = {"bubble_rate": "bubble"}
     yield [
-        (name.replace("_", " "), f"{fact:.6g}" if isinstance(fact, float) else str(fact))
+        (names.get(name, name.replace("_", " ")), _text(name, fact))
         for name, fact in facts.items()
         if name not in ("file", "schedule")
     ]
-    yield Text(f"(bubble with F = I = W; peak in {UNITS})", style="dim")
+    yield Text(f"(with F = I = W; peak in {UNITS})", style="dim")
     if written is not None:
         contents = "actions and messages" if written["lowered"] else "actions"
         summary = f"{written['output']}: {written['actions']} {contents} on {facts['devices']} devices"
         yield f"{summary}, in letters of {written['letters']}"
+
+
+def _text(name: str, fact: object) -> str:
+    if name == "bubble_rate":
+        return f"{fact:.2%} of the makespan, in which the busiest device idles"
+    return f"{fact:.6g}" if isinstance(fact, float) else str(fact)
 
 
 def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:

@@ -47,7 +47,7 @@ def manifest(run: Run, nodes: int, image: str) -> list[dict[str, Any]]:
 
 def as_yaml(documents: list[dict[str, Any]]) -> str:
     """Return the documents as ``kubectl apply -f -`` reads them."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+    return yaml.dump_all(documents, Dumper=_ManifestDumper, sort_keys=False, width=120)
 
 
 def _pod(run: Run, nodes: int, image: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _pod(run: Run, nodes: int, image: str) -> dict[str, Any]:
     }
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Writes texts with several lines as they are, and no anchors for the pods, which are equal."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -82,4 +82,4 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _text)
+_ManifestDumper.add_representer(str, _text)
