@@ -16,6 +16,7 @@ from megatron_pipemem.model.layout import (
     PATTERN_ARGUMENT,
     pattern_layers,
     pattern_of,
+    without_cuts,
 )
 from megatron_pipemem.model.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, SIZES, Model, Sublayer
 
@@ -85,9 +86,9 @@ def model_of(args: object, **facts: Any) -> Model:
     shape: dict[str, Any] = {"mtp_layers": ahead}
     if pattern is not None:
         main, *further = pattern.split(FURTHER)
-        main = pattern_layers(main)
-        layers = len(main)
-        shape = {"pattern": main, "mtp_layers": len(further), "mtp_pattern": further[0] if further else None}
+        layers = len(pattern_layers(main))
+        ahead = {"mtp_layers": len(further), "mtp_pattern": further[0] if further else None}
+        shape = {"pattern": without_cuts(main), **ahead}
     groups, is_grouped = of("num_query_groups"), of("group_query_attention", True)
     has_bias, has_qkv_bias = of("add_bias_linear", True), of("add_qkv_bias", False)
     position = of("position_embedding_type", "learned_absolute")

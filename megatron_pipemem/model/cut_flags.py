@@ -14,7 +14,7 @@ from megatron_pipemem.choose.model_cut import Cut, check_cut, is_folded, known_c
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.counts import layer_weights
-from megatron_pipemem.model.model import SIZES, Sublayer
+from megatron_pipemem.model.model import SIZES, Sublayer, grouped_layers
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
@@ -116,7 +116,7 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     head = sizes.hidden_size * rows if with_head else 0.0
     # Two replicas have their stages on the devices in opposite orders, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
-    needed, tied = layout.needed_layers(pattern, flags), layout.grouped_layers(pattern)
+    needed, tied = layout.needed_layers(pattern, flags), grouped_layers("".join(layout.segments(pattern)))
     return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed, tied=tied), alone))}"
 
 

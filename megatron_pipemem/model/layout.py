@@ -14,7 +14,7 @@ from itertools import accumulate, groupby, pairwise
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model.expressions import check_size, listed, unrolled
-from megatron_pipemem.model.model import Model, Sublayer
+from megatron_pipemem.model.model import PATTERN_ITEM, Model, Sublayer, without_groups
 from megatron_pipemem.values import MOST_LAYERS
 
 FLAG = "pipeline-model-parallel-layout"
@@ -40,22 +40,12 @@ def segments(pattern: str) -> list[str]:
 
 def pattern_layers(pattern: str) -> str:
     """Return all layers of a hybrid pattern, without multi-token prediction: ``M-|[*-]/E`` gives ``M-*-``."""
-    return "".join(segments(pattern)).translate(_WITHOUT_GROUPS)
+    return without_groups("".join(segments(pattern)))
 
 
 def without_cuts(pattern: str) -> str:
-    """Return a hybrid pattern without stages and groups, with multi-token prediction: ``M-|[*-]/E`` gives ``M-*-/E``."""
-    return pattern.replace(SEGMENTS, "").translate(_WITHOUT_GROUPS)
-
-
-def grouped_layers(pattern: str) -> list[bool]:
-    """Return, for each layer of a hybrid pattern, whether it is in one group with the layer before it."""
-    items = _ITEM.findall("".join(segments(pattern)))
-    return [place > 0 for item in items for place in range(len(item.strip("[]")))]
-
-
-_ITEM, _WITHOUT_GROUPS = re.compile(r"\[[^\[\]]*\]|."), str.maketrans("", "", "[]")
-"""A layer or a group of layers, between which a pattern can be cut."""
+    """Return a hybrid pattern without stages, with multi-token prediction: ``M-|[*-]/E`` gives ``M-[*-]/E``."""
+    return pattern.replace(SEGMENTS, "")
 
 
 def is_cut(pattern: str) -> bool:
@@ -80,7 +70,7 @@ def cut(pattern: str, counts: Sequence[int]) -> str:
     a group of layers (``[*E]``).
     """
     layers, slash, further = pattern.partition(FURTHER)
-    items = _ITEM.findall(layers)
+    items = PATTERN_ITEM.findall(layers)
     ends = [0, *accumulate(len(pattern_layers(item)) for item in items)]
     try:
         places = [ends.index(end) for end in accumulate(counts, initial=0)]

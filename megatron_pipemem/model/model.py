@@ -7,6 +7,7 @@ Layers of the same kind have the same costs.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -90,6 +91,20 @@ class Sublayer(StrEnum):
     MAMBA = "M"
     MERGE = "m"
     """The projection, at the start of a multi-token prediction layer, that joins hidden states and the next embedding."""
+
+
+PATTERN_ITEM = re.compile(r"\[[^\[\]]*\]|.")
+"""A layer or a group of layers (``[*E]``), between which a hybrid pattern can be cut."""
+
+
+def without_groups(pattern: str) -> str:
+    """Return a hybrid pattern without the brackets of its groups: ``M-[*E]`` gives ``M-*E``."""
+    return pattern.replace("[", "").replace("]", "")
+
+
+def grouped_layers(pattern: str) -> list[bool]:
+    """Return, for each layer of a hybrid pattern without cuts, whether it is in one group with the layer before it."""
+    return [place > 0 for item in PATTERN_ITEM.findall(pattern) for place in range(len(without_groups(item)))]
 
 
 @dataclass(frozen=True)
@@ -187,7 +202,7 @@ class Model(Limited):
     dsa_indexer_topk_freq: Count = 1  # number of layers that share an index
     dsa_indexer_skip_topk_offset: CountOrZero = 0  # layers at the beginning of the model with an index of their own
     mtp_layers: LayersOrZero = 0  # number of layers for multi-token prediction
-    pattern: str | None = None  # layers of a hybrid model, one symbol each; None for a GPT
+    pattern: str | None = None  # layers of a hybrid model, one symbol each, with groups (``[*E]``); None for a GPT
     mtp_pattern: str | None = None  # blocks of a hybrid model's layer for multi-token prediction
     mamba_state: Count = 128
     mamba_heads: Count | None = None  # default: as many as fill 2 times hidden
@@ -223,11 +238,14 @@ class Model(Limited):
     def _check_patterns(self) -> None:
         allowed = " ".join(block for block in Sublayer if not block.islower())
         for key in ("pattern", "mtp_pattern"):
-            for symbol in sorted(set(getattr(self, key) or "") - set(allowed.split())):
+            text = getattr(self, key) or ""
+            for symbol in sorted(set(text) - {*allowed.split(), *"[]"}):
                 raise ConfigError("bad-syntax", f"has {shortened(symbol)}; write one of {allowed} per layer", key=key)
+            open_groups = "has a bracket without the other one; write a group of layers like [*E]"
+            refuse_if(any(item in "[]" for item in PATTERN_ITEM.findall(text)), "bad-syntax", key, open_groups)
         if self.pattern is not None:
-            count = f"has {len(self.pattern)} symbols for {self.layers} layers; write one each"
-            refuse_if(len(self.pattern) != self.layers, "bad-syntax", "pattern", count)
+            count = f"has {len(self.kinds)} symbols for {self.layers} layers; write one each"
+            refuse_if(len(self.kinds) != self.layers, "bad-syntax", "pattern", count)
             both = "goes with mtp_layers; give both or neither"
             refuse_if(bool(self.mtp_pattern) != bool(self.mtp_layers), "needs-option", "mtp_pattern", both)
         blocks = "".join(self.all_kinds)
@@ -306,9 +324,13 @@ class Model(Limited):
 
     @cached_property
     def tied_layers(self) -> frozenset[int]:
-        """The layers, counted from 0, that reuse the index of an earlier layer, which must be on the same stage."""
-        own = max(self.dsa_indexer_skip_topk_offset, 1)
-        return frozenset(layer for layer in range(own, self.layers) if (layer + 1 - own) % self.dsa_indexer_topk_freq)
+        """The layers, counted from 0, that must be on the stage of the layer before.
+
+        They reuse an earlier layer's index, or are in one group with the layer before.
+        """
+        own, period = max(self.dsa_indexer_skip_topk_offset, 1), self.dsa_indexer_topk_freq
+        reusing = {layer for layer in range(own, self.layers) if (layer + 1 - own) % period}
+        return frozenset(reusing | {layer for layer, tied in enumerate(grouped_layers(self.pattern or "")) if tied})
 
     @property
     def scan_heads(self) -> int:
@@ -324,7 +346,7 @@ class Model(Limited):
     def kinds(self) -> tuple[str, ...]:
         """The kind of each layer, such as ``*-``, in order. Multi-token prediction is not included."""
         if self.pattern is not None:
-            return tuple(self.pattern)
+            return tuple(without_groups(self.pattern))
         return tuple(self._attention(layer) + self._ffn(layer) for layer in range(self.layers))
 
     def _ffn(self, layer: int) -> Sublayer:
@@ -345,7 +367,7 @@ class Model(Limited):
     @cached_property
     def all_kinds(self) -> tuple[str, ...]:
         """The kind of each layer, followed by the kinds of the layers for multi-token prediction."""
-        own = self.mtp_pattern if self.pattern is not None else self.kinds[-1]
+        own = self.kinds[-1] if self.pattern is None else without_groups(self.mtp_pattern or "")
         return self.kinds + (f"{Sublayer.MERGE}{own}",) * self.mtp_layers
 
     @property

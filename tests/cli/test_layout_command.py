@@ -7,8 +7,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-from refusals import check_refusal
+from refusals import check_refusal, refused
 
+from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.model import Model, Sublayer
 from megatron_pipemem.tools.config.cluster import Cluster
@@ -77,6 +78,19 @@ def test_every_rank_keeps_experts_where_their_losses_are_logged():
     layouts = balance(Run(model, CLUSTER, Parallelism(pp=3, global_batch=12)))
     ends = accumulate(layouts.best.layers, initial=0)
     assert all(Sublayer.EXPERTS in model.pattern[a:b] for a, b in pairwise(ends))
+
+
+@pytest.mark.parametrize("schedule", ["stock", "v-half"])
+def test_groups_of_layers_stay_whole(schedule):
+    model = Model(
+        layers=20, hidden=1024, heads=8, vocabulary=32000, sequence=1024, pattern="[*-M-]*[-*]" * 2 + "*-M[*-]*"
+    )
+    assert len(model.kinds) == 20 and {*model.kinds} == {*"*-M"}
+    best = balance(Run(model, CLUSTER, Parallelism(pp=3, global_batch=12), ScheduleChoice(schedule))).best
+    stages = layout.stages_of(model, best.layers)
+    assert "".join(stages) == model.pattern and all(stage.count("[") == stage.count("]") for stage in stages)
+    with refused("bad-syntax", "[*E]", kind=ConfigError):
+        replace(model, pattern="[*-M-" + model.pattern[6:])
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 128_000, 512_000])

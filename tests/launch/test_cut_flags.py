@@ -19,6 +19,7 @@ from megatron_pipemem.model.cut_flags import (
     cut_pattern,
     sizes_of,
 )
+from megatron_pipemem.model.model import grouped_layers
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
 
@@ -184,8 +185,8 @@ def test_a_group_of_layers_stays_on_a_stage():
         stages = layout.segments(text)
         assert len(stages) == (8 if schedule == "v-half" else 4)
         assert all(stage.count("[") == stage.count("]") for stage in stages)
-    assert layout.pattern_layers("M|[*-]E/M") == "M*-E" and layout.without_cuts("M|[*-]E/M") == "M*-E/M"
-    assert layout.grouped_layers("M|[*-E]E/[*E]") == [False, False, True, True, False]
+    assert layout.pattern_layers("M|[*-]E/M") == "M*-E" and layout.without_cuts("M|[*-]E/M") == "M[*-]E/M"
+    assert grouped_layers("M[*-E]E") == [False, False, True, True, False]
     assert layout.cut("[*E]M/[*E]", (2, 1)) == "[*E]|M/[*E]"
     with refused("bad-layout", "1, 2", "[*E]M", kind=UnsupportedError):
         layout.cut("[*E]M", (1, 2))
