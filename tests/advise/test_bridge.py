@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,8 @@ from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.advise.shell import training_command
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
-from megatron_pipemem.tools.megatron.bridge_recipe import _change
+from megatron_pipemem.tools.megatron import bridge_recipe
+from megatron_pipemem.tools.megatron.bridge_recipe import _change, _provider
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from tests.watching.refusals import refused
@@ -150,6 +152,22 @@ def recipe_config() -> SimpleNamespace:
     model.pipeline_model_parallel_layout, model._pipeline_model_parallel_layout_builder = "4x2", layout
     dataset, train = SimpleNamespace(seq_length=8), SimpleNamespace(global_batch_size=1, micro_batch_size=1)
     return SimpleNamespace(mixed_precision=None, model=model, dataset=dataset, train=train)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("llama3-8b", "gpt_provider"), ("deepseek-v3", "mla_provider"), ("nemotron-h-8b", "hybrid_provider")],
+)
+def test_a_known_model_has_the_provider_of_its_class(monkeypatch, name, module):
+    def imported(path: str) -> SimpleNamespace:
+        classes = (class_name for _, class_name in bridge_recipe._PROVIDERS.values())
+        return SimpleNamespace(**{kind: partial(SimpleNamespace, path=path) for kind in classes})
+
+    monkeypatch.setattr(bridge_recipe, "import_module", imported)
+    model = load(name, Model)
+    provider = _provider(model)
+    assert provider.path.endswith(module)
+    assert getattr(provider, layout.PATTERN_ARGUMENT, None) == model.pattern
 
 
 def test_files_and_overrides_change_a_recipe(tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_pipemem.model.layout import PATTERN_ARGUMENT, pattern_of
 from megatron_pipemem.model.model import Model
 from megatron_pipemem.tools.config.loading import known_model, read_raw, read_yaml
 from megatron_pipemem.tools.config.runs import FREEZES
@@ -208,13 +209,26 @@ def _is_cached(path: str) -> bool:
     return isinstance(import_module("huggingface_hub").try_to_load_from_cache(path, "config.json"), str)
 
 
-def _provider(model: Any, known_name: str | None = None, unknown_name: str | None = None) -> Any:
+_PROVIDERS = {
+    "gpt": ("gpt_provider", "GPTModelProvider"),
+    "mla": ("mla_provider", "MLAModelProvider"),
+    "hybrid": ("hybrid.hybrid_provider", "HybridModelProvider"),
+}
+"""Modules and classes of Megatron-Bridge's model providers."""
+
+
+def _provider(model: Model, known_name: str | None = None, unknown_name: str | None = None) -> Any:
     """Return Megatron-Bridge's model provider with these sizes, marked with the name of the known or unknown model."""
-    sizes = {"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
-    if model.kv_lora_rank is None:
-        provider = import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(**sizes)
-    else:
-        provider = import_module("megatron.bridge.models.mla_provider").MLAModelProvider(**sizes)
+    sizes: dict[str, Any] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+    }
+    kind = "gpt" if model.kv_lora_rank is None else "mla"
+    if model.pattern is not None:
+        kind, sizes[PATTERN_ARGUMENT] = "hybrid", pattern_of(model)
+    module, name = _PROVIDERS[kind]
+    provider = getattr(import_module(f"megatron.bridge.models.{module}"), name)(**sizes)
     provider.known_model, provider.unknown_model = known_name, unknown_name
     provider.to_text_provider = lambda: provider
     return provider
