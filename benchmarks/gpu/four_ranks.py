@@ -20,12 +20,14 @@ Claims: every case ends, and its losses are stock 1F1B's to the bit (to 1e-5 whe
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,15 +237,46 @@ def run_together(waiting: list[Case], setting: Setting, rehearse: bool):
             waiting = waiting[done:]
 
 
-def stop(ranks: list[subprocess.Popen]) -> None:
+class ForkedRank:
+    """A rank that is a fork of this process, in place of a ``subprocess.Popen``.
+
+    A rehearsal whose process has imported Megatron need not import it four times more.
+    """
+
+    def __init__(self, run: Callable[[dict], int], plan: dict, environment: Mapping[str, str], log: Path):
+        self._process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(run, plan, environment, log)
+        )
+        self._process.start()
+        self.kill, self.wait = self._process.kill, self._process.join
+
+    def poll(self) -> int | None:
+        """Return the exit code; ``None`` while the rank runs."""
+        return self._process.exitcode
+
+    @staticmethod
+    def _run(run: Callable[[dict], int], plan: dict, environment: Mapping[str, str], log: Path) -> None:
+        os.environ.update(environment)
+        with log.open("w") as file:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(file.fileno(), stream.fileno())
+        sys.exit(run(plan))
+
+
+def stop(ranks: Sequence[subprocess.Popen | ForkedRank]) -> None:
     for rank in ranks:
         rank.kill()
     for rank in ranks:
         rank.wait()
 
 
-def start(program: Path, plan: dict, setting: Setting, folder: Path) -> list[subprocess.Popen]:
-    """Start four ranks of a program that takes a plan, which leave their results in a folder."""
+def start(
+    program: Path, plan: dict, setting: Setting, folder: Path, forked: Callable[[dict], int] | None = None
+) -> list[subprocess.Popen | ForkedRank]:
+    """Start four ranks of a program that takes a plan, which leave their results in a folder.
+
+    With ``forked``, ranks are forks of this process, and call this function with their plan.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -256,16 +289,20 @@ def start(program: Path, plan: dict, setting: Setting, folder: Path) -> list[sub
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_MAX_CTAS": "1",
     }
-    ranks = []
+    plan = plan | {"folder": str(folder)}
+    ranks: list[subprocess.Popen | ForkedRank] = []
     for rank in range(RANKS):
+        own = environment | {"RANK": str(rank), "LOCAL_RANK": "0"}
+        if forked is not None:
+            ranks.append(ForkedRank(forked, plan, own, folder / f"log-{rank}"))
+            continue
         with (folder / f"log-{rank}").open("w") as log:
-            own = environment | {"RANK": str(rank), "LOCAL_RANK": "0"}
-            command = [sys.executable, str(program), "--rank", json.dumps(plan | {"folder": str(folder)})]
+            command = [sys.executable, str(program), "--rank", json.dumps(plan)]
             ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
     return ranks
 
 
-def await_result(result: Path, ranks: list[subprocess.Popen], seconds: float) -> dict | str:
+def await_result(result: Path, ranks: Sequence[subprocess.Popen | ForkedRank], seconds: float) -> dict | str:
     """The result, or what happened instead."""
     deadline = time.monotonic() + seconds
     while not result.exists():

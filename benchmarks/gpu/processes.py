@@ -44,8 +44,8 @@ TOLERANCE = 0.05
 COSTS = "costs.json"
 """The prices of ``auto``, which the ranks await in the folder of their results."""
 REHEARSED = ("1f1b", "zb-h1", "interleaved", "auto")
-FIRST_SECONDS, CASE_SECONDS = 150, 60
-"""How long the ranks may take to start, and for each case, before they count as stuck."""
+FIRST_SECONDS, CASE_SECONDS, REHEARSED_SECONDS = 150, 60, 600
+"""How long the ranks may take to start, and for each case, before they count as stuck. A rehearsal may share a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def run_attempt(attempt: Attempt, table: Table, cases: Sequence[Case], rehearse:
 
     missing, report = table.missing(cases), table.report
     with ranks_of(attempt, table.workload, missing, rehearse) as (folder, ranks):
-        shares = await_result(folder / "0", ranks, FIRST_SECONDS)
+        shares = await_result(folder / "0", ranks, REHEARSED_SECONDS if rehearse else FIRST_SECONDS)
         if isinstance(shares, str):
             shares = {"values": {}, "missed": [shares]}
         name = f"shares of the multiprocessors, {attempt.name}"
@@ -111,7 +111,7 @@ def run_attempt(attempt: Attempt, table: Table, cases: Sequence[Case], rehearse:
             proof.say(f"{case}, {table.workload}, {attempt.name}")
             result: dict | str = f"{PRICED} has not run, whose passes are the prices"
             if case.cap is None or write_costs(folder / COSTS, table.costs()):
-                result = await_result(folder / str(number), ranks, CASE_SECONDS)
+                result = await_result(folder / str(number), ranks, REHEARSED_SECONDS if rehearse else CASE_SECONDS)
             if isinstance(result, str):
                 table.add_failure(case, result)
                 return False
@@ -137,7 +137,8 @@ def ranks_of(
     with service as environment, TemporaryDirectory() as folder:
         more = {"NCCL_NVLS_ENABLE": "0", **environment, **attempt.environment}
         with mock.patch.dict(os.environ, more):
-            ranks = start(Path(__file__), plan, Setting(8, bound=False), Path(folder))
+            setting = Setting(8, bound=False)
+            ranks = start(Path(__file__), plan, setting, Path(folder), run_rank if rehearse else None)
         try:
             yield Path(folder), ranks
         finally:

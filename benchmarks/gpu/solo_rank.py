@@ -4,7 +4,7 @@ A rank of a pipeline runs its program through the plugin, chunks, executor, ledg
 for the other ranks, so that messages arrive at once (and hold whatever memory held).
 
 Claims: the ledger's peak is the predicted one, to the byte, or in the predicted range where microbatches of a stage keep
-different bytes; the allocator's is that and the working memory of one action.
+different bytes; the allocator's is that, sent messages that no answer has freed, and the working memory of one action.
 
     python benchmarks/gpu/solo_rank.py [--rehearse]
 """
@@ -125,6 +125,7 @@ def play(name: str, layers: str, model: Model, devices: int) -> tuple[dict, list
         missed.append(f"the allocator never held the predicted {predicted} bytes, {allocated} at most")
     values = {
         "predicted_bytes": predicted,
+        "predicted_peak_with_messages": seen["predicted_peak_with_messages"],
         "counted_bytes": seen["counted_peak_bytes"],
         "allocated_bytes": allocated,
         "reserved_bytes": counted["reserved_bytes"],

@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import os
-import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launching import run_program
+
+from megatron_pipemem.tools.cpu.ranks import end_ranks, start_ranks
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -29,13 +31,17 @@ def gpu(monkeypatch) -> SimpleNamespace:
 
 
 def rehearse(program: str, path: Path, *more: str) -> dict[str, dict]:
-    """Return the rows of a program by their cases."""
-    command = [sys.executable, str(PROGRAMS / f"{program}.py"), "--rehearse", "--output", str(path), *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert path.exists(), done.stdout + done.stderr
+    """Return the rows of a program by their cases. It is forked from a process that has imported Megatron."""
+    words, log = (PROGRAMS / f"{program}.py", "--rehearse", "--output", str(path), *more), path.with_suffix(".log")
+    (process,) = processes = start_ranks(run_program, [words], [log])
+    try:
+        process.join()  # tests/watching/patience.py ends one that waits
+    finally:
+        end_ranks(processes)
+    assert path.exists(), log.read_text()
     data = json.loads(path.read_text())
     assert [row["missed"] for row in data["rows"] if row["missed"]] == []
-    assert done.returncode == 0 and data["complete"], done.stderr
+    assert process.exitcode == 0 and data["complete"], log.read_text()
     return {row["case"]: row["values"] for row in data["rows"]}
 
 

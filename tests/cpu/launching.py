@@ -65,6 +65,12 @@ def run_plain(script: Path, *arguments: str) -> None:
     os._exit(code)
 
 
+def run_program(script: Path, *arguments: str) -> None:
+    """Run a script with its folder's modules, in this process, which ends with it."""
+    sys.path.insert(0, str(script.parent))
+    run_plain(script, *arguments)
+
+
 def start_command(environment: Mapping[str, str], *words: str) -> None:
     """Run ``pipemem`` with these words and environment variables in the process of a rank."""
     os.environ.update(environment)
