@@ -259,7 +259,7 @@ def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple
 def _times_to_look(request: Request, knowledge: Knowledge) -> int:
     """Return how often to search at most, until a result keeps the cap.
 
-    It is 1, unless there is a cap and the memory of messages or vocabulary passes is added to a search's result.
+    Several times if the result may grow afterwards (messages, vocabulary passes) and so break the cap, else once.
     """
     grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
     return _ATTEMPTS if grows and request.memory_cap is not None else 1

@@ -117,7 +117,9 @@ def check_pairs(schedule: Schedule, rows: Sequence[Order]) -> None:
     places = places_of(rows)
     for first in sorted(schedule.pairs):
         if first not in places:
-            raise ScheduleError("bad-pair", f"{first} of a pair is in no order; add it, or drop the pair")
+            raise ScheduleError(
+                "bad-pair", f"no device runs {first}, the forward of a pair; add it to an order, or drop the pair"
+            )
         device, position = places[first]
         second = next(iter(rows[device][position + 1 :]), None)
         if first.kind is not Kind.F or second is None or second.kind not in (Kind.I, Kind.B):

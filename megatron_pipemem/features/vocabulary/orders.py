@@ -273,7 +273,7 @@ _IN_IDLE_TIME = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
-    """Return the schedule with this many barriers. If it has them already or the number is 0, it is unchanged."""
+    """Add the vocabulary passes of Algorithm 1 (2 barriers) or 2 (1); a schedule that has them, or 0 barriers, stays."""
     if not barriers or schedule.vocabulary_barriers == barriers:
         return schedule
     return with_vocabulary(schedule, barriers, costs)

@@ -103,7 +103,8 @@ class Prices:
         ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option(help="Layers of the model. They price --head-cost, and `auto` may move them.")
+        int | None,
+        typer.Option(help="Layers of the model, so that --head-cost 2.5layers has a time; `auto` may move them."),
     ] = None
 
 

@@ -261,7 +261,7 @@ class Run:
 
     @property
     def schedule_options(self) -> dict[str, Any]:
-        """Options of the schedule, including chunks and slices, except for a schedule file, which has its own."""
+        """Options of the schedule, with chunks and slices. A schedule file keeps its own, so these are not added."""
         if self.schedule.name.endswith(FILE_SUFFIX):
             return self.schedule.options
         counts = {"chunks": self.parallelism.chunks, "slices": self.schedule.slices}

@@ -143,7 +143,10 @@ def _read(raw: Any, path: Path) -> Result:
         return typed(raw, Result)
     except ConfigError as error:
         raise ConfigError(
-            error.code, f"{error.message}; delete the file, and train again", key=error.key, file=path
+            error.code,
+            f"{error.message}; delete this file, then pipemem grid GRID --resume trains this point only",
+            key=error.key,
+            file=path,
         ) from error
 
 
