@@ -10,6 +10,7 @@ started before, so a pair never waits for its own result, and devices never wait
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -34,6 +35,8 @@ of them are tried."""
 _WAYS = tuple((patience, swaps) for patience in _PATIENCE for swaps in (True, False))
 """The ways in which pairs are chosen: a patience, and whether a forward may change places with the backward before it. The
 first way allows all pairs that the others allow."""
+_TIE = 1e-9  # of two passes: within this, times are equal, so that a pair does not depend on their rounding
+_MOMENTS = 32  # most blocks that a rhythm of pairs may take
 _ROUNDING = 1e-11  # of a time: by so much the sums of some thousand seconds may differ
 
 
@@ -107,6 +110,9 @@ class Pairings:
         ]
         """Per node, the device and position of every action that it waits for, and the seconds of the message."""
         self.seconds = [seconds[price] for price in graph.prices]
+        self.stops = [lane.stop for lane in lanes]
+        self.codes = [0 if action.kind is Kind.F else 1 if action.kind in _BACKWARDS else 2 for action in self.actions]
+        """Per node, 0 for a forward, 1 for a backward, 2 for any other. Those of a pair add up to 1."""
         self._price_of, self._together = graph.prices, dict[tuple[int, int], float]()
 
     def runs(self) -> list[PairedRun]:
@@ -157,30 +163,23 @@ class _PairingRun:
         count = len(pairings.lanes)
         self._further = pairings.blocks.further
         self._begins, self._sizes = pairings.blocks.begins, pairings.blocks.sizes
+        rows = zip(pairings.lanes, self._begins, self._sizes, strict=True)
+        self._block_stops = [lane.start + begin + size for lane, begin, size in rows]
+        self._following = [(lane.start, 0) for lane in pairings.lanes]  # nodes, and how often their blocks ran before
         self._ends: list[list[float]] = [[] for _ in range(count)]  # of the actions that have run
         self._nodes: list[list[int]] = [[] for _ in range(count)]  # in the order in which they run
+        self._waiting: list[dict[int, list[int]]] = [{} for _ in range(count)]  # devices, by the position they wait for
         self._forwards: list[int] = []  # the nodes of the pairs' forwards
         self._hidden = [0.0] * count
         self._needed_patience, self._has_swaps = 0.0, False
-        self._waiting: list[dict[int, list[int]]] = [
-            {} for _ in range(count)
-        ]  # by position, the devices that wait for it
-        self._runnable: list[tuple[float, int]] = []
+        self._moments: deque[_Moment] = deque(maxlen=_MOMENTS)
+        self._ruler = next((lane for lane, size in enumerate(self._sizes) if size), -1)
+        self._block = 1  # the next one whose end on the ruler is a moment
         self._skipped, self._skipped_hidden = 0.0, [0.0] * count
-        self._anchor: _Moment | None = None
-        self._moment = 1  # the block whose end on the ruler is the next moment
 
     def result(self) -> PairedRun:
         """Run all actions."""
-        begin, ruler = inf, next((lane for lane, size in enumerate(self._sizes) if size), -1)
-        for lane in range(len(self._ends)):
-            self._queue(lane)
-        while self._runnable:
-            start, lane = heappop(self._runnable)
-            begin = min(begin, start)
-            self._step(lane, start)
-            if lane == ruler and len(self._ends[lane]) >= self._begins[lane] + self._moment * self._sizes[lane]:
-                self._skip_blocks()
+        begin = self._run()
         actions, end = self._pairings.actions, max(ends[-1] for ends in self._ends if ends)
         orders = tuple(tuple(actions[node] for node in nodes) for nodes in self._nodes)
         pairs = frozenset(actions[node] for node in self._forwards)
@@ -192,87 +191,109 @@ class _PairingRun:
             self._has_swaps,
         )
 
-    def _step(self, lane: int, start: float) -> None:
-        """Run the next action of a device, which starts at ``start``, or a pair of the next two."""
-        at, seconds = len(self._ends[lane]), self._pairings.seconds
-        first, pair = self._node(lane, at)[0], self._pair(lane, at)
-        nodes: tuple[int, ...] = (first,)
-        end = start + seconds[first]
-        if pair is not None and not isinstance(arrival := self._arrival(lane, at + 1), tuple):
-            second = pair[pair[0] == first]
-            together, both = max(start, arrival), self._pairings.together(*pair)
-            apart = max(end, arrival) + seconds[second]
-            wait, saved = together - start, seconds[first] + seconds[second] - both
-            if wait <= self._patience * saved and together + both < apart:
-                nodes, end = pair, together + both
-                self._forwards.append(pair[0])
-                self._hidden[lane] += saved
-                self._has_swaps |= pair[0] != first
-                if wait > self._needed_patience * saved:
-                    self._needed_patience = min(share for share in _PATIENCE if wait <= share * saved)
-        self._nodes[lane] += nodes
-        self._ends[lane] += [end] * len(nodes)
-        for position in range(at, at + len(nodes)):
-            for other in self._waiting[lane].pop(position, ()):
-                self._queue(other)
-        self._queue(lane)
+    def _run(self) -> float:
+        """Run all actions; return the start of the first one. Comparisons of schedules spend most of their time here."""
+        pairings, all_ends, all_nodes, sizes = self._pairings, self._ends, self._nodes, self._sizes
+        needs, seconds, codes, stops = pairings.needs, pairings.seconds, pairings.codes, pairings.stops
+        following, waiting = self._following, self._waiting
+        runnable: list[tuple[float, int]] = []
+        begin, ruler = inf, self._ruler
 
-    def _queue(self, lane: int) -> None:
-        """Put the next action of a device into the queue of those that can run, or of those that wait."""
-        ends = self._ends[lane]
-        if len(ends) == self._length(lane):
-            return
-        arrival = self._arrival(lane, len(ends))
-        if isinstance(arrival, tuple):
-            owner, position = arrival
-            self._waiting[owner].setdefault(position, []).append(lane)
-        else:
-            heappush(self._runnable, (max(ends[-1], arrival) if ends else arrival, lane))
+        def arrival_at(node: int, block: int) -> float | tuple[int, int]:
+            """Return when the inputs of an action arrive; if one of them has not run, its device and position."""
+            latest = 0.0
+            for owner, position, lag in needs[node]:
+                if block:
+                    position += block * sizes[owner]
+                ends = all_ends[owner]
+                if position >= len(ends):
+                    return owner, position
+                arrival = ends[position] + lag
+                if arrival > latest:
+                    latest = arrival
+            return latest
 
-    def _length(self, lane: int) -> int:
-        return len(self._pairings.lanes[lane]) + self._further * self._sizes[lane]
+        def queue(lane: int) -> None:
+            node, block = following[lane]
+            if node == stops[lane]:
+                return
+            arrival, ends = arrival_at(node, block), all_ends[lane]
+            if isinstance(arrival, tuple):
+                owner, position = arrival
+                waiting[owner].setdefault(position, []).append(lane)
+            else:
+                heappush(runnable, (ends[-1] if ends and ends[-1] > arrival else arrival, lane))
 
-    def _node(self, lane: int, at: int) -> tuple[int, int]:
-        """Return the node at a position of a device, and how many times the block has run again before it."""
-        size, behind, node = self._sizes[lane], at - self._begins[lane], self._pairings.lanes[lane].start + at
-        if not self._further or behind < size:
-            return node, 0
-        again = min(behind // size, self._further)
-        return node - again * size, again
+        for lane in range(len(stops)):
+            queue(lane)
+        while runnable:
+            start, lane = heappop(runnable)
+            if start < begin:
+                begin = start
+            first, block = following[lane]
+            following[lane] = second, later = self._after(lane, first, block)
+            ends = all_ends[lane]
+            end = start + seconds[first]
+            position = len(ends)
+            pair = None
+            if second != stops[lane] and codes[first] + codes[second] == 1 and (self._swaps or codes[second]):
+                arrival = arrival_at(second, later)
+                if not isinstance(arrival, tuple):
+                    pair = self._pair(lane, start, max(start, arrival), (first, second), later - block)
+            if pair is None:
+                ends.append(end)
+                all_nodes[lane].append(first)
+            else:
+                nodes, end = pair
+                ends += [end, end]
+                all_nodes[lane] += nodes
+                following[lane] = self._after(lane, second, later)
+            if waiting[lane]:
+                for at in range(position, len(ends)):
+                    for other in waiting[lane].pop(at, ()):
+                        queue(other)
+            queue(lane)
+            if lane == ruler and len(ends) >= self._begins[lane] + self._block * sizes[lane]:
+                self._skip_blocks()
+        return begin
 
-    def _arrival(self, lane: int, at: int) -> float | tuple[int, int]:
-        """Return when the inputs of an action arrive; if one of them has not run, its device and position."""
-        node, again = self._node(lane, at)
-        latest = 0.0
-        for owner, position, lag in self._pairings.needs[node]:
-            position += again * self._sizes[owner]
-            ends = self._ends[owner]
-            if position >= len(ends):
-                return owner, position
-            latest = max(latest, ends[position] + lag)
-        return latest
+    def _after(self, lane: int, node: int, block: int) -> tuple[int, int]:
+        """Return the node after another one, and how many times the block has run again before it."""
+        node += 1
+        if node == self._block_stops[lane] and block < self._further:
+            return node - self._sizes[lane], block + 1
+        return node, block
 
-    def _pair(self, lane: int, at: int) -> tuple[int, int] | None:
-        """Return the nodes at a position of a device and the next one as a pair, the forward first; ``None`` if they are none.
+    def _pair(
+        self, lane: int, start: float, together: float, both: tuple[int, int], blocks: int
+    ) -> tuple[tuple[int, int], float] | None:
+        """Return the pair of two nodes that can start together, the forward first, and its end; ``None`` if they run apart.
 
-        They are one forward and one backward, of different stages or microbatches. With swaps, the backward may come
-        first.
+        The second one, which is that of ``blocks`` later blocks, has its inputs at the time ``together``.
         """
-        if at + 1 == self._length(lane):
+        (first, second), pairings = both, self._pairings
+        a, b = pairings.actions[first], pairings.actions[second]
+        if a.stage == b.stage and a.microbatch == b.microbatch + blocks * pairings.blocks.units:
             return None
-        (first, before), (second, after) = self._node(lane, at), self._node(lane, at + 1)
-        a, b = self._pairings.actions[first], self._pairings.actions[second]
-        units = self._pairings.blocks.units
-        if a.stage == b.stage and a.microbatch + before * units == b.microbatch + after * units:
+        swaps = pairings.codes[second] == 0
+        forward, backward = (second, first) if swaps else (first, second)
+        of_first, of_second, of_both = (*map(pairings.seconds.__getitem__, both), pairings.together(forward, backward))
+        saved, wait = of_first + of_second - of_both, together - start
+        apart = max(start + of_first, together) + of_second
+        rounding = _TIE * (of_first + of_second)
+        if wait > self._patience * saved + rounding or together + of_both >= apart - rounding:
             return None
-        if a.kind is Kind.F and b.kind in _BACKWARDS:
-            return first, second
-        return (second, first) if self._swaps and b.kind is Kind.F and a.kind in _BACKWARDS else None
+        self._forwards.append(forward)
+        self._hidden[lane] += saved
+        self._has_swaps |= swaps
+        if wait > self._needed_patience * saved + rounding:
+            self._needed_patience = min(share for share in _PATIENCE if wait <= share * saved + rounding)
+        return (forward, backward), together + of_both
 
     def _skip_blocks(self) -> None:
         """Leave out blocks that repeat, if the run is as it was some blocks ago but for the time."""
         rows = list(zip(self._ends, self._begins, self._sizes, strict=True))
-        block, self._moment = self._moment, self._moment + 1
+        block, self._block = self._block, self._block + 1
         behind = min((len(ends) - begin) // size for ends, begin, size in rows if size)
         if behind < 1:
             return
@@ -283,15 +304,15 @@ class _PairingRun:
             [end for ends, begin, size in rows for end in ends[begin + oldest * size :]],
             list(self._hidden),
         )
-        delay = None if self._anchor is None else now.delay_after(self._anchor)
-        if self._anchor is not None and delay is not None:
-            begun = max((len(ends) - begin) // size for ends, begin, size in rows if size) + 2
-            times = max(0, self._further - begun) // (block - self._anchor.block)
-            self._skipped = times * delay
-            self._skipped_hidden = [
-                times * (now - then) for now, then in zip(self._hidden, self._anchor.hidden, strict=True)
-            ]
-            self._further -= times * (block - self._anchor.block)
-            self._moment = 2**62  # never
-        elif block & (block - 1) == 0:
-            self._anchor = now
+        for earlier in reversed(self._moments):
+            if (delay := now.delay_after(earlier)) is not None:
+                begun = max((len(ends) - begin) // size for ends, begin, size in rows if size) + 2
+                times = max(0, self._further - begun) // (block - earlier.block)
+                self._skipped = times * delay
+                self._skipped_hidden = [
+                    times * (after - before) for before, after in zip(earlier.hidden, now.hidden, strict=True)
+                ]
+                self._further -= times * (block - earlier.block)
+                self._block = self._further + 2  # no further ones are looked for
+                return
+        self._moments.append(now)

@@ -59,17 +59,19 @@ class Bounds:
         ends = np.cumsum(layouts, axis=1)
         return (self._sums[ends] - self._sums[ends - layouts] + self._ends).reshape(len(layouts), self._ends.size)
 
-    def of(self, seconds: np.ndarray, newest: bool = False) -> np.ndarray:
-        """Return a lower bound in seconds of the step of every layout, from its row of ``seconds``.
+    def of(self, seconds: np.ndarray) -> np.ndarray:
+        """Return a lower bound in seconds of the step of every layout, the highest by any chain, from ``seconds``."""
+        return self.of_chains(seconds, 0) + self.of_further(seconds)
 
-        It is the highest bound by any chain; with ``newest``, the bound by the chain that was added last.
-        """
-        chains, lags = (self._chains[-1:], self._lags[-1:]) if newest else (self._chains, self._lags)
-        bounds = (seconds @ np.stack(chains).reshape(len(chains), -1).T + lags).max(axis=1)
-        if self._further:
-            devices = self._devices.reshape(len(self._devices), -1)
-            bounds += self._further * (seconds @ devices.T).max(axis=1)
-        return bounds
+    def of_chains(self, seconds: np.ndarray, first: int) -> np.ndarray:
+        """Return the highest bound by the chains from ``first`` on, in the order in which they were added."""
+        chains = np.stack(self._chains[first:]).reshape(-1, self._ends.size)
+        return (seconds @ chains.T + self._lags[first:]).max(axis=1)
+
+    def of_further(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the seconds of the microbatches that are not simulated, a part of every bound."""
+        devices = self._devices.reshape(len(self._devices), -1)
+        return self._further * (seconds @ devices.T).max(axis=1) if self._further else np.zeros(len(seconds))
 
 
 def descend(
@@ -97,7 +99,8 @@ def descend(
         """
         nonlocal shortest, left
         seconds = bounds.seconds(layouts)
-        lowest = bounds.of(seconds)
+        further = bounds.of_further(seconds)
+        lowest = bounds.of_chains(seconds, 0) + further
         while left and len(layouts):
             at = int(lowest.argmin())
             if lowest[at] >= shortest * (1 - _TOLERANCE):
@@ -107,7 +110,7 @@ def descend(
             if (step_seconds := simulate(layout)) < shortest * (1 - _TOLERANCE):
                 shortest = step_seconds
                 return layout
-            lowest = np.maximum(lowest, bounds.of(seconds, newest=True))
+            lowest = np.maximum(lowest, bounds.of_chains(seconds, -1) + further)
             lowest[at] = np.inf
         return None
 

@@ -37,7 +37,7 @@ class _Lane:
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Repetition:
     """A step whose middle repeats: what it runs before the block, in the block, and after it, in the order of the waits."""
 

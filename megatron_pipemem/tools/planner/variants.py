@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
@@ -23,7 +23,7 @@ from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.model.activations import message_bytes
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
@@ -36,7 +36,8 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, Vocabula
 from megatron_pipemem.tools.config.runs import Run, ScheduleChoice
 from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, gather, logit_bytes
-from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, family_schedule, repeating
+from megatron_pipemem.tools.planner.repetition import Repetition
+from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, family_schedule, repeating, same_passes
 from megatron_pipemem.tools.planner.slices import step_of
 from megatron_pipemem.tools.planner.step import PlannedStep, ends_seconds, price
 
@@ -169,19 +170,44 @@ def paired_price(
 
     ``published`` returns the replay of a step without pairs with a given number of microbatches.
     """
-    costs = step.costs
     schedule, repetition = repeating(published, step.placement.num_devices, num_microbatches)
-    blocks = None if repetition is None else repetition.blocks(num_microbatches)
-    seconds = simulate(schedule, costs).makespan if repetition is None else repetition.makespan(costs, num_microbatches)
-    versions = [
-        OrderPrice(run.seconds, peaks(run.schedule, costs), run.hidden if run.schedule.pairs else ())
-        for run in Pairings(schedule, costs, blocks).runs()
-    ]
-    alone = OrderPrice(seconds, peaks(schedule, costs))
+    alone, *versions = _versions(schedule, num_microbatches, _PairCosts(step.costs), repetition)
     fitting = [
         version for version in versions if all(peak <= limit for peak, limit in zip(version.peaks, room, strict=True))
     ]
     return fastest((alone, *fitting), lambda price: price.seconds)
+
+
+class _PairCosts:
+    """Costs as the key of a cache: equal for schedules of passes, with pairs or without."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._key = same_passes(costs), costs.forward_exchange, costs.backward_exchange
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _PairCosts) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@lru_cache(maxsize=64)
+def _versions(
+    schedule: Schedule, num_microbatches: int, key: _PairCosts, repetition: Repetition | None
+) -> tuple[OrderPrice, ...]:
+    """Return the time and peaks of a step without pairs, and of its versions with pairs."""
+    costs = key.costs
+    blocks = None if repetition is None else repetition.blocks(num_microbatches)
+    seconds = simulate(schedule, costs).makespan if repetition is None else repetition.makespan(costs, num_microbatches)
+    runs = Pairings(schedule, costs, blocks).runs()
+    return (
+        OrderPrice(seconds, peaks(schedule, costs)),
+        *(
+            OrderPrice(run.seconds, peaks(run.schedule, costs), run.hidden if run.schedule.pairs else ())
+            for run in runs
+        ),
+    )
 
 
 IN_PAIRS = Variant(
