@@ -404,13 +404,13 @@ def table_of_classes() -> str:
     cells = yaml.safe_load(CLASSES.read_text(encoding="utf-8"))
     classes = [*next(iter(cells.values()))]
     rows = [[feature, *(_mark(row[name][0]) for name in classes)] for feature, row in cells.items()]
-    return _rows([["feature", *(f"`{name}`" for name in classes)], *rows])
+    return _rows([["feature", *(f"`{name}`" if name.isidentifier() else name for name in classes)], *rows])
 
 
 def _mark(result: str) -> str:
-    """Return a mark for ``bits``, ``close`` or ``refused: CODE``, and other results as they are."""
+    """Return a mark for a test's result, such as ``bits`` or ``refused: CODE``. Other results stay as they are."""
     kind, _, code = result.partition(": ")
-    return {"bits": "✓", "close": "≈"}.get(kind, f"✗ `{code}`" if code else f"✗ {result}")
+    return {"bits": "✓", "close": "≈", "not run": ""}.get(kind, f"✗ `{code}`" if code else f"✗ {result}")
 
 
 def table_of_parts() -> str:

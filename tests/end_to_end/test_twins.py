@@ -13,6 +13,7 @@ import test_families
 import test_multi_token
 import test_packed
 import test_slices
+import test_transformer_engine
 import test_unequal
 import test_variants
 import yaml
@@ -155,8 +156,16 @@ CLASSES = yaml.safe_load((FOLDER / "classes_of_models.yaml").read_text(encoding=
 
 @pytest.mark.parametrize("feature", CLASSES)
 def test_every_cell_of_the_documented_table_has_a_test(feature):
-    assert [*CLASSES[feature]] == ["GPTModel", "HybridModel"]
+    assert [*CLASSES[feature]] == ["GPTModel", "HybridModel", "with states"]
     for model, (verdict, test) in CLASSES[feature].items():
+        if model == "with states" and test is None:
+            assert verdict == "not run"
+            continue
+        if model == "with states" and test.startswith("states: "):
+            name = test.removeprefix("states: ")
+            is_close = name in test_transformer_engine.RESUMMED
+            assert name in test_transformer_engine.STATES and verdict == ("close" if is_close else "bits"), test
+            continue
         code = verdict.removeprefix("refused: ")
         assert verdict in ("bits", "close", "Megatron refuses") or (code != verdict and code in CODES)
         file, _, function = test.partition("::")
