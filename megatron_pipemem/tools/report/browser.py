@@ -60,7 +60,7 @@ def frame(run: Timeline, content: str) -> str:
 
     ``content`` is the element's attribute with the page: ``srcdoc='...'`` with its text, or ``src='...'``.
     """
-    height = 48 * run.schedule.num_devices + 225  # pixels
+    height = 60 * run.schedule.num_devices + 225  # pixels; page.css and page.js have the height of a row
     style = f"width:100%;height:{height}px;border:0;background:#fff"
     return f"<iframe title='{escape(DrawnRun(run).headline)}' style='{style}' {content}></iframe>"
 

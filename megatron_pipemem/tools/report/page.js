@@ -28,10 +28,10 @@ function load(loaded) {
   setCursor(isPlaced ? cursor : fullestTime(runs[0]), false);
 }
 
-// The time at which a device of the run holds most: there the page opens.
+// The time at which a device of the run holds most: there the page opens. 0 if a wrong choice leaves no run.
 function fullestTime(run) {
   let most = -1, time = 0;
-  for (const row of run.rows) {
+  for (const row of run?.rows ?? []) {
     for (let i = 0; i < row.start.length; i++) {
       if (heldDuring(row, i) > most) [most, time] = [heldDuring(row, i), (row.start[i] + row.end[i]) / 2];
     }
