@@ -134,8 +134,6 @@ CODES = {
     "no-rollback": "The optimizer cannot be rolled back. Take another one, or drop `--pipemem-overlap-steps`.",
     "not-enabled": "A model chunk was asked for before `enable()`. Call it first.",
     "slices-attention": "The attention cannot work on sequence slices. Change it as the message says, or use no slices.",
-    "pairs-forward-step": "The forward step cannot return a schedule plan, which --overlap-moe-expert-parallel-comm needs. Add "
-    "its argument return_schedule_plan.",
     "slices-forward-step": "The forward step or loss returns a value that cannot be cut. The message names the value.",
     "slices-model": "The model cannot work on slices of a sequence. Use a schedule without slices.",
     "tied-embedding": "Embedding and head must not share one matrix here. Pass `--untie-embeddings-and-output-weights`.",

@@ -216,6 +216,11 @@ PAIRS = Refusals(
         "moe_shared_expert_overlap": "shared experts cannot compute within the exchange of a layer in pieces",
         "mtp_num_layers": "layers of multi-token prediction do not run in pieces here",
         "ep_overlap_early_attn_memory_release": "attention runs backward at the end of a layer's pieces here",
+        "enable_hyper_connections": "residual streams mix around the pieces of a layer",
+        "enable_mhc_connections": "residual streams mix around the pieces of a layer",
+        "cuda_graph_impl": "a captured router leaves its experts to Megatron's own pieces; pass --cuda-graph-impl none",
+        "enable_autocast": "backwards would compute in the format of the forward that they alternate with; build the model in "
+        "the format that it computes in",
     },
     ", or drop --overlap-moe-expert-parallel-comm",
 )

@@ -108,18 +108,46 @@ class _DeferredPart(DeferredWeightGradient):
         self._part.run(Kind.W, self._number)
 
 
+class Experts(torch.nn.Module):
+    """The experts of a layer, with the methods of Megatron's ``MoELayer`` that pairs cut a forward at."""
+
+    def __init__(self, chunk: Chunk, block: Block):
+        super().__init__()
+        self.experts, self.token_dispatcher = Part(chunk, block.experts), None
+        self.away, self.back = (Part(chunk, Passes(block.exchange, block.exchange)) for _ in range(2))
+
+    def dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.away(tokens), probs
+
+    def routed_experts_compute(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.experts(tokens), None
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        return self.back(output)
+
+    def postprocess(self, output: torch.Tensor, shared: None) -> torch.Tensor:
+        return output
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output, _ = self.routed_experts_compute(*self.dispatch(hidden, torch.ones(1)))
+        return self.postprocess(self.combine(output), None)
+
+
 class Layer(torch.nn.Module):
-    """A layer with experts, in the pieces of Megatron's plans."""
+    """A layer with experts, in the pieces of Megatron's plans and of the plugin's."""
 
     def __init__(self, chunk: Chunk, block: Block, keeps: bool):
         super().__init__()
         self.config = chunk.config
-        self.attention, self.experts = Part(chunk, block.attention, keeps), Part(chunk, block.experts)
-        self.dispatch, self.combine = (Part(chunk, Passes(block.exchange, block.exchange)) for _ in range(2))
+        self.attention, self.mlp = Part(chunk, block.attention, keeps), Experts(chunk, block)
         self.get_inner_quantization_context = nullcontext
 
+    def mlp_bda(self, *_: bool) -> Callable:
+        return lambda output, residual, probability: output  # the residual has no price
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.combine(self.experts(self.dispatch(self.attention(hidden))))
+        hidden = self.attention(hidden)
+        return self.mlp_bda()(self.mlp(hidden.view_as(hidden)), hidden, 0.0)
 
 
 class _LayerPlan(TransformerLayerSchedulePlan):
@@ -139,9 +167,9 @@ class _LayerPlan(TransformerLayerSchedulePlan):
 
         layer = self.layer
         self.pre_dispatch_computation = node("pre_dispatch_computation", comp_stream, layer.attention)
-        self.moe_dispatch = node("moe_dispatch", comm_stream, layer.dispatch)
-        self.mlp = node("mlp", comp_stream, layer.experts)
-        self.moe_combine = node("moe_combine", comm_stream, layer.combine)
+        self.moe_dispatch = node("moe_dispatch", comm_stream, layer.mlp.away)
+        self.mlp = node("mlp", comp_stream, layer.mlp.experts)
+        self.moe_combine = node("moe_combine", comm_stream, layer.mlp.back)
         self.mtp_post_process = NoopScheduleNode()
 
 

@@ -316,13 +316,6 @@ FORWARD_STEP = Symbol(
 BACKWARD_STEP = Symbol(
     _SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"), purposes=_REPORTED
 )
-# Runs a forward and a backward in pieces; checked for runs with pairs only.
-COMBINED_STEP = Symbol(
-    "megatron.core.pipeline_parallel.combined_1f1b",
-    "combined_forward_backward_step",
-    ("f_model", "b_model", "b_input_tensor", "b_output_tensor", "b_output_tensor_grad", "f_model_chunk_id"),
-)
-
 GRAPH_ORDER = Symbol(
     "megatron.core.transformer.cuda_graphs",
     "convert_schedule_table_to_order",

@@ -203,8 +203,8 @@ class StageRunner(Protocol):
         """Start to sum the stage's gradients over data-parallel ranks. Called when all passes have added to them."""
 
 
-BackwardArguments = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""Input, output and gradient of the output, as ``StageRunner.backward`` takes them after the microbatch."""
+BackwardArguments = tuple[int, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""The arguments of ``StageRunner.backward``: the microbatch, its input, its output and the gradient of its output."""
 
 
 class PairRunner(StageRunner, Protocol):
@@ -472,7 +472,7 @@ class Executor:
         input, gradient = self._input_of(forward), self._gradient_of(backward)
         if self.ledger is not None:
             self.ledger.free_later()
-        arguments = [(self._inputs.pop(key), self._outputs.pop(key), gradient)]
+        arguments = [(key[1], self._inputs.pop(key), self._outputs.pop(key), gradient)]
         gradients: list[torch.Tensor | None] = []
 
         def together(microbatch: int, input: torch.Tensor | None) -> torch.Tensor:

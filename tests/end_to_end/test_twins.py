@@ -12,6 +12,7 @@ import test_experts
 import test_families
 import test_multi_token
 import test_packed
+import test_pairs
 import test_slices
 import test_transformer_engine
 import test_unequal
@@ -20,7 +21,6 @@ import yaml
 from comparing import assert_predicted_bytes, bits
 from lanes import rest_nightly
 from model_flags import (
-    ALL_TO_ALL,
     CP2,
     DISTRIBUTED,
     EVALUATION,
@@ -33,7 +33,6 @@ from model_flags import (
     SIX,
     SMALL_TENSORS,
     UNTIED,
-    as_hybrid,
     hybrid,
 )
 from ranks import CaseFailed
@@ -72,6 +71,7 @@ TABLES = {
         "early weights": ("zb-h1", (UNTIED,), ("--pipemem-early-weights", "head")),
     },
     "replicas": {"gems": ("gems", EVALUATION, ()), "dualpipe": ("dualpipe", EVALUATION, ())},
+    "pairs": {"shared experts": ("v-half", test_pairs.FLAGS, test_pairs.OVERLAP)},
     "slices": {name: (schedule, flags, ours) for name, (schedule, ours, flags) in test_slices.CASES.items()},
     "latent": {"kept": ("v-half", LATENT_QUERIES, ()), "offloaded": ("v-half", LATENT_QUERIES, OFFLOADED)},
 }
@@ -98,6 +98,7 @@ FULL_LANE = {
     "costs: layout",
     "costs: overlapped steps",
     "replicas: dualpipe",
+    "pairs: shared experts",
     "latent: kept",
     "slices: recomputed",
     "slices: zbv, one barrier, experts, evaluation",
@@ -132,22 +133,10 @@ def test_a_hybrid_model_trains_late_as_the_formula_says(train_small, emulate, na
     assert_predicted_bytes(run)
 
 
-PAIRS = (*ALL_TO_ALL, "--bf16", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
-STANDALONE = (*hybrid("*-*-*-*-/*-"), "--pipeline-model-parallel-layout", "Ett|tt|m|L")
-
-
-@pytest.mark.parametrize(
-    ("schedule", "flags", "words"),
-    [
-        ("v-half", as_hybrid(PAIRS, 4), "[unsupported-model]"),
-        ("stock", STANDALONE, "--pipeline-model-parallel-layout should not be used with --hybrid-layer-pattern"),
-    ],
-    ids=["pairs", "a stage for multi-token prediction"],
-)
-def test_what_a_hybrid_model_lacks_is_refused(train_small, schedule, flags, words):
+def test_megatron_refuses_a_stage_for_multi_token_prediction(train_small):
     with pytest.raises(CaseFailed) as failed:
-        train_small(schedule, *flags)
-    assert words in str(failed.value)
+        train_small("stock", *hybrid("*-*-*-*-/*-"), LAYOUT, "Ett|tt|m|L")
+    assert f"{LAYOUT} should not be used with --hybrid-layer-pattern" in str(failed.value)
 
 
 FOLDER = Path(__file__).parent

@@ -16,19 +16,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import utils as pipeline_utils
-from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import token_dispatcher
-from streams import Group, Streams, Work
+from streams import Event, Group, Streams, Work
 
-from megatron_pipemem.features.pairs.megatron import PlanStage
+from megatron_pipemem.features.pairs.megatron import StageInPieces
 from megatron_pipemem.features.pairs.orders import with_pairs
-from megatron_pipemem.features.pairs.runtime import Pairs
+from megatron_pipemem.features.pairs.runtime import Pairs, Pieces
 from megatron_pipemem.mcore.model.linear import split_linear
 from megatron_pipemem.mcore.model.stages import StepContext
 from megatron_pipemem.runtime import transport
@@ -44,10 +42,17 @@ SEQUENCE, HIDDEN, VOCABULARY = 16, 32, 64
 
 
 @contextmanager
-def without_waits(node: ScheduleNode, name: str | None = None) -> Iterator[None]:
-    with torch.cuda.stream(node.stream):
+def without_waits(exchanging: bool) -> Iterator[None]:
+    """Let the pieces of a forward on one of the streams not wait for the piece before."""
+    go_on, wait = Pieces.go_on, Event.wait
+
+    def unordered(pieces: Pieces, stream: torch.cuda.Stream) -> None:
+        waits = nothing if (stream is pieces.exchanging) == exchanging else wait
+        with mock.patch.object(Event, "wait", waits):
+            go_on(pieces, stream)
+
+    with mock.patch.object(Pieces, "go_on", unordered):
         yield
-    node.event.record(node.stream)
 
 
 def nothing(*_: object) -> None:
@@ -69,12 +74,8 @@ PLANTED = {
     "an output leaves before its last exchange": partial(
         mock.patch.object, sys.modules[__name__], "exchanging", lambda: torch.cuda.stream(torch.cuda.Stream())
     ),
-    "a piece does not wait for the one before": partial(
-        mock.patch.object, ScheduleNode, "stream_acquire_context", without_waits
-    ),
-    "a stage does not wait for its last exchange": partial(
-        mock.patch.object, TransformerModelChunkSchedulePlan, "wait_current_stream", nothing
-    ),
+    "an exchange does not wait for the piece before": partial(without_waits, exchanging=True),
+    "computing does not wait for the exchange before": partial(without_waits, exchanging=False),
     "a message or an exchange is not waited for": partial(mock.patch.object, Work, "wait", nothing),
     "memory is freed while the other stream uses it": partial(
         mock.patch.object, torch.Tensor, "record_stream", nothing
@@ -133,15 +134,15 @@ def make_config(num_layers: int) -> TransformerConfig:
     return config
 
 
-def forward_step(data: object, model: GPTModel, return_schedule_plan: bool = False):
+def forward_step(data: object, model: GPTModel):
     tokens = torch.randint(VOCABULARY, (1, SEQUENCE + 1))
-    plan = model.build_schedule_plan(
+    output = model(
         input_ids=tokens[:, :-1],
         position_ids=torch.arange(SEQUENCE)[None],
         attention_mask=None,
         labels=tokens[:, 1:].contiguous(),
     )
-    return plan, lambda output: (output.float().mean(), {})
+    return output, lambda output: (output.float().mean(), {})
 
 
 def run_device(schedule: Schedule, device: int, num_layers: int) -> None:
@@ -166,7 +167,7 @@ def run_device(schedule: Schedule, device: int, num_layers: int) -> None:
     for chunk, stage in enumerate(stages):
         model = GPTModel(config, spec, VOCABULARY, SEQUENCE, pre_process=stage == 0, post_process=last[chunk])
         model.to(torch.bfloat16)
-        runners[stage] = PlanStage(context, model, None, chunk, len(stages), last[chunk], ends, ())
+        runners[stage] = StageInPieces(context, model, None, chunk, len(stages), last[chunk], ends, ())
     channels = {edge: Group(f"edge {edge}") for edge in edges(placement) if device in edge}
     pipeline = Pipeline(None, placement, device, range(DEVICES), channels)
     message = MessageFormat((SEQUENCE, 1, HIDDEN), torch.bfloat16, torch.device("cpu"))

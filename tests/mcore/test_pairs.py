@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 from refusals import refused
 
-from megatron_pipemem.features.pairs.megatron import PairedSteps, check_model
+from megatron_pipemem.features.pairs.megatron import check_model
 from megatron_pipemem.mcore import refusals
 from megatron_pipemem.mcore.launch import take_flags
 from megatron_pipemem.request import Request
@@ -42,16 +41,3 @@ def test_models_that_cannot_run_in_pieces_are_refused_before_they_are_built(name
     check(recompute_granularity="selective", recompute_modules=["core_attn"])
     with refused("unsupported-setting", OVERLAP):
         check(**{name: value})
-
-
-def test_the_forward_step_must_return_a_plan():
-    def forward_step(data, model):
-        return model(data)
-
-    def with_plan(data, model, return_schedule_plan=False):
-        return model(data)
-
-    for function, says in ((forward_step, ("pairs-forward-step",)), (with_plan, ("unsupported-model", "Linear"))):
-        step = SimpleNamespace(context=SimpleNamespace(forward_step_func=function), chunks=[torch.nn.Linear(1, 1)])
-        with refused(*says):
-            PairedSteps().prepare(step)

@@ -41,7 +41,7 @@ def test_a_function_is_called_or_says_what_it_is_replaced_for():
         if isinstance(value, Symbol) and not value.purposes:
             used = [text for text in sources if f"{name}.resolve()" in text]
             assert used and not any(re.search(rf"\(\s*{name},", text) for text in used), name
-    assert all(symbol.purposes for symbol in LISTED - {*symbols.USED, symbols.COMBINED_STEP})
+    assert all(symbol.purposes for symbol in LISTED - {*symbols.USED})
     assert {symbol for symbol in LISTED if symbol.purposes} <= {*symbols.REPLACED}
 
 

@@ -1,32 +1,30 @@
-"""Run the steps of a model with experts in the pieces of Megatron's schedule plans, so that exchanges are hidden.
+"""Run the steps of a model with experts in pieces, so that the exchanges of tokens are hidden.
 
-Megatron can run the layers of a forward and a backward in turn: ``combined_forward_backward_step`` computes on one
-stream, and exchanges the tokens of experts on another. Here every forward, backward and pair of a training step is a
-call of that function. Weight gradients stay apart, where the schedule has W.
+The model's own forward runs. Where tokens travel between experts, its graph is cut, and pieces of another microbatch's
+backward run: one computes on one stream, while the tokens of the other travel on another. Weight gradients stay apart,
+where the schedule has W.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comm_stream, get_comp_stream, set_streams
-from megatron.core.utils import unwrap_model
+from megatron.core.pipeline_parallel.utils import get_comm_stream, set_streams
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.pairs.runtime import Pairs
-from megatron_pipemem.mcore.model.stages import ChunkStage
+from megatron_pipemem.features.pairs.runtime import Pairs, Pieces
+from megatron_pipemem.mcore.model.stages import ChunkStage, shadowed
 from megatron_pipemem.mcore.model.transformer_engine import defer
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import COMBINED_STEP, LANGUAGE_MODULE, Replacements
+from megatron_pipemem.mcore.symbols import LANGUAGE_MODULE, Replacements
 from megatron_pipemem.runtime.executor import BackwardArguments, PairRunner, StepFeature
 from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, current_queue
-
-_PLAN_ARGUMENT = "return_schedule_plan"
 
 
 def check_model(config: Any) -> None:
@@ -50,13 +48,12 @@ def check_model(config: Any) -> None:
 
 
 def extensions(*_: object) -> list[Extension]:
-    """Return the extension of a run with pairs, or raise an UpstreamError if this Megatron runs no layers in pieces."""
-    COMBINED_STEP.resolve()
+    """Return the extension of a run with pairs."""
     return [PairedSteps()]
 
 
 class PairedSteps(Extension):
-    """The extension that runs training steps in the pieces of Megatron's schedule plans."""
+    """The extension that runs training steps in pieces."""
 
     only_trains = True
 
@@ -71,45 +68,39 @@ class PairedSteps(Extension):
         original(model, config, *args, **kwargs)
 
     def prepare(self, step: Step) -> None:
-        if _PLAN_ARGUMENT not in inspect.signature(step.context.forward_step_func).parameters:
-            raise UnsupportedError(
-                "pairs-forward-step",
-                f"the forward step has no argument {_PLAN_ARGUMENT}, with which it returns model.build_schedule_plan(...) in "
-                "place of model(...), as Megatron's pretrain_gpt.py does; add it, or drop --overlap-moe-expert-parallel-comm",
-            )
-        for chunk in step.chunks:
-            if not hasattr(unwrap_model(chunk), "build_schedule_plan"):
-                raise UnsupportedError(
-                    "unsupported-model",
-                    f"{type(unwrap_model(chunk)).__name__} has no schedule plans in this version of Megatron; drop "
-                    "--overlap-moe-expert-parallel-comm",
-                )
         set_streams(high_priority=step.context.config.high_priority_a2a_comm_stream)
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run in pieces."""
         for stage, runner in step.stages.items():
-            step.stages[stage] = runner.recast(PlanStage)
+            step.stages[stage] = runner.recast(StageInPieces)
         return [Pairs(step.program.schedule.pairs, lambda: torch.cuda.stream(get_comm_stream()))]
 
 
 @dataclass
-class PlanStage(ChunkStage):
+class StageInPieces(ChunkStage):
     """A stage whose forwards and backwards run in pieces, alone or in pairs (``runtime.executor.PairRunner``)."""
 
-    _together: tuple[PlanStage, BackwardArguments] | None = None
-    """the backward to run with the next forward"""
-    _gradient: torch.Tensor | None = field(default=None, init=False)
-    """the result of that backward"""
+    _layers: tuple[torch.nn.Module, ...] = field(init=False)
+    _pieces: dict[int, Pieces] = field(default_factory=dict, init=False)  # by microbatch
+    _backward: Iterator[None] = field(default=iter(()), init=False)
+    """the pieces of the backward that runs with the next forward"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._layers = layers_with_experts(self.model)
 
     def run_pair(
         self, microbatch: int, input: torch.Tensor | None, other: PairRunner, arguments: BackwardArguments
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert isinstance(other, PlanStage)
-        self._together = other, arguments
+        assert isinstance(other, StageInPieces)
+        other_input = arguments[1]
+        self._backward = other.backward_in_pieces(*arguments)
+        del arguments
+        with other.as_chunk():
+            next(self._backward, None)
         output = self.forward(microbatch, input)
-        gradient, self._gradient = self._gradient, None
-        return output, gradient
+        return output, None if other_input is None else other_input.grad
 
     def backward(
         self,
@@ -119,79 +110,113 @@ class PlanStage(ChunkStage):
         output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         with self.as_chunk():
-            _, _, gradient = self._combined(None, None, [], (self, (input, output, output_gradient)))
+            for _ in self.backward_in_pieces(microbatch, input, output, output_gradient):
+                pass
         self.defer_weight_gradients()
-        return gradient
+        return None if input is None else input.grad
 
-    def _megatrons_forward(
-        self, microbatch: int, arrived: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        together, self._together = self._together, None
-        output, num_tokens, self._gradient = self._combined(
-            input,
-            data,
-            loss_data,
-            together,
-            f_model=self.model,
-            f_model_chunk_id=self._virtual_stage,
-            is_first_microbatch=self._is_first,
-            current_microbatch=arrived,
-        )
+    def backward_in_pieces(
+        self,
+        microbatch: int,
+        input: torch.Tensor | None,
+        output: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+    ) -> Iterator[None]:
+        """Run a backward, which leaves its result in ``input.grad``. It yields as ``Pieces.backward`` does."""
+        self._megatrons_backward(input, output, output_gradient)
+        del input, output, output_gradient
+        yield from self._pieces.pop(microbatch).backward()
+
+    def _megatrons_forward(self, microbatch: int, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        backward, self._backward = self._backward, iter(())
+        queue = current_queue()
+        run_late = partial(self._run_late, queue) if isinstance(queue, LateWeightGradients) else lambda: None
+        pieces = Pieces(get_comm_stream(), run_late, lambda: next(backward, None))
+        output = None
+        try:
+            with ExitStack() as stack:
+                for layer in self._layers:
+                    stack.enter_context(_in_pieces(layer, pieces))
+                output, num_tokens = super()._megatrons_forward(microbatch, *others)
+        finally:
+            pieces.end(output)
+        for _ in backward:
+            pass
+        self._pieces[microbatch] = pieces
         return output, num_tokens
 
-    def _combined(
-        self,
-        input: torch.Tensor | None,
-        data: Iterator | None,
-        loss_data: list,
-        backward: tuple[PlanStage, BackwardArguments] | None,
-        f_model: torch.nn.Module | None = None,
-        **others: Any,
-    ) -> tuple[Any, Any, Any]:
-        """Run a forward of ``f_model`` together with ``backward``, or one of the two if the other is ``None``.
-
-        ``input``, ``data`` and ``loss_data`` are the forward's. Return the forward's output, its number of tokens, and
-        the gradient of the backward's input.
-        """
-        step = self.step
-        stage, (b_input, output, gradient) = backward or (None, (None, None, None))
-        return COMBINED_STEP.resolve()(
-            self._with_own_weight_gradients,
-            data,
-            f_model,
-            step.num_microbatches,
-            input,
-            loss_data,
-            None if stage is None else stage.model,
-            b_input,
-            output,
-            gradient,
-            step.config,
-            collect_non_loss_data=step.collect_non_loss_data,
-            **others,
-        )
-
-    def _with_own_weight_gradients(self, *arguments: Any, **named: Any) -> tuple[Any, Callable]:
-        """Call the forward step, and return its plan and loss function.
-
-        The plan is changed so that its pieces leave weight gradients to our queues. If the backward is not split, they
-        run where Megatron's own late weight gradients do: while tokens travel, or the result of the backward.
-        """
-        plan, loss = self.step.forward_step_func(*arguments, **named)
-        queue = current_queue()
-        for layer in map(plan.get_layer, range(plan.num_layers())):
-            for piece in vars(layer).values():
-                if isinstance(piece, ScheduleNode):
-                    piece.delay_wgrad_compute = False
-                    if isinstance(queue, LateWeightGradients):
-                        piece.backward_dw = partial(self._run_late, queue)
-        return plan, loss
-
     def _run_late(self, queue: LateWeightGradients) -> None:
-        computing = get_comp_stream()
+        """Run the weight gradients of a backward that is not split, while its tokens travel or its result does."""
+        computing = torch.cuda.current_stream()
         defer(self.delayed, queue)
         for tensor in queue.tensors():
             # The stream of exchanges made some of them, and does not wait for this use.
             tensor.record_stream(computing)
-        with torch.cuda.stream(computing):
-            queue.run_part()
+        queue.run_part()
+
+
+def layers_with_experts(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """Return the layers of a model that exchange tokens, each with its experts as ``mlp``."""
+    return tuple(layer for layer in model.modules() if hasattr(getattr(layer, "mlp", None), "routed_experts_compute"))
+
+
+@contextmanager
+def _in_pieces(layer: Any, pieces: Pieces) -> Iterator[None]:
+    """Cut the forward of a layer with experts, within a ``with`` block, before and after tokens travel."""
+    mlp, dispatcher, residual_add = layer.mlp, layer.mlp.token_dispatcher, layer.mlp_bda
+    dispatch_tokens, compute, combine_tokens, finish = (getattr(mlp, name) for name in _PIECES)
+    manager = getattr(dispatcher, "_comm_manager", None)  # DeepEP's, HybridEP's or NCCL EP's: it has probabilities too
+
+    def dispatch(tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pieces.go_on(pieces.exchanging)
+        own_tokens, own_probs = pieces.take(tokens), pieces.take(probs)
+        _give_up(tokens)
+        if manager is not None:
+            manager.token_probs = own_probs
+        return dispatch_tokens(own_tokens, own_probs)
+
+    def routed_experts_compute(tokens: torch.Tensor, probs: torch.Tensor) -> Any:
+        pieces.go_on(pieces.computing)
+        own_tokens, own_probs = pieces.take(tokens), pieces.take(probs)
+        _give_up(tokens)
+        if manager is not None:
+            manager.dispatched_probs = own_probs
+            for value in vars(manager).values():
+                if isinstance(value, torch.Tensor) and value.is_cuda:
+                    value.record_stream(pieces.computing)
+        output = compute(own_tokens, own_probs)
+        if getattr(layer, "recompute_pre_mlp_layernorm", False):
+            # Here, and not when Megatron does it: the norm would run again on the stream of exchanges.
+            layer.pre_mlp_norm_checkpoint.discard_output_and_register_recompute(output[0])
+            layer.pre_mlp_norm_checkpoint = SimpleNamespace(discard_output_and_register_recompute=lambda _: None)
+        return output
+
+    def combine(output: torch.Tensor) -> torch.Tensor:
+        pieces.go_on(pieces.exchanging)
+        own_output = pieces.take(output)
+        _give_up(output)
+        return combine_tokens(own_output)
+
+    def postprocess(output: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        return finish(output, None if shared is None else pieces.take(shared, back=3))
+
+    def mlp_bda(*settings: bool) -> Callable:
+        def add(output: Any, residual: torch.Tensor, probability: float) -> torch.Tensor:
+            hidden = residual_add(*settings)(output, pieces.take(residual, back=3), probability)
+            pieces.go_on(pieces.computing)
+            return pieces.take(hidden)
+
+        return add
+
+    replaced = (dispatch, routed_experts_compute, combine, postprocess)
+    with shadowed(mlp, dict(zip(_PIECES, replaced, strict=True))), shadowed(layer, {"mlp_bda": mlp_bda}):
+        yield
+
+
+_PIECES = ("dispatch", "routed_experts_compute", "combine", "postprocess")
+
+
+def _give_up(tensor: torch.Tensor) -> None:
+    """Let a tensor's memory go if autograd does not keep it. The frames that called us hold the tensor much longer."""
+    if tensor._base is None:
+        tensor.data = tensor.new_empty((1,))

@@ -401,12 +401,17 @@ class ChunkStage:
         then queued.
         """
         with self.as_chunk():
-            gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
+            gradient = self._megatrons_backward(input, output, output_gradient)
         self.defer_weight_gradients()
         if gradient is not None and getattr(self.step.config, "cuda_graph_impl", None) == GRAPHS_OF_LAYERS:
             # It lies in memory of a graph that the next backward may overwrite before the gradient has been sent.
             return gradient.clone()
         return gradient
+
+    def _megatrons_backward(
+        self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return schedules.backward_step(input, output, output_gradient, self.step.config)
 
     def defer_weight_gradients(self) -> None:
         """Queue the weight gradients that Transformer Engine's modules keep; without a queue, compute them."""

@@ -99,8 +99,8 @@ def advise(
 
     A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``pace`` has
     measured prices. ``names`` are the schedules that the run's program can take. With ``slices``, all of its sequences have the
-    same length, so that schedules may cut them. With ``pairs``, its forward step can return a schedule plan, so that passes may
-    run in pairs. A run without a pipeline, or without a price for its present schedule, is refused.
+    same length, so that schedules may cut them. With ``pairs``, it can take schedules whose passes run in
+    pairs. A run without a pipeline, or without a price for its present schedule, is refused.
     """
     check_sizes(run)
     if run.parallelism.pp == 1:

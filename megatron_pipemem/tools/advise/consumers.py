@@ -65,7 +65,7 @@ class Consumer:
     setting: Callable[[str, Any], list[str]] | None = None
     families: tuple[str, ...] = (*STOCKS, *OURS)  # schedules that the program can run
     slices: bool = False  # whether its sequences can be cut: they are not packed, and equally long
-    pairs: bool = False  # whether its forward step can return a schedule plan, which passes in pairs need
+    pairs: bool = False  # whether it can run the schedules in which pairs pay
 
 
 def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[list[str], list[str]]:
