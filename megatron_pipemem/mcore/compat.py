@@ -12,6 +12,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_pipemem.mcore.symbols import RESHARDABLE_STATE, Feature, Replacements
 
@@ -58,6 +59,22 @@ def release_activations(layers: Iterable[Any]) -> None:
     """Drop the activations that these layers (``layers_with_streams``) keep, as other layers do when a forward ends."""
     for layer in layers:
         layer.mlp_norm_manager = None
+
+
+def logged_depths(config) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Return what Megatron's log of multi-token prediction needs on every rank that sums it, by the names in its tracker.
+
+    The first result has the shapes of the sums, the second one further values. ``dev`` sums other tensors than releases
+    do, and a rank that lacked one of them would leave out a collective.
+    """
+    depths = config.mtp_num_layers
+    if not hasattr(MTPLossLoggingHelper, "save_loss_to_tracker"):
+        return dict.fromkeys(("loss_values", "correct_values", "total_values"), (depths,)), {}
+    per_token = config.calculate_per_token_loss
+    shapes: dict[str, tuple[int, ...]] = {"loss_sums": (depths,)} | ({"num_tokens": (depths,)} if per_token else {})
+    if MTPLossLoggingHelper.should_collect_acceptance():
+        shapes["acceptance_counts"] = 2, depths
+    return shapes, {"calculate_per_token_loss": per_token}
 
 
 def is_plain_head(head: Any) -> bool:

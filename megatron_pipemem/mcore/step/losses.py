@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron_pipemem.mcore.compat import logged_depths
 from megatron_pipemem.mcore.model.stages import StepContext
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, StepFeature
@@ -231,22 +232,20 @@ def _kind(step: StepContext, schedule: Schedule) -> Hashable:
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
-_LOGGED_ENTRIES = ("loss_values", "correct_values", "total_values")
-"""The entries that Megatron logs for each token of multi-token prediction."""
-
-
 def sum_depths(step: Step) -> None:
     """Make Megatron sum the losses of multi-token prediction over the pipeline before it logs them.
 
     This is needed if a last stage is not on the last device, as in a V. Nothing is done under round robin.
     """
-    depths = getattr(step.context.config, "mtp_num_layers", None)
-    if not depths or step.pipeline.placement.is_round_robin:
+    config = step.context.config
+    if not getattr(config, "mtp_num_layers", None) or step.pipeline.placement.is_round_robin:
         return
-    tracker = MTPLossLoggingHelper.tracker
-    for name in _LOGGED_ENTRIES:
-        tracker.setdefault(name, torch.zeros(depths, device=torch.cuda.current_device()))
-    tracker["reduce_group"], tracker["avg_group"] = step.pipeline.group, step.groups.dp_cp
+    tracker, (shapes, further) = MTPLossLoggingHelper.tracker, logged_depths(config)
+    for name, shape in shapes.items():
+        tracker.setdefault(name, torch.zeros(shape, device=torch.cuda.current_device()))
+    tracker.update(further)
+    for prefix in ("", "acceptance_"):
+        tracker[f"{prefix}reduce_group"], tracker[f"{prefix}avg_group"] = step.pipeline.group, step.groups.dp_cp
 
 
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:
