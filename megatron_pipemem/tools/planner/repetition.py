@@ -12,7 +12,7 @@ result is exact for stages that reach their rhythm late, or whose rhythm takes s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -51,19 +51,20 @@ class Repetition:
     depth: int  # the number of blocks before a block, for whose results the block or what follows waits
 
     @classmethod
-    def of(cls, shorter: Schedule, longer: Schedule, dependencies: Dependencies) -> Repetition | None:
-        """Return the repetition of the longer one of two steps, whose ``dependencies`` are given.
+    def of(cls, shorter: Schedule, longer: Schedule, waits: Callable[[], Dependencies]) -> Repetition | None:
+        """Return the repetition of the longer one of two steps. ``waits`` returns its dependencies, which take long.
 
         It is ``None`` unless the longer step is the shorter one with further blocks. Copies to the host, vocabulary
         passes and sums over replicas tie blocks together in other ways.
         """
         if longer.offloads or longer.vocabulary_barriers or longer.pairs or longer.placement.replicas > 1:
             return None
-        if error := dependencies.stuck():
-            raise error
         periodic = _periodic_regions(shorter, longer)
         if periodic is None:
             return None
+        dependencies = waits()
+        if error := dependencies.stuck():
+            raise error
         units, regions = periodic
         lanes = _cut(regions, dependencies)
         depth = _depth(lanes, dependencies)

@@ -110,20 +110,26 @@ def repeating(
 
 
 def _repetition(built: Callable[[int], Replay], num_devices: int, count: int, more: int) -> Repetition | None:
-    """Return the repetition of a step with ``count`` microbatches, or of one with ``more`` of them, if they have one."""
-    if count - more >= 2 * num_devices:
-        repetition = built(count).repetition_after(built(count - more))
-        if repetition is not None:
-            return repetition
-    return built(count + more).repetition_after(built(count))
+    """Return the repetition of a step with about ``count`` microbatches and one with ``more`` of them, if they have one.
+
+    The order of ``hanayo`` is another one for at most three microbatches per device.
+    """
+    is_wave = built(count).schedule.placement.name == "wave"
+    for few in (count + more,) if is_wave else (count - more, count):
+        if few >= 2 * num_devices:
+            repetition = built(few + more).repetition_after(built(few))
+            if repetition is not None:
+                return repetition
+    return None
 
 
 def _counts(num_devices: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
     """Yield the microbatches of short steps that a long step may extend, and how many more the next short step has."""
     rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
-    while 2 * (count + rhythm) < num_microbatches:
+    if count < num_microbatches:
         yield count, rhythm
-        count = _congruent(2 * count, num_microbatches, rhythm)
+    while 4 * ((count := _congruent(2 * count, num_microbatches, rhythm)) + rhythm) < num_microbatches:
+        yield count, rhythm
 
 
 def shortest(num_devices: int, num_microbatches: int) -> int:
@@ -208,7 +214,7 @@ class Replay:
     def repetition_after(self, shorter: Replay) -> Repetition | None:
         """Return the blocks by which the schedule is longer than another one of its family, from a cache if it is there."""
         if shorter not in self._repetitions:
-            self._repetitions[shorter] = Repetition.of(shorter.schedule, self.schedule, self._dependencies)
+            self._repetitions[shorter] = Repetition.of(shorter.schedule, self.schedule, lambda: self._dependencies)
         return self._repetitions[shorter]
 
     def timeline(self, costs: Costs, begins: Sequence[float] = ()) -> Timeline:
