@@ -70,6 +70,11 @@ def test_the_list_fits_a_terminal_and_has_the_simulated_numbers(pipemem, pipemem
         assert rows[name][-2:] == [f"{run['bubble_rate']:.1%}", f"{run['peak_activation']:.3f}"]
 
 
+@pytest.mark.parametrize("words", [(), ("zbv",)])
+def test_sizes_that_take_too_long_are_refused(pipemem, words):
+    check_refusal(pipemem("schedules", *words, "-p", 3000, "-m", 100_000).stderr, "too-large", "--devices")
+
+
 def test_sizes_that_a_schedule_does_not_have_are_dashes(pipemem):
     (row,) = [line for line in pipemem("schedules", "--all", "-p", 3).stdout.splitlines() if " dualpipe (" in line]
     assert row.split()[-2:] == ["-", "-"]

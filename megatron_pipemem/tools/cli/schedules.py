@@ -12,6 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.size import estimated
 from megatron_pipemem.tools.cli.common import Shown, print_answer
 from megatron_pipemem.tools.cli.loading import with_channel
 from megatron_pipemem.tools.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
@@ -86,6 +87,7 @@ def _listed(
 ) -> Iterator[Shown]:
     """Yield the table of schedules with stock's 1F1B first and the search last, and the units of its numbers."""
     p, m = _SIZE if devices is None and microbatches is None else (devices or 8, microbatches or 4 * (devices or 8))
+    _check_size(p, m, 2 * len(candidates))
     table = FittingTable(("name", "take it if", "bubble", "peak"), text=("name", "take it if"))
     first = [] if every else [family("1f1b")]
     for candidate in [*first, *candidates]:
@@ -98,6 +100,12 @@ def _listed(
     yield f"{p} devices, {m} microbatches, F = I = W. bubble: idle share of the busiest device;"
     yield "peak: share of 1F1B's first device (equal stages)"
     yield f"schedules NAME: formulas and options{more}"
+
+
+def _check_size(devices: int, microbatches: int, chunks: int) -> None:
+    size = estimated(devices, microbatches, chunks)
+    if size.is_large:
+        raise UnsupportedError("too-large", f"this makes {size}; give fewer --devices or --microbatches")
 
 
 def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, str]:
@@ -116,6 +124,7 @@ def _explained(chosen: Family, devices: int | None, microbatches: int | None) ->
         p, m = chosen.example.num_devices, chosen.example.num_microbatches
     else:
         p, m = devices or 4, microbatches or 2 * (devices or 4)
+    _check_size(p, m, chosen.chunks or 2)
     costs = with_channel(Costs(), None)
     fitted: dict[str, Any] = {"costs": costs} if "costs" in chosen.options else {}
     timeline = simulate(build_schedule(chosen.name, num_devices=p, num_microbatches=m, **fitted), costs)
