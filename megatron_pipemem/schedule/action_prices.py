@@ -51,9 +51,11 @@ def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
 class ActionPrices:
     """Look up the seconds of every action and message of a schedule under given costs."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, *, in_pairs: bool = False) -> None:
+        """Prepare the prices. With ``in_pairs`` they are those of the schedule with pairs, which it may not have yet."""
         placement, units = schedule.placement, schedule.units
         self._costs, self._units, self._placement = costs, units, placement
+        self._has_pairs = in_pairs or bool(schedule.pairs)
         self._weights = costs.microbatch
         if self._weights is not None:
             self._weights.check(schedule.num_microbatches)
@@ -95,12 +97,13 @@ class ActionPrices:
         its exchanges, or the longer one of its actions, whichever is most.
         """
         alone = [self.of(*action) for action in (first, second)]
-        exchanged = [
-            seconds
-            * min(1.0, self._exchanges[kind][stage] / price if (price := self.priced(kind, stage, unit)) else 0.0)
-            for seconds, (kind, stage, unit) in zip(alone, (first, second), strict=True)
-        ]
-        return max(*alone, sum(exchanged), sum(alone) - sum(exchanged)) - alone[0]
+        exchanged = sum(self._exchanged(*action) for action in (first, second))
+        return max(*alone, exchanged, sum(alone) - exchanged) - alone[0]
+
+    def _exchanged(self, kind: Kind, stage: int, unit: int | None) -> float:
+        """Return the seconds of an F, I or B in which only tokens travel."""
+        price = self.priced(kind, stage, unit or 0)
+        return self.of(kind, stage, unit) * min(1.0, self._exchanges[kind][stage] / price) if price else 0.0
 
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
         """Return the seconds of one message over ``edge``, a pair (source device, destination device).
@@ -167,5 +170,13 @@ class ActionPrices:
         return parts > 1 and any(table[at] != table[at - at % parts] for table in tables for at in range(len(table)))
 
     def of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
-        """Return the seconds of a graph node; 0 for the post of a collective, because the collective is a node too."""
-        return 0.0 if kind in COLLECTIVES and stage != EVERYWHERE else self.of(kind, stage, unit)
+        """Return the seconds of a graph node; 0 for the post of a collective, because the collective is a node too.
+
+        In a schedule with pairs, exchanges hide W of a B that runs alone (``Costs.with_hidden_weights``).
+        """
+        if kind in COLLECTIVES and stage != EVERYWHERE:
+            return 0.0
+        if kind is not Kind.B or not self._has_pairs:
+            return self.of(kind, stage, unit)
+        hidden = min(self._exchanged(kind, stage, unit), self.of(Kind.W, stage, unit)) / 2
+        return self.of(kind, stage, unit) - hidden

@@ -289,7 +289,7 @@ def lower_bound(
     first and the last pass are then those of a microbatch's first or last part.
 
     If actions may run in pairs (``pairs``), exchanges of experts' tokens count only on the path of one microbatch, which
-    has no pairs.
+    has no pairs. They may hide its W.
 
     If backwards may not be split (``splits``), a gradient leaves a stage at the end of its B, and the bound is higher.
     ``memory_cap`` is one number or one per device, in activation units or in the unit of ``costs.memory``. Raise an
@@ -297,7 +297,10 @@ def lower_bound(
     """
     costs, units = costs or Costs(), as_units(units)
     if pairs and costs.have_exchanges:
-        ways = ((Units.equal(1, units.parts), costs), (units, costs.of_computing(placement)))
+        ways = (
+            (Units.equal(1, units.parts), costs.with_hidden_weights(placement)),
+            (units, costs.of_computing(placement)),
+        )
         return max(lower_bound(placement, *way, memory_cap, splits=splits) for way in ways)
     step, unit = _Step(placement, units, costs, splits), costs.memory_unit(placement, units)
     p = placement.num_devices

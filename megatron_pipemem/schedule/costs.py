@@ -196,6 +196,15 @@ class Costs:
         exchanges = {kind: per_part(name, getattr(costs, name), placement) for name, kind in _EXCHANGES}
         return {**exchanges, Kind.B: exchanges[Kind.I]}
 
+    def with_hidden_weights(self, placement: Placement) -> Costs:
+        """Return costs in which W takes the seconds that its B adds to I if the B runs alone in a schedule with pairs.
+
+        Of the two exchanges of a layer, the one between experts and attention hides W of the experts, about half of W.
+        """
+        weights, apart = self.seconds(placement)[Kind.W], self.exchange_seconds(placement)[Kind.I]
+        shown = tuple(total - min(total, exchange) / 2 for total, exchange in zip(weights, apart, strict=True))
+        return replace(self.of(placement), backward_weight=shown)
+
     def exchange_shares(self, placement: Placement) -> tuple[float, ...]:
         """Return the share of F in which only the experts' tokens travel, one value per stage."""
         forward, apart = self.seconds(placement)[Kind.F], self.exchange_seconds(placement)[Kind.F]

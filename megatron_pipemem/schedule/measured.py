@@ -18,6 +18,9 @@ Pair = tuple[tuple[Kind, int], tuple[Kind, int]]
 Medians = dict[tuple[Kind, int], float]
 """Median seconds of a kind of action that ran alone, by stage and part (``Units.place``)."""
 
+_ROUNDS = 12
+"""The number of repetitions after which the costs of a step with pairs agree with its times."""
+
 
 def _exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Placement) -> tuple[float, ...]:
     """Return the share of F and I in which tokens of experts travel, one value per stage, by the seconds of pairs.
@@ -53,15 +56,35 @@ def costs_from(
     ``links`` cost nothing. ``units`` are those of the step. ``pairs`` has the median seconds of pairs, if the
     step had any. Without them the exchanges of experts' tokens keep their shares of F and I.
     """
+    costs = _costs_from(medians, links, placement, before, units, pairs)
+    # The seconds by which exchanges hide W of a B depend on the exchanges, which follow from pairs with a B.
+    for _ in range(_ROUNDS if pairs else 0):
+        costs = _costs_from(medians, links, placement, costs, units, pairs)
+    return costs
+
+
+def _costs_from(
+    medians: Medians,
+    links: Mapping[tuple[int, int], float],
+    placement: Placement,
+    before: Costs,
+    units: Units,
+    pairs: Mapping[Pair, float],
+) -> Costs:
+    """Return the result of ``costs_from`` if the proportion of I and W, and W that exchanges hide, are those of ``before``."""
     seconds_before, places = before.seconds(placement, units), placement.num_stages * units.parts
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
+    # In a step with pairs, exchanges hide W of a B.
+    whole_before = (before.with_hidden_weights(placement).seconds(placement, units) if pairs else seconds_before)[
+        Kind.B
+    ]
     for stage in range(places):
         prices[Kind.F].append(medians.get((Kind.F, stage), seconds_before[Kind.F][stage]))
         fused = medians.get((Kind.B, stage))
         for kind in (Kind.I, Kind.W):
             seconds = medians.get((kind, stage), seconds_before[kind][stage])
             if fused is not None and (kind, stage) not in medians:
-                both_passes = seconds_before[Kind.B][stage]
+                both_passes = whole_before[stage]
                 seconds = fused * (seconds_before[kind][stage] / both_passes if both_passes else 0.5)
             prices[kind].append(seconds)
     p2p = {

@@ -3,9 +3,9 @@
 In a mixture of experts, tokens travel between ranks in every forward and backward. The two actions of a pair run layer
 by layer in turn, so that one computes while the tokens of the other travel.
 
-The choice is made in a simulated run. A device that is about to start an action looks at the next one of its order. If
-the inputs of both have arrived, or arrive soon enough, the two become a pair. The run knows only actions that
-started before, so a pair never waits for its own result, and devices never wait in a circle.
+For the order of a family, the choice is made in a simulated run. A device that is about to start an action looks at the
+next one of its order. If the inputs of both have arrived, or arrive soon enough, the two become a pair. The run knows
+only actions that started before, so a pair never waits for its own result, and devices never wait in a circle.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PairedRun(NamedTuple):
     schedule: Schedule
     """With the pairs. Of blocks that run again it has those that were simulated, with the microbatches of the first."""
     seconds: float
-    hidden: tuple[float, ...]  # per device, the seconds by which its pairs are shorter than their actions apart
+    hidden: tuple[float, ...]  # per device, the seconds of its actions that exchanges hide
     patience: float  # the least that allows these pairs
     swaps: bool  # whether a forward changed places with the backward before it
 
@@ -100,7 +100,7 @@ class Pairings:
     def __init__(self, schedule: Schedule, costs: Costs, blocks: Blocks | None = None) -> None:
         self.schedule, self.blocks = schedule, blocks or Blocks.none(schedule.num_devices)
         dependencies = Dependencies.of_schedule(schedule)
-        self._prices = ActionPrices(schedule, costs)
+        self._prices = ActionPrices(schedule, costs, in_pairs=True)
         graph, seconds, lags = self._prices.of_graph(dependencies)
         lane_of, lanes = graph.lane_of, dependencies.lanes
         self.actions, self.lanes = dependencies.actions, dependencies.lanes
@@ -113,16 +113,18 @@ class Pairings:
         self.stops = [lane.stop for lane in lanes]
         self.codes = [0 if action.kind is Kind.F else 1 if action.kind in _BACKWARDS else 2 for action in self.actions]
         """Per node, 0 for a forward, 1 for a backward, 2 for any other. Those of a pair add up to 1."""
+        self.hidden = [self._prices.of(*a) - s for a, s in zip(self.actions, self.seconds, strict=True)]
+        """Per node, the seconds of its W that its exchanges hide if it runs alone."""
         self._price_of, self._together = graph.prices, dict[tuple[int, int], float]()
 
     def runs(self) -> list[PairedRun]:
-        """Return the runs of all ways. A way that makes the pairs of an earlier way is left out."""
+        """Return the runs of all ways with any pairs. A way that makes the pairs of an earlier way is left out."""
         runs: dict[tuple[float, bool], PairedRun] = {}
         for patience, swaps in _WAYS:
             looser = (run for way, run in runs.items() if way[0] >= patience and way[1] >= swaps)
             if not any(run.patience <= patience and run.swaps <= swaps for run in looser):
                 runs[patience, swaps] = _PairingRun(self, patience, swaps).result()
-        return list(runs.values())
+        return [run for run in runs.values() if run.schedule.pairs]
 
     def together(self, forward: int, backward: int) -> float:
         """Return the seconds of two nodes in a pair."""
@@ -195,6 +197,7 @@ class _PairingRun:
         """Run all actions; return the start of the first one. Comparisons of schedules spend most of their time here."""
         pairings, all_ends, all_nodes, sizes = self._pairings, self._ends, self._nodes, self._sizes
         needs, seconds, codes, stops = pairings.needs, pairings.seconds, pairings.codes, pairings.stops
+        hidden, all_hidden = pairings.hidden, self._hidden
         following, waiting = self._following, self._waiting
         runnable: list[tuple[float, int]] = []
         begin, ruler = inf, self._ruler
@@ -241,10 +244,12 @@ class _PairingRun:
                 if not isinstance(arrival, tuple):
                     pair = self._pair(lane, start, max(start, arrival), (first, second), later - block)
             if pair is None:
+                all_hidden[lane] += hidden[first]
                 ends.append(end)
                 all_nodes[lane].append(first)
             else:
                 nodes, end = pair
+                all_hidden[lane] += hidden[first] + hidden[second]
                 ends += [end, end]
                 all_nodes[lane] += nodes
                 following[lane] = self._after(lane, second, later)

@@ -69,7 +69,7 @@ class Timing(NamedTuple):
 
 
 def _hidden(timeline: Timeline) -> tuple[float, ...]:
-    """Return the seconds by which the pairs of every device are shorter than their actions apart."""
+    """Return the seconds of the actions of every device that exchanges hide."""
     prices = ActionPrices(timeline.schedule, timeline.costs)
     apart = (sum(prices.of(*action) for action in order) for order in timeline.schedule.orders)
     return tuple(whole - work for whole, work in zip(apart, timeline.work, strict=True))

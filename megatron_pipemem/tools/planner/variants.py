@@ -203,10 +203,7 @@ def _versions(
     runs = Pairings(schedule, costs, blocks).runs()
     return (
         OrderPrice(seconds, peaks(schedule, costs)),
-        *(
-            OrderPrice(run.seconds, peaks(run.schedule, costs), run.hidden if run.schedule.pairs else ())
-            for run in runs
-        ),
+        *(OrderPrice(run.seconds, peaks(run.schedule, costs), run.hidden) for run in runs),
     )
 
 
