@@ -18,6 +18,7 @@ from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
+from megatron_pipemem.schedule.options import SEARCH_SECONDS
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
@@ -30,6 +31,9 @@ EARLIER_WEIGHTS = (
     "1f1b; --pipemem-early-weights none changes it"
 )
 """The note on a schedule whose W have moved (``with_earlier_weights``)."""
+
+_SHARE_ALONE = 0.25
+"""The share of a search's time for orders without pairs, if the request has pairs."""
 
 
 def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
@@ -53,7 +57,7 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     if shape.forward_only:
         chosen = _forwards(request, shape, knowledge)
     elif request.searches or request.plans_offload or knowledge.lacks_bytes(request):
-        chosen = _searched(request, shape, knowledge)
+        chosen = _searched(_within(request, _SHARE_ALONE) if request.pairs else request, shape, knowledge)
     else:
         chosen = _built(request, shape, knowledge)
     if request.pairs and not shape.forward_only and not chosen.schedule.pairs:
@@ -61,11 +65,21 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     return replace(chosen, priced_by=knowledge.priced_by)
 
 
+def _within(request: Request, share: float) -> Request:
+    """Return the request with a share of its time for searching."""
+    if not request.searches:
+        return request
+    return replace(
+        request, options={**request.options, "seconds": share * request.options.get("seconds", SEARCH_SECONDS)}
+    )
+
+
 def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     """Return a copy of the choice with pairs: forwards that run together with a backward, where that is faster.
 
     Costs without exchanges get an assumed share of them. After a search, the orders of all candidates and families
-    compete too. The copy has no bound, which holds only without pairs, and no search results.
+    compete too, and the actions of the fastest are moved. The copy has no bound, which holds only without pairs, and no
+    search results.
     """
     from megatron_pipemem.features.pairs import orders
 
@@ -73,8 +87,11 @@ def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowl
     counted = knowledge.counted_costs(chosen.schedule.placement, request.in_bytes)
     limited = request.memory_cap is not None and not (request.in_bytes and counted.memory is None)
 
+    def excess(schedule: Schedule) -> tuple[float, ...]:
+        return knowledge.excess(request, schedule, counted) if limited else ()
+
     def keeps_cap(schedule: Schedule) -> bool:
-        return not (limited and any(knowledge.excess(request, schedule, counted)))
+        return not any(excess(schedule))
 
     alone = [chosen.schedule]
     if chosen.search is not None:
@@ -88,6 +105,14 @@ def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowl
         families = chain(*(synchronous_schedules(*size, prices, chunks) for prices in (costs, Costs())))
         alone += (schedule for schedule in families if schedule.placement in placements and orders.may_pair(schedule))
     paired = [orders.with_pairs(schedule, costs, keeps_cap) for schedule in filter(keeps_cap, alone)]
+    travel = any(costs.exchange_shares(chosen.schedule.placement))
+    if paired and chosen.search is not None and travel and costs.microbatch is None:
+        caps, prices = request.caps(shape.num_devices) if limited else None, replace(costs, memory=counted.memory)
+        from megatron_pipemem.choose import pairs  # only here, for few runs have pairs
+
+        options = _within(request, 1 - _SHARE_ALONE).options
+        limits = options["seconds"], options.get("effort", 1.0), options.get("seed", 0)
+        paired.append(pairs.searched(paired, prices, caps, excess, *limits))
     schedule = min(paired, key=lambda timeline: timeline.makespan).schedule if paired else chosen.schedule
     validate(schedule, microbatch_order=request.file is None)
     return replace(chosen, schedule=schedule, costs=costs, bound=None, search=None)

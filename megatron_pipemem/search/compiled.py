@@ -132,18 +132,25 @@ def after_needs(passes: _Passes, starts: Array, least: Array) -> Array:
     return result[:-1]
 
 
-@cache
-def kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return ``earlier`` and ``after_needs`` as machine code; ``None`` without numba."""
+def as_machine_code[Function: Callable[..., Any]](function: Function) -> Function:
+    """Return the function compiled by numba at its first call; the function itself without numba."""
     try:
         from numba import njit
     except ImportError:
-        return None
+        return function
+    compiled: Any
     try:
-        keep = njit(cache=True)
-        return keep(earlier), keep(after_needs)
+        compiled = njit(cache=True)(function)
     except RuntimeError:  # no folder for the cache can be written
-        return njit(earlier), njit(after_needs)
+        compiled = njit(function)
+    return compiled
+
+
+@cache
+def kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return ``earlier`` and ``after_needs`` as machine code; ``None`` without numba."""
+    compiled = as_machine_code(earlier), as_machine_code(after_needs)
+    return None if compiled[0] is earlier else compiled
 
 
 class Justifier:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -30,6 +33,7 @@ from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
 from megatron_pipemem.schedule.waits import run_single_queues
+from megatron_pipemem.search.two_lanes import TurnTimes, improved, lanes_of, simulated, turns_of
 from megatron_pipemem.tools.report.terminal import TerminalTimeline
 from megatron_pipemem.tools.report.timeline import DrawnRun
 
@@ -218,3 +222,37 @@ def test_the_price_of_a_pair_is_that_of_megatrons_order_of_pieces(share, attenti
     costs = Costs(1, backward, 1).with_exchanges(share)
     (spans,) = simulate(schedule, costs).spans
     assert 1 - 1e-9 <= pieces(1, backward, share, attention, layers) / (spans[2][1] - spans[1][0]) <= 1.2 + 1e-9
+
+
+SEARCH = """
+from megatron_pipemem.features.pairs.orders import with_pairs
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.search.two_lanes import improved
+costs = Costs(1, 1.5, 0.5, p2p=0.02).with_exchanges(0.4)
+start = with_pairs(build_schedule("dualpipe-v", num_devices=3, num_microbatches=6), costs).schedule
+print(improved(start, costs, None, 60, effort=0.01).to_csv())
+"""
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipe-v"])
+def test_a_search_moves_actions_within_the_cap_as_the_simulator_prices_them(name):
+    start = with_pairs(built(name, 3, 6), COSTS)
+    result = improved(start.schedule, COSTS, start.peaks, 60, effort=0.03)
+    timeline = simulate(result, COSTS)
+    assert timeline.makespan < start.makespan and ends(result)
+    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(timeline.peaks, start.peaks, strict=True))
+    lanes, turns = lanes_of(result, COSTS, start.peaks), turns_of(result)
+    seconds = simulated(lanes, 6, turns, TurnTimes.of(turns, 6 * result.placement.num_stages))
+    assert seconds == pytest.approx(timeline.makespan)
+    for single_queue in (False, True):
+        validate_program(lower(result, single_queue=single_queue, costs=COSTS), single_queue=single_queue)
+
+
+def test_a_search_of_pairs_without_numba_finds_the_same():
+    words = [sys.executable, "-c", SEARCH]
+    rows = [
+        subprocess.run(words, env=os.environ | {"NUMBA_DISABLE_JIT": off}, check=True, capture_output=True).stdout
+        for off in "01"
+    ]
+    assert rows[0] == rows[1] and b"OVERLAP_F_B" in rows[0]

@@ -6,6 +6,8 @@ by layer in turn, so that one computes while the tokens of the other travel.
 For the order of a family, the choice is made in a simulated run. A device that is about to start an action looks at the
 next one of its order. If the inputs of both have arrived, or arrive soon enough, the two become a pair. The run knows
 only actions that started before, so a pair never waits for its own result, and devices never wait in a circle.
+
+``choose.pairs`` moves the actions of such orders, too.
 """
 
 from __future__ import annotations

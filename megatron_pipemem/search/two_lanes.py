@@ -1,0 +1,437 @@
+"""Search for orders with pairs, on devices with a lane for computing and a lane for the experts' exchanges.
+
+A device runs *turns*, one after another: a forward, a backward, or a pair of both, which hides exchanges (``Schedule.pairs``).
+A backward may be a B. Every other W has no turn. It runs where the device would wait for its next turn, or where the
+memory that it frees is needed. So a move of one turn gives a complete order.
+
+The search is simulated annealing: it moves, joins and splits turns, chiefly those on the critical path, and keeps what
+makes the step shorter, or a little longer. With numba it tries a hundred times as many moves in the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.search.compiled import Array, as_machine_code
+
+NONE = -1
+_FORWARD, _BACKWARD, _WEIGHT, _WHOLE = range(4)
+_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+_REACH = 8
+"""The most turns that one move passes."""
+_ENOUGH = 0.5
+"""The share of a W's time that a device must wait, if W is to run there."""
+_DRAWS = 5
+"""The random numbers of one move."""
+_HOT, _COLD = 1e-2, 2e-4
+"""The delay that is accepted with a chance of 1/e, at first and at last, as a share of a device's F."""
+_TURNS_TO_MOVE = 3e8
+"""The most moves at effort 1, times the number of turns."""
+_MOVES_OF_A_TURN = 400
+"""The most moves at effort 1, divided by the number of turns."""
+_MOVES_AT_ONCE = 1 << 21
+"""The number of moves times that of turns between two looks at the clock."""
+
+
+class Lanes(NamedTuple):
+    """The prices of stages. F and I compute and exchange tokens, and W computes."""
+
+    device: Array  # [stages]
+    computing: Array  # [stages, 3]: seconds of F, I and W without exchanges
+    exchange: Array  # [stages, 2]: seconds of F and I
+    change: Array  # [stages, 4]: change of the device's memory by F, I, W and B
+    lag: Array  # [stages, 2]: seconds of the messages that F and I wait for
+    caps: Array  # [devices]
+
+
+class Turns(NamedTuple):
+    """The turns of all devices. A unit is ``stage * microbatches + microbatch``."""
+
+    forward: Array  # [devices, turns]: the unit whose F runs, or NONE
+    backward: Array  # [devices, turns]: the unit whose I or B runs, or NONE
+    is_whole: Array  # [devices, turns]: whether the backward is a B
+    lengths: Array  # [devices]: the number of turns
+
+    def copy(self) -> Turns:
+        return Turns(*(array.copy() for array in self))
+
+
+class TurnTimes(NamedTuple):
+    """A simulated step of turns."""
+
+    ends: Array  # [3, units]: of F, I or B, and W
+    turn: Array  # [2, units]: the turn on its device that runs F, and the backward
+    cause: Array  # [devices, turns]: the turn whose end starts this one, as ``device * turns + turn``, or NONE
+    waiting: Array  # [devices, turns]: the units whose W have no turn, in running order
+    place: Array  # [devices, turns]: the turn before which such a W runs
+
+    @classmethod
+    def of(cls, turns: Turns, units: int) -> TurnTimes:
+        shape = turns.forward.shape
+        integers = (np.zeros(size, dtype=np.int64) for size in ((2, units), shape, shape, shape))
+        return cls(np.zeros((3, units)), *integers)
+
+
+@as_machine_code
+def pair_seconds(lanes: Lanes, microbatches: int, forward: int, backward: int, is_whole: bool) -> float:
+    """Return the seconds of a turn, as ``ActionPrices`` does."""
+    computing = exchange = first = second = 0.0
+    if forward >= 0:
+        stage = forward // microbatches
+        computing, exchange = lanes.computing[stage, 0], lanes.exchange[stage, 0]
+        first = computing + exchange
+    if backward >= 0:
+        stage = backward // microbatches
+        computes = lanes.computing[stage, 1] + (lanes.computing[stage, 2] if is_whole else 0.0)
+        second = computes + lanes.exchange[stage, 1]
+        if is_whole and forward < 0:  # an exchange hides its W
+            return second - min(lanes.exchange[stage, 1], lanes.computing[stage, 2]) / 2
+        computing += computes
+        exchange += lanes.exchange[stage, 1]
+    return max(first, second, computing, exchange)
+
+
+@as_machine_code
+def simulated(lanes: Lanes, microbatches: int, turns: Turns, times: TurnTimes) -> float:
+    """Fill ``times`` with the step of these turns, and return its seconds; -1 if it has a deadlock or exceeds a cap."""
+    forward, backward, is_whole, lengths = turns
+    ends, turn_of, cause, waiting, place = times
+    devices, most = forward.shape
+    stages = len(lanes.device)
+    ends[:] = -1.0
+    reached, begun, left = np.zeros_like(lengths), np.zeros_like(lengths), np.zeros_like(lengths)
+    free, level = np.zeros(devices), np.zeros(devices)
+    stack, is_stacked, height = np.arange(devices), np.ones(devices, dtype=np.bool_), devices
+    while height:
+        height -= 1
+        d = stack[height]
+        is_stacked[d] = False
+        while reached[d] < lengths[d]:
+            p = reached[d]
+            f, b, whole = forward[d, p], backward[d, p], is_whole[d, p]
+            start, why = 0.0, NONE
+            is_ready = True
+            if f >= 0:
+                stage = f // microbatches
+                if f % microbatches:
+                    is_ready = ends[0, f - 1] >= 0
+                if stage and is_ready:
+                    needed = f - microbatches
+                    is_ready = ends[0, needed] >= 0
+                    start = ends[0, needed] + lanes.lag[stage, 0]
+                    why = lanes.device[stage - 1] * most + turn_of[0, needed]
+            if b >= 0 and is_ready:
+                stage = b // microbatches
+                is_ready = ends[0, b] >= 0 and (b % microbatches == 0 or ends[1, b - 1] >= 0)
+                if ends[0, b] > start:
+                    start, why = ends[0, b], d * most + turn_of[0, b]
+                if stage < stages - 1 and is_ready:
+                    needed = b + microbatches
+                    is_ready = ends[1, needed] >= 0
+                    arrival = ends[1, needed] + lanes.lag[stage, 1]
+                    if arrival > start:
+                        start, why = arrival, lanes.device[stage + 1] * most + turn_of[1, needed]
+            if not is_ready:
+                break
+            # All W of a stage run in the order of microbatches: with this one in a B, the earlier ones must have run.
+            last = left[d]
+            if b >= 0 and whole:
+                while last > begun[d] and waiting[d, last - 1] // microbatches != b // microbatches:
+                    last -= 1
+            else:
+                last = begun[d]
+            while begun[d] < left[d]:
+                w = waiting[d, begun[d]]
+                stage = w // microbatches
+                lacks = f >= 0 and level[d] + lanes.change[f // microbatches, 0] > lanes.caps[d]
+                if begun[d] >= last and not lacks and start - free[d] < _ENOUGH * lanes.computing[stage, 2]:
+                    break
+                free[d] += lanes.computing[stage, 2]
+                level[d] += lanes.change[stage, 2]
+                ends[2, w] = free[d]
+                place[d, begun[d]] = p
+                begun[d] += 1
+            if free[d] >= start:
+                start, why = free[d], d * most + p - 1 if p else NONE
+            if f >= 0:
+                level[d] += lanes.change[f // microbatches, 0]
+                if level[d] > lanes.caps[d]:
+                    return -1.0
+            if b >= 0:
+                level[d] += lanes.change[b // microbatches, 3 if whole else 1]
+                if level[d] > lanes.caps[d]:
+                    return -1.0
+                if not whole:
+                    waiting[d, left[d]] = b
+                    left[d] += 1
+            end = start + pair_seconds(lanes, microbatches, f, b, whole)
+            free[d], cause[d, p] = end, why
+            reached[d] += 1
+            for kind in range(2):
+                unit = f if kind == 0 else b
+                if unit < 0:
+                    continue
+                ends[kind, unit], turn_of[kind, unit] = end, p
+                if kind == 1 and whole:
+                    ends[2, unit] = end
+                stage = unit // microbatches + (1 if kind == 0 else -1)
+                if 0 <= stage < stages:
+                    other = lanes.device[stage]
+                    if other != d and not is_stacked[other]:
+                        stack[height], is_stacked[other] = other, True
+                        height += 1
+    for d in range(devices):
+        if reached[d] < lengths[d]:
+            return -1.0
+        for at in range(begun[d], left[d]):
+            stage = waiting[d, at] // microbatches
+            free[d] += lanes.computing[stage, 2]
+            ends[2, waiting[d, at]] = free[d]
+            place[d, at] = lengths[d]
+    return free.max()
+
+
+@as_machine_code
+def critical_path(turns: Turns, times: TurnTimes, path: Array) -> int:
+    """Write the critical path into ``path``, as ``device * turns + turn``, with NONE after it. Return its length.
+
+    It begins with the last turn of the device that ends last.
+    """
+    devices, most = turns.forward.shape
+    latest, at = -1.0, NONE
+    for d in range(devices):
+        for p in range(turns.lengths[d]):
+            b, f = turns.backward[d, p], turns.forward[d, p]
+            end = times.ends[2, b] if b >= 0 else times.ends[0, f]
+            if end > latest:
+                latest, at = end, d * most + turns.lengths[d] - 1
+    length = 0
+    while at >= 0:
+        path[length] = at
+        length += 1
+        at = times.cause[at // most, at % most]
+    path[length] = NONE
+    return length
+
+
+@as_machine_code
+def place_turn(turns: Turns, d: int, p: int, forward: int, backward: int, is_whole: bool) -> None:
+    """Insert a turn before turn ``p`` of device ``d``."""
+    for q in range(turns.lengths[d], p, -1):
+        turns.forward[d, q], turns.backward[d, q] = turns.forward[d, q - 1], turns.backward[d, q - 1]
+        turns.is_whole[d, q] = turns.is_whole[d, q - 1]
+    turns.forward[d, p], turns.backward[d, p], turns.is_whole[d, p] = forward, backward, is_whole
+    turns.lengths[d] += 1
+
+
+@as_machine_code
+def drop_turn(turns: Turns, d: int, p: int) -> None:
+    """Remove turn ``p`` of device ``d``."""
+    for q in range(p, turns.lengths[d] - 1):
+        turns.forward[d, q], turns.backward[d, q] = turns.forward[d, q + 1], turns.backward[d, q + 1]
+        turns.is_whole[d, q] = turns.is_whole[d, q + 1]
+    turns.lengths[d] -= 1
+
+
+@as_machine_code
+def change_turn(turns: Turns, d: int, p: int, which: float, where: float, how: float) -> bool:
+    """Move turn ``p`` of device ``d``, split it, or join it with another turn; return whether that could be done.
+
+    ``which``, ``where`` and ``how`` are random numbers from 0 to 1.
+    """
+    count = turns.lengths[d]
+    f, b, whole = turns.forward[d, p], turns.backward[d, p], turns.is_whole[d, p]
+    step = 1 if where < 0.5 else -1
+    reach = 1 + int(where * 2 % 1 * _REACH)
+    if which < 0.4:  # move
+        q = p + step * reach
+        if not 0 <= q < count:
+            return False
+        drop_turn(turns, d, p)
+        place_turn(turns, d, q, f, b, whole)
+        return True
+    if which > 0.85 and f < 0:
+        turns.is_whole[d, p] = not whole
+        return True
+    if f < 0 or b < 0:  # join
+        q = p + step
+        while 0 <= q < count and reach and (turns.forward[d, q] if f >= 0 else turns.backward[d, q]) >= 0:
+            q += step
+            reach -= 1
+        if not (0 <= q < count and reach):
+            return False
+        forward, backward = max(f, turns.forward[d, q]), max(b, turns.backward[d, q])
+        if forward == backward:
+            return False
+        stays, goes = (p, q) if how < 0.5 else (q, p)
+        turns.forward[d, stays], turns.backward[d, stays], turns.is_whole[d, stays] = (
+            forward,
+            backward,
+            how * 2 % 1 < 0.5,
+        )
+        drop_turn(turns, d, goes)
+        return True
+    if which < 0.7:  # split
+        turns.forward[d, p] = NONE
+        place_turn(turns, d, min(p + int(how * 3), count), f, NONE, False)
+        return True
+    if which < 0.85:
+        turns.is_whole[d, p] = not whole
+        return True
+    q = p + 1  # exchange the forwards of two neighbours
+    if q == count or turns.backward[d, q] in (NONE, f) or turns.forward[d, q] in (NONE, b):
+        return False
+    turns.forward[d, p], turns.forward[d, q] = turns.forward[d, q], f
+    return True
+
+
+@as_machine_code
+def anneal(
+    lanes: Lanes,
+    microbatches: int,
+    turns: Turns,
+    best: Turns,
+    times: TurnTimes,
+    path: Array,
+    seconds: Array,
+    heat: Array,
+    draws: Array,
+) -> None:
+    """Try a move for every row of ``draws``, with the accepted delay in ``heat``.
+
+    ``turns`` is the present order, with its critical path, which ends with NONE. ``best`` is the fastest order so far.
+    ``seconds`` has the makespans of both.
+    """
+    devices, most = turns.forward.shape
+    length = 0
+    while path[length] >= 0:
+        length += 1
+    for number in range(len(draws)):
+        who, which, where, how, luck = draws[number]
+        if who < 0.8:
+            at = path[int(who / 0.8 * length)]
+        else:
+            who = (who - 0.8) * 5 * devices
+            at = int(who) * most + int(who % 1 * turns.lengths[int(who)])
+        d, p = at // most, at % most
+        before = turns.lengths[d]
+        forward, backward, is_whole = turns.forward[d].copy(), turns.backward[d].copy(), turns.is_whole[d].copy()
+        after = -1.0
+        if p < before and change_turn(turns, d, p, which, where, how):
+            after = simulated(lanes, microbatches, turns, times)
+        if after < 0 or after - seconds[0] > -np.log(luck) * heat[number]:
+            turns.lengths[d] = before
+            turns.forward[d], turns.backward[d], turns.is_whole[d] = forward, backward, is_whole
+            continue
+        seconds[0], length = after, critical_path(turns, times, path)
+        if after < seconds[1]:
+            seconds[1] = after
+            best.forward[:], best.backward[:] = turns.forward, turns.backward
+            best.is_whole[:], best.lengths[:] = turns.is_whole, turns.lengths
+
+
+def lanes_of(schedule: Schedule, costs: Costs, caps: Sequence[float] | None) -> Lanes:
+    """Return the prices of a schedule's stages. ``caps`` are in activation units, or in the unit of ``Costs.memory``."""
+    placement = schedule.placement
+    devices, stages = placement.devices, range(placement.num_stages)
+    seconds, memory = costs.seconds(placement), costs.memory_changes(placement)
+    apart = costs.exchange_seconds(placement)
+    exchange = np.array([[min(apart[k][s], seconds[k][s]) for k in (Kind.F, Kind.I)] for s in stages])
+    computing = np.array([[seconds[k][s] for k in _KINDS[:3]] for s in stages])
+    computing[:, :2] -= exchange
+    change = [[memory[k][s] if k in memory else 0.0 for k in _KINDS] for s in stages]
+    neighbours = [(max(s - 1, 0), min(s + 1, placement.num_stages - 1)) for s in stages]
+    lag = [[costs.link_seconds(devices[other], devices[s]) for other in neighbours[s]] for s in stages]
+    unit = costs.memory_unit(placement)
+    limits = [np.inf] * placement.num_devices if caps is None else [loosened(cap / unit) for cap in caps]
+    return Lanes(np.array(devices), computing, exchange, np.array(change, dtype=float), np.array(lag), np.array(limits))
+
+
+def turns_of(schedule: Schedule) -> Turns:
+    """Return the turns of a schedule."""
+    m, devices = schedule.num_microbatches, schedule.num_devices
+    most = max(sum(action.kind is not Kind.W for action in order) for order in schedule.orders)
+    forward, backward = np.full((2, devices, most + 1), NONE)
+    is_whole, lengths = np.zeros(forward.shape, dtype=bool), np.zeros(devices, dtype=np.int64)
+    for d, order in enumerate(schedule.orders):
+        is_second = False
+        for action in order:
+            unit, at = action.stage * m + (action.microbatch or 0), lengths[d]
+            if action.kind is Kind.F:
+                forward[d, at] = unit
+            elif action.kind is not Kind.W:
+                at -= is_second
+                backward[d, at], is_whole[d, at] = unit, action.kind is Kind.B
+            lengths[d] += action.kind is not Kind.W and not is_second
+            is_second = action in schedule.pairs
+    return Turns(forward, backward, is_whole, lengths)
+
+
+def schedule_of(schedule: Schedule, turns: Turns, times: TurnTimes) -> Schedule:
+    """Return a copy of the schedule with the orders and pairs of these turns."""
+    m, pairs = schedule.num_microbatches, set[Action]()
+
+    def order_of(d: int) -> Order:
+        order, ran, count = list[Action](), 0, turns.lengths[d]
+        apart = int(((turns.backward[d] >= 0) & ~turns.is_whole[d])[:count].sum())
+        for p in range(count + 1):
+            while ran < apart and times.place[d, ran] == p:
+                order.append(Action(Kind.W, *divmod(int(times.waiting[d, ran]), m)))
+                ran += 1
+            if p == count:
+                break
+            f, b = int(turns.forward[d, p]), int(turns.backward[d, p])
+            if f >= 0:
+                order.append(Action(Kind.F, *divmod(f, m)))
+                pairs.update(order[-1:] if b >= 0 else ())
+            if b >= 0:
+                order.append(Action(Kind.B if turns.is_whole[d, p] else Kind.I, *divmod(b, m)))
+        return tuple(order)
+
+    orders = tuple(map(order_of, range(schedule.num_devices)))
+    return replace(schedule, name=AUTO, orders=orders, pairs=frozenset(pairs))
+
+
+def improved(
+    schedule: Schedule, costs: Costs, caps: Sequence[float] | None, seconds: float, effort: float = 1.0, seed: int = 0
+) -> Schedule:
+    """Return the fastest schedule with pairs that is found from another one; that one itself if it exceeds the caps.
+
+    Its microbatches are whole and alike, and its placement has one replica. With effort 0 only W move, and the result may be
+    slower. The search ends after ``seconds`` of this thread's processor time, or earlier. ``caps`` are those of ``lanes_of``.
+    """
+    lanes, m = lanes_of(schedule, costs, caps), schedule.num_microbatches
+    turns = turns_of(schedule)
+    times = TurnTimes.of(turns, m * schedule.placement.num_stages)
+    makespan = simulated(lanes, m, turns, times)
+    if makespan < 0:
+        return schedule
+    best, reached = turns.copy(), np.array([makespan, makespan])
+    share = float(lanes.computing[:, 0].sum() + lanes.exchange[:, 0].sum()) / schedule.num_devices
+    total = int(turns.lengths.sum())
+    moves = int(effort * min(_TURNS_TO_MOVE / total, _MOVES_OF_A_TURN * total))
+    at_once = max(1, _MOVES_AT_ONCE // total) if hasattr(anneal, "py_func") else 1
+    rng = np.random.default_rng(seed)
+    path = np.full(turns.forward.size + 1, NONE)
+    critical_path(turns, times, path)
+    if moves:  # compiled outside of the time limit
+        anneal(lanes, m, turns, best, times, path, reached, np.zeros(0), np.zeros((0, _DRAWS)))
+    deadline = time.thread_time() + seconds
+    for first in range(0, moves, at_once):
+        if time.thread_time() > deadline:
+            break
+        passed = (first + np.arange(min(at_once, moves - first))) / moves
+        heat = share * _HOT * (_COLD / _HOT) ** passed
+        anneal(lanes, m, turns, best, times, path, reached, heat, 1 - rng.random((len(passed), _DRAWS)))
+    simulated(lanes, m, best, times)
+    return schedule_of(schedule, best, times)
