@@ -88,7 +88,7 @@ class Paired(toy.Runner):
         return super().backward(*arguments)
 
     def run_pair(self, microbatch, input, other, arguments):
-        output, gradient = self.forward(microbatch, input), other.backward(0, *arguments)
+        output, gradient = self.forward(microbatch, input), other.backward(*arguments)
         Paired.clock -= 1.0
         return output, gradient
 
