@@ -8,12 +8,14 @@ from itertools import combinations, product
 
 import packages
 import pytest
+import test_unequal
 from comparing import assert_close_training, assert_predicted_bytes, assert_same_training
 from lanes import nightly, rest_nightly
 from model_flags import (
     BY_FLOPS,
     DISTRIBUTED,
     DROPOUT,
+    EVALUATION,
     FUSION,
     LLAMA,
     OVERLAP,
@@ -46,6 +48,7 @@ GROUPED_EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[1,0,1,1]", "--moe-grouped-gemm"),
     *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
 )
+GROUPED = tuple(word for word in GROUPED_EXPERTS if word not in ("--moe-layer-freq", "[1,0,1,1]"))
 EP2 = (
     *(*LANES["dp2"], "--overlap-param-gather", "--expert-model-parallel-size", "2"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-shared-expert-intermediate-size", "64"),
@@ -63,6 +66,8 @@ SPARSE = (
 FLASH = ("--attention-backend", "flash", "--bf16", "--no-gradient-accumulation-fusion")
 CP2 = ("--context-parallel-size", "2", "--cp-comm-type")
 OFFLOADED = ("--pipemem-offload", "full", "--pipemem-host-memory", "1GiB")
+OVERLAP_OF_EXPERTS = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+OVERLAPPED = ("--train-iters", "4", "--log-interval", "10", "--rerun-mode", "disabled")
 
 # A family per placement and kind of backward. The first two split nothing: their models are built as stock's.
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "gis", "v-half", "dualpipe")
@@ -186,7 +191,7 @@ def test_other_models_train_as_stock(equals, model):
 def test_layers_in_pieces_train_as_whole_ones(equals):
     """The pieces leave weight gradients to W."""
     flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *EP2, "--bf16")
-    equals("v-half", *flags, ours=("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"), nbytes=None)
+    equals("v-half", *flags, ours=OVERLAP_OF_EXPERTS, nbytes=None)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -262,8 +267,17 @@ STATES = {
     "searched": ("auto", MAMBA, (), QUICK),
     "weighed by FLOPs": ("1f1b", MAMBA, (), ("--pipemem-microbatch-costs", "FLOPs")),
     "one hardware queue": ("v-half", MAMBA, (), ("--pipemem-single-queue",)),
+    "grouped queries": ("zb-h1", MAMBA, LLAMA, ()),
+    "latent attention": ("v-half", "M+-MM-M+", (NO_BIAS, *LATENT), ()),
+    "experts": ("v-half", "ME*EMEME", (NO_BIAS, *GROUPED, *EP2), ()),
+    "pairs": ("v-half", "ME*EMEME", (NO_BIAS, *GROUPED, *EP2, "--bf16"), OVERLAP_OF_EXPERTS),
+    "context parallel": ("v-half", MAMBA, (*CP2, "a2a", *FLASH), ()),
+    "evaluation": ("v-half", MAMBA, EVALUATION, ()),
+    "overlapped steps": ("zbv", MAMBA, OVERLAPPED, ("--pipemem-overlap-steps",)),
+    "weighed by a function": ("1f1b", MAMBA, (), test_unequal.BY_CONTENT),
+    "layout": ("v-half", MAMBA, (), ("--pipemem-layout", "auto")),
 }
-RESUMMED = {"two replicas", "cut vocabulary", "weighed by FLOPs"}
+RESUMMED = {"two replicas", "cut vocabulary", "weighed by FLOPs", "weighed by a function"}
 
 
 @pytest.mark.parametrize(
@@ -271,7 +285,7 @@ RESUMMED = {"two replicas", "cut vocabulary", "weighed by FLOPs"}
 )
 def test_layers_with_states_train_as_stock(equals, name):
     schedule, pattern, flags, ours = STATES[name]
-    how = {"initialise": False} if name == "random numbers" else {}
+    how = {"initialise": False} if name == "random numbers" else {"nbytes": None} if "E" in pattern else {}
     equals(schedule, *DEFAULTS, *flags, *HYBRID, pattern, ours=ours, close=name in RESUMMED, **how)
 
 
