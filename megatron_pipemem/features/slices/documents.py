@@ -74,6 +74,12 @@ def _check(packed: Any, used: list[int], places: list[int], tokens: int) -> None
     """Raise an UnsupportedError if packed documents are not those of a whole sequence's queries and keys."""
     keys = packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
     is_causal = packed.cu_seqlens_kv.tolist() == used and keys.tolist() == places
+    if (getattr(packed, "tokens_per_sample", None) or tokens) < tokens:
+        raise UnsupportedError(
+            "slices-forward-step",
+            "the forward step passes tokens_per_sample, by which experts see several samples, and a slice has parts of them; "
+            "leave it out, or take a schedule without slices",
+        )
     if packed.qkv_format != "thd" or not is_causal or places[0] or places[-1] != tokens:
         raise UnsupportedError(
             "slices-forward-step",

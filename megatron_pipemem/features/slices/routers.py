@@ -98,18 +98,27 @@ class SlicedRouters:
     model: torch.nn.Module
     running: Callable[[], SlicePart | None]
 
+    def __post_init__(self) -> None:
+        self._routers = [module for module in self.model.modules() if isinstance(module, TopKRouter)]
+        for router in self._routers:
+            for method in self._methods(router):
+                if getattr(type(router), method) is not getattr(TopKRouter, method):
+                    raise UnsupportedError(
+                        "slices-model",
+                        f"{type(router).__name__} has a {method} of its own, and slices have the losses of Megatron's routers "
+                        "alone; take a schedule without sequence slices",
+                    )
+
+    def _methods(self, router: TopKRouter) -> dict[str, Callable]:
+        losses = {f"_apply_{name}": partial(self._attach, router, name) for name in _KINDS}
+        return {**losses, "routing": partial(self._route, router), "apply_z_loss": partial(self._attach_z_loss, router)}
+
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Compute the losses of slices within a ``with`` block."""
         with ExitStack() as stack:
-            for router in self.model.modules():
-                if isinstance(router, TopKRouter):
-                    methods = {f"_apply_{name}": partial(self._attach, router, name) for name in _KINDS}
-                    methods |= {
-                        "routing": partial(self._route, router),
-                        "apply_z_loss": partial(self._attach_z_loss, router),
-                    }
-                    stack.enter_context(shadowed(router, methods))
+            for router in self._routers:
+                stack.enter_context(shadowed(router, self._methods(router)))
             yield
 
     def _route(self, router: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
@@ -121,7 +130,7 @@ class SlicedRouters:
                 "the forward step passes padding_mask to a model whose routers have losses, and ranks would weigh the valid "
                 "tokens of slices otherwise than those of whole sequences; leave it out, or take a schedule without slices",
             )
-        if part is not None and has_losses and not torch.is_grad_enabled():
+        if part is not None and has_losses and part.sequence.has_backward and not torch.is_grad_enabled():
             # The first forward of layers that run again counts, because the others run in the order of backwards.
             routing_map, scores = compute_routing_scores_for_aux_loss(
                 logits.view(-1, router.config.num_moe_experts),

@@ -81,6 +81,7 @@ class SequenceState:
 
     tokens: int
     hold: Callable[[torch.Tensor], object]
+    has_backward: bool = True
     losses: dict[tuple[torch.nn.Module, str], Any] = field(default_factory=dict)
     """of routers, by the name of the loss"""
     documents: dict[int, Any] = field(default_factory=dict)
