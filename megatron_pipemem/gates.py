@@ -100,6 +100,7 @@ _GATES: tuple[tuple[Callable[[Wish], object], Refusals | Rule], ...] = (
     (lambda wish: wish.request.barriers, refusals.VOCABULARY),
     (lambda wish: wish.slices > 1, refusals.SLICED),
     (lambda wish: wish.slices > 1, refusals.FUSED_ROTARY),
+    (lambda wish: wish.slices > 1 and wish.request.barriers, refusals.VOCABULARY_SLICED),
     (lambda wish: wish.request.random == LAYERWISE, refusals.LAYERWISE),
     (lambda wish: wish.slices > 1 and wish.request.random == LAYERWISE, refusals.LAYERWISE_SLICED),
     (lambda wish: wish.uses_transformer_engine and wish.chosen.may_recompute, refusals.DELAYED_SCALING),

@@ -332,7 +332,8 @@ SLICED = Refusals(
         "attention_dropout": "dropout masks are drawn for whole sequences, and slices would draw others; pass "
         "--attention-dropout 0",
         "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the sequences",
-        "mtp_num_layers": "the last tokens of a slice would have no tokens to predict from",
+        "mtp_use_repeated_layer": "the depths of a repeated layer would share the keys of their slices",
+        "mtp_standalone": "a stage of multi-token prediction alone sends the hidden states of all depths",
         "moe_expert_capacity_factor": "later tokens decide which ones an expert drops; drop --moe-expert-capacity-factor",
         "moe_router_load_balancing_type": "sinkhorn weighs scores by those of later tokens, and quantile_balancing takes "
         "quantiles of whole microbatches; balance experts by aux_loss, seq_aux_loss, global_aux_loss or a bias",
@@ -344,6 +345,13 @@ SLICED = Refusals(
             kind in (asked or "") for kind in ("quantile_balancing", "sinkhorn")
         )
     },
+)
+VOCABULARY_SLICED = Refusals(
+    " in sequence slices with vocabulary parallelism",
+    {
+        "mtp_num_layers": "the cut head gets the labels of all depths for whole sequences; pass --pipemem-vocab-parallel off"
+    },
+    ", or take a schedule without sequence slices",
 )
 LAYERWISE_SLICED = Refusals(
     " in sequence slices with layerwise random numbers",

@@ -456,6 +456,13 @@ PROCESS_MTP_LOSS = tuple(
     for models in (GPT_MODELS, HYBRID_MODELS)
 )
 
+ROLL = Symbol(
+    "megatron.core.transformer.multi_token_prediction",
+    "roll_tensor",
+    ("tensor", "shifts", "dims", "packed_seq_params"),
+    purposes=("sequence slices",),
+)
+
 # The training loop: its optimizer, its checkpoints, its log.
 _OPTIMIZER = ("config", "model_chunks")
 GET_OPTIMIZER = Symbol(

@@ -18,6 +18,7 @@ from model_flags import (
     DISTRIBUTED,
     EVALUATION,
     EXPERTS,
+    MULTI_TOKEN,
     RECOMPUTE,
     RECOMPUTED,
     ROPE,
@@ -77,27 +78,43 @@ CASES = {
         *("seq1f1b", (*cut(4), *BY_FLOPS), (*BALANCED, *RECOMPUTE, *TWO_SEQUENCES, "--calculate-per-token-loss")),
     ),
     "experts on two ranks, recomputed": ("zb-h1", (*cut(2), *RECOMPUTED), (*BALANCED, *ON_TWO_RANKS)),
+    "further tokens, per token": (
+        "zb-h1",
+        (*cut(4), *BY_FLOPS),
+        (*MULTI_TOKEN, *TWO_SEQUENCES, "--calculate-per-token-loss"),
+    ),
+    "further tokens with experts, evaluation": ("interleaved", cut(4), (*BALANCED, *MULTI_TOKEN, *EVALUATION)),
     "slimpipe": ("slimpipe", cut(4), ROPE),
     "recomputed in part": ("seq1f1b", (*cut(2), "--pipemem-recompute", "selective"), GROUPED),
     "sliding window": ("zb-h1", cut(4), (*ROPE, "--window-size", "20,0")),
 }
-NIGHTLY = {"slimpipe", "recomputed in part", "sliding window", "attention recomputed by the model"}
+NIGHTLY = {
+    "further tokens with experts, evaluation",
+    "slimpipe",
+    "recomputed in part",
+    "sliding window",
+    "attention recomputed by the model",
+}
 
 
 @pytest.mark.parametrize("name", rest_nightly(CASES, CASES.keys() - NIGHTLY, "a case with a part of the flags"))
 def test_trains_as_stock(equals_stock, tmp_path_factory, name):
-    """With experts, the losses of routers too, as they are logged."""
+    """With experts and further tokens, their losses too, as they are logged."""
     schedule, ours, flags = CASES[name]
     # Megatron's recomputation is not predicted to the byte.
     nbytes = None if "by the model" in name else "bounded" if "experts" in name else "exact"
-    has_losses = "experts" in name
+    has_losses = "experts" in name or "further" in name
     if has_losses:
         flags = (*flags, "--tensorboard-dir", str(tmp_path_factory.getbasetemp()), "--tensorboard-log-interval", "1")
     run, stock = equals_stock(schedule, *flags, ours=ours, close=True, nbytes=nbytes, within=1e-6)
     if not has_losses:
         return
     logged, wanted = (
-        {f"{name} {at}": value for name, at, value in of.scalars if name.endswith(("balancing_loss", "z_loss"))}
+        {
+            f"{name} {at}": value
+            for name, at, value in of.scalars
+            if name.endswith(("balancing_loss", "z_loss")) or name.startswith("mtp_")
+        }
         for of in (run, stock)
     )
     assert wanted and logged == pytest.approx(wanted, rel=2e-6)
@@ -109,6 +126,7 @@ PACKED = {
     "latent attention": ("zb-h1", cut(4), UNTIED_LATENT),
     "learned positions, one barrier": ("v-half", (*cut(4), *BY_FLOPS, VOCABULARY, "2"), ()),
     "experts": ("zbv", cut(4), BALANCED),
+    "further tokens": ("seq1f1b", cut(4), (*GROUPED, *MULTI_TOKEN)),
 }
 
 

@@ -72,6 +72,11 @@ WISHES = {
         {"moe_expert_capacity_factor": 1.0},
     ),
     "FUSED_ROTARY": (Request("seq1f1b"), Request("1f1b"), {"multi_latent_attention": True, "apply_rope_fusion": True}),
+    "VOCABULARY_SLICED": (
+        Request("seq1f1b", vocab_parallel="1"),
+        Request("seq1f1b"),
+        {"mtp_num_layers": 1},
+    ),
     "LAYERWISE": (Request("stock", random="layerwise"), Request("stock"), {"use_te_rng_tracker": True}),
     "LAYERWISE_SLICED": (Request("seq1f1b", random="layerwise"), Request("seq1f1b"), {"hidden_dropout": 0.1}),
     "DELAYED_SCALING": (Request("1f1b", recompute="full"), Request("1f1b"), ENGINE | LATE_SCALES),

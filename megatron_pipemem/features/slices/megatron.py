@@ -25,6 +25,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.slices.depths import SlicedDepths
 from megatron_pipemem.features.slices.documents import SlicedDocuments
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.routers import SlicedRouters
@@ -32,7 +33,9 @@ from megatron_pipemem.features.slices.runtime import SequenceState, SlicePart
 from megatron_pipemem.gates import StepGates
 from megatron_pipemem.mcore.model.language_model import is_language_model, layers_with_states, model_of_chunk
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape, counted_before
+from megatron_pipemem.mcore.step.batches import zeros_as_output
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.symbols import ROLL, Replacements
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.refusals import FUSED_ROTARY
 from megatron_pipemem.request import Request
@@ -49,7 +52,10 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 
 class _SliceEnds(BaseException):
-    """Leave the forward step after the model has run: only the step of the last slice goes on, with all outputs."""
+    """Leave the forward step after the model has returned logits: only the step of the last slice goes on, with all of them.
+
+    With losses the step comes to its end. Megatron's own step measures stragglers, and would log an exception.
+    """
 
 
 class SlicedModel:
@@ -63,6 +69,7 @@ class SlicedModel:
         self._attention = [module for module in model.modules() if isinstance(module, Attention)]
         for attention in self._attention:
             _check_attention(attention)
+        self._depths = SlicedDepths(model)
         self._routers = SlicedRouters(model, lambda: self._part)
         self._part: SlicePart | None = None
         self.on_output: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -86,6 +93,8 @@ class SlicedModel:
             hook(self._model, self._cut_arguments)
             stack.callback(self._model.register_forward_hook(self._pass_on).remove)
             stack.enter_context(self._routers.hooked())
+            for layer in self._depths.layers:
+                stack.callback(layer.register_forward_pre_hook(self._depths.begin_layer).remove)
             for module in self._model.modules():
                 if isinstance(module, RotaryEmbedding):
                     hook(module, self._move_positions)
@@ -124,6 +133,7 @@ class SlicedModel:
                     f"the forward step passes {name} to the model, and {name} cannot be cut into sequence slices; "
                     "leave it out, or take a schedule without slices",
                 )
+        mask = self._depths.start(passed, self._part) if self._model.config.mtp_num_layers else None
         for name in _PER_TOKEN:
             tensor = passed.get(name)
             if tensor is None:
@@ -135,6 +145,8 @@ class SlicedModel:
                     f"[microbatch, {sequence.tokens}]; pass whole sequences of --seq-length tokens",
                 )
             passed[name] = tensor[:, begin:end].contiguous()
+        if mask is not None:
+            passed["loss_mask"] = mask
         packed = passed.get("packed_seq_params")
         if packed is not None:
             if self._model.config.apply_rope_fusion:
@@ -143,6 +155,10 @@ class SlicedModel:
                 sequence.documents[number] = SlicedDocuments(packed, self._part)
             passed["packed_seq_params"] = sequence.documents[number].own
         return bound.args, bound.kwargs
+
+    def roll(self, roll_tensor: Callable, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what Megatron's ``roll_tensor`` is to return for the slice that runs now; ``None`` if none runs."""
+        return None if self._part is None or tensor is None else self._depths.roll(roll_tensor, tensor, self._part)
 
     def _pass_on(self, module: torch.nn.Module, arguments: tuple, output: torch.Tensor):
         return None if self._part is None or self.on_output is None else self.on_output(output)
@@ -266,9 +282,9 @@ class SlicedStage(ChunkStage):
     """A stage that runs slices in place of microbatches. With n slices, slice i of microbatch k has the number ``k * n
     + i``.
 
-    Each slice calls the user's forward step, which reads the same batch each time. On the last stage it ends where the
-    model has run, but for the last slice. There the model returns its outputs for all slices. So all that the step
-    computes from them, the loss and its report are those of whole sequences, and are computed once.
+    Each slice calls the user's forward step, which reads the same batch each time. With the last slice, the model of the
+    last stage returns its outputs for all slices. So the loss, its report and what the step computes from the outputs are
+    those of whole sequences. The steps of other slices end at the model's logits, or get zeros for losses.
     """
 
     sliced: SlicedModel = field(kw_only=True)
@@ -281,7 +297,8 @@ class SlicedStage(ChunkStage):
         number, part = divmod(microbatch, len(self.bounds))
         if part == 0:
             data = None if self.data_iterator is None else Tape(self.data_iterator)
-            self._open[number] = _OpenSequence(SequenceState(self.bounds[-1][1], self.hold), data)
+            state = SequenceState(self.bounds[-1][1], self.hold, has_backward=not self.step.forward_only)
+            self._open[number] = _OpenSequence(state, data)
         output = super().forward(microbatch, input, will_recompute)
         if self.step.forward_only and part == len(self.bounds) - 1:
             del self._open[number]
@@ -368,7 +385,9 @@ class SlicedStage(ChunkStage):
                 )
             sequence.running, sequence.outputs[part] = output, output.detach()
             if not self._computes_loss(microbatch):
-                raise _SliceEnds
+                if output.dim() > 2:
+                    raise _SliceEnds
+                return zeros_as_output((output.size(0), self.bounds[-1][1]), output.dtype, output.device)
             sequence.joined = torch.cat([sequence.outputs[s] for s in range(len(self.bounds))], dim=1)
             if not self.step.forward_only:
                 sequence.joined.requires_grad_(torch.is_grad_enabled())
@@ -388,7 +407,7 @@ class SlicedStage(ChunkStage):
                     "the forward step does not call the model as a whole, whose outputs sequence slices join; call the model "
                     "that the step gets, or take a schedule without slices",
                 )
-            return stepped
+            return stepped if self._computes_loss(microbatch) else (sequence.running, None)
 
         return stepping
 
@@ -430,6 +449,15 @@ class SequenceSlices(Extension):
             step.message = replace(step.message, shape=shapes[0])
         else:
             step.message = replace(step.message, shape=None, shapes=shapes * len(step.tokens))
+
+    def replacements(self) -> Replacements:
+        return [(ROLL, self._roll)]
+
+    def _roll(self, roll_tensor: Callable, tensor: torch.Tensor, *place: Any, **more: Any):
+        for model in self._models.values():
+            if (rolled := model.roll(roll_tensor, tensor)) is not None:
+                return rolled
+        return roll_tensor(tensor, *place, **more)
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run slices."""
