@@ -15,9 +15,9 @@ FLAGS = (*PLAIN, *LOSSES)
 EIGHT = ("--global-batch-size", "8")
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
-def test_trains_as_the_plain_order(train, equals_stock, schedule):
-    equals_stock(schedule, *FLAGS, ours=OVERLAP, nbytes="bounded", train=train)
+@pytest.mark.parametrize(("schedule", "batch"), [("v-half", ()), ("auto", EIGHT)], ids=["v-half", "auto"])
+def test_trains_as_the_plain_order(train, equals_stock, schedule, batch):
+    equals_stock(schedule, *FLAGS, *batch, ours=OVERLAP, nbytes="bounded", train=train)
 
 
 def test_trains_as_megatrons_own_overlap(train):
