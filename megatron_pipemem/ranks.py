@@ -24,7 +24,15 @@ from typing import Any, NoReturn
 from megatron_pipemem.errors import PipememError, printable, with_code
 from megatron_pipemem.exits import print_error
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.runtime.first_failure import FailureBoard, end_process, follow, guarded, summary
+from megatron_pipemem.runtime.first_failure import (
+    FailureBoard,
+    end_process,
+    follow,
+    guarded,
+    hear_signal,
+    ignore_signal,
+    summary,
+)
 
 _ENDED_BY_LAUNCHER = -15  # SIGTERM: torchrun sends it to the remaining ranks
 
@@ -106,6 +114,7 @@ def rank_guard() -> Iterator[None]:
         import torch.distributed  # noqa: F401 - here, because two threads that import torch at the same time crash
 
         watcher.start()
+        hear_signal()
     try:
         with _errors_without_usage(), guarded():
             yield
@@ -139,6 +148,7 @@ def rank_guard() -> Iterator[None]:
         done.set()
         if watcher.is_alive():
             watcher.join()
+        ignore_signal()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Protocol, cast
+from weakref import ref
 
 import torch
 
@@ -266,6 +269,54 @@ class InFlight:
         return InFlight(inputs, outputs, arrived)
 
 
+@dataclass(eq=False)
+class Progress:
+    """How far the training thread of this process is, for another thread to read (``runtime.positions``).
+
+    Attributes:
+        steps: number of steps that have begun, training and evaluation.
+        thread: the training thread.
+        executor: of the last step, while it exists.
+        position: index of the running action among the executor's instructions; ``None`` outside of a step.
+        since: ``time.monotonic()`` when the action began, or when the step ended.
+        launched: an event of the GPU behind the last step; ``None`` on a CPU.
+        patience: seconds for which an action may run before the ranks say where they stand; ``None`` for ever.
+    """
+
+    steps: int = 0
+    thread: int | None = None
+    executor: ref[Executor] | None = None
+    position: int | None = None
+    since: float = field(default_factory=monotonic)
+    launched: torch.cuda.Event | None = None
+    patience: float | None = None
+    _told: tuple[int, int | None] | None = None
+
+    def begin(self, executor: Executor) -> None:
+        self.steps += not executor._done  # a trial runs the first actions alone
+        self.thread, self.executor, self.launched = get_ident(), ref(executor), None
+
+    def end(self) -> None:
+        self.position, self.since = None, monotonic()
+
+    def stands_still(self) -> bool:
+        """Return whether the running action, or the GPU behind the last step, takes longer than ``patience``.
+
+        It is true once for each place.
+        """
+        place = self.steps, self.position
+        if self.patience is None or monotonic() - self.since < self.patience or place == self._told:
+            return False
+        if self.position is None and (self.launched is None or self.launched.query()):
+            return False
+        self._told = place
+        return True
+
+
+PROGRESS = Progress()
+"""Of this process."""
+
+
 class Executor:
     """Runs one step of a validated program on one rank.
 
@@ -327,13 +378,17 @@ class Executor:
             **dict.fromkeys(RECEIVES, self._receive),
             Kind.REDUCE_GRAD: lambda instruction: self._stages[instruction.action.stage].reduce_gradients(),
         }
-        for feature in features:
-            self.handlers |= feature.extend(self)
-        if unknown := sorted(rank.kinds.difference(self.handlers)):
-            raise UnsupportedError(
-                "no-handler",
-                f"the executor has no handler for {', '.join(unknown)}; give it a StepFeature that returns one",
-            )
+        try:
+            for feature in features:
+                self.handlers |= feature.extend(self)
+            if unknown := sorted(rank.kinds.difference(self.handlers)):
+                raise UnsupportedError(
+                    "no-handler",
+                    f"the executor has no handler for {', '.join(unknown)}; give it a StepFeature that returns one",
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, until: int | None = None) -> None:
         """Run the actions of this device in order, after those that earlier calls have run.
@@ -345,8 +400,11 @@ class Executor:
         handlers, ledger = self.handlers, self.ledger
         self._is_profiled = torch.autograd._profiler_enabled()
         position = begin = self._done
+        progress = PROGRESS
+        progress.begin(self)
         try:
-            for position, instruction in enumerate(self.instructions[begin:until], begin):  # noqa: B007 - for the note
+            for position, instruction in enumerate(self.instructions[begin:until], begin):
+                progress.position, progress.since = position, monotonic()
                 handlers[instruction.action.kind](instruction)
                 if ledger is not None:
                     ledger.record(instruction.action, self.host_bytes())
@@ -356,12 +414,21 @@ class Executor:
                 f"of schedule {self._program.schedule.name}"
             )
             raise
+        else:
+            if until is None:
+                self._transport.finish()
+                for finish in self.at_end:
+                    finish()
+        finally:
+            progress.end()
         if until is not None:
             self._done = until
-            return
-        self._transport.finish()
-        for finish in self.at_end:
-            finish()
+
+    @property
+    def awaited(self) -> tuple[Action, int] | None:
+        """The message that the host waits for at this moment, and the global rank at its other end."""
+        action = self._transport.awaited
+        return None if action is None else (action, self._transport.rank_of(action))
 
     def close(self) -> None:
         """Forget the handlers and the features' functions. Call it after the step, also if the step has failed.

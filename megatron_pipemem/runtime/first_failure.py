@@ -5,6 +5,9 @@ a thread, because their main thread may wait for the failed rank without end: in
 device. The store is the one of PyTorch's default process group. Before there is a group, it is the store that the
 ``env://`` rendezvous will use, at MASTER_ADDR:MASTER_PORT. torchrun runs that store. Without torchrun, rank 0 does.
 
+The same thread makes all ranks say where they stand, if one of them gets SIGUSR2 or stands still
+(``runtime.positions``).
+
 ``watch_job`` is for programs that enable the plugin by themselves. ``pipemem run`` uses the same board, and handles all
 errors of its script.
 """
@@ -16,11 +19,12 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -68,7 +72,7 @@ class FailureBoard:
     def __init__(self, rank: int, size: int, host: str, port: int):
         self.rank = rank
         self.address = (host, port)
-        self._size = size
+        self.size = size
         self._runs_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         self._key = f"pipemem/first-failure/{run}"
@@ -81,7 +85,7 @@ class FailureBoard:
     @property
     def poll_seconds(self) -> float:
         """Seconds between two looks of a rank at the board: more in a job of more ranks, whose looks one store answers."""
-        return max(_POLL_SECONDS, self._size / _MOST_POLLS)
+        return max(_POLL_SECONDS, self.size / _MOST_POLLS)
 
     @classmethod
     def from_environment(cls) -> FailureBoard | None:
@@ -120,6 +124,35 @@ class FailureBoard:
                 store.add(f"{self._key}/readers", 1)
                 self._has_read = True
             return Failure(**json.loads(store.get(self._key)))
+        except RuntimeError as error:
+            raise ConnectionError("the rendezvous store has closed") from error
+
+    def questions(self, more: int = 0) -> int:
+        """Return how often ranks have asked where all ranks stand, after asking ``more`` times."""
+        with self._connected() as store:
+            return 0 if store is None else store.add(f"{self._key}/questions", more)
+
+    def answer(self, question: int, text: str) -> None:
+        """Answer all questions up to this one, for this rank."""
+        with self._connected() as store:
+            store.set(f"{self._key}/answers/{self.rank}", f"{question} {text}")
+
+    def answers(self, question: int, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the answers of these ranks to a question so far, or to a later one."""
+        texts = {}
+        with self._connected() as store:
+            for rank in ranks:
+                key = f"{self._key}/answers/{rank}"
+                number, _, text = store.get(key).decode().partition(" ") if store.check([key]) else ("0", "", "")
+                if int(number) >= question:
+                    texts[rank] = text
+        return texts
+
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        """Yield this thread's store, and turn the errors of a store that has closed into a ConnectionError."""
+        try:
+            yield self._store()
         except RuntimeError as error:
             raise ConnectionError("the rendezvous store has closed") from error
 
@@ -164,7 +197,7 @@ class FailureBoard:
                 time.sleep(_POLL_SECONDS / 2)
 
     def _all_have_read(self, store: Any) -> bool:
-        return store is None or store.add(f"{self._key}/readers", 0) >= self._size
+        return store is None or store.add(f"{self._key}/readers", 0) >= self.size
 
     def _has_closed(self) -> bool:
         """Return whether the store that this thread is connected to has closed, as at a normal end of rank 0.
@@ -210,17 +243,97 @@ class FailureBoard:
 def follow(board: FailureBoard, done: threading.Event, react: Callable[[Failure], None]) -> None:
     """Poll the board, and call ``react`` when another rank has failed without which this rank cannot go on.
 
-    Return if ``done`` is set first, or if the store closes.
+    Return if ``done`` is set first, or if the store closes. Between the looks, answer where this rank stands.
     """
+    answered = 0
     while not done.wait(board.poll_seconds):
         try:
             failure = board.first()
+            answered = _tell_position(board, answered)
         except ConnectionError:
             return  # rank 0 has ended, perhaps without a failure; if it failed, the next collective fails
         if failure is not None and (not failure.ranks or board.rank in failure.ranks):
             if not done.is_set():
                 react(failure)
             return
+
+
+def _tell_position(board: FailureBoard, answered: int) -> int:
+    """Say where this rank stands if a rank has asked since question ``answered``, and return the last question.
+
+    This rank asks if it got SIGUSR2, or if it stands still for longer than its patience and no rank has asked for that.
+    """
+    executor = sys.modules.get("megatron_pipemem.runtime.executor")  # not loaded before a model is built
+    asks = _signal is not None and _signal.has_come()
+    if not asks and executor is not None and executor.PROGRESS.stands_still():
+        asks = board.questions() == answered
+    question = board.questions(int(asks))
+    if question > answered:
+        try:
+            from megatron_pipemem.runtime.positions import collect, own_position
+
+            board.answer(question, own_position(board.rank))
+            if asks and question == answered + 1:  # the first rank that asks reads all answers
+                collect(board, question)
+        except ConnectionError:
+            raise
+        except Exception:  # whatever it is, this thread must go on to look for failures
+            logger.exception("this rank cannot say where it stands")
+    return question
+
+
+class _Signal:
+    """Notes SIGUSR2 even if the main thread is blocked in C++ code, where no handler of Python runs.
+
+    The interpreter writes the numbers of its signals into a socket at once.
+    """
+
+    def __init__(self) -> None:
+        self._numbers, self._sender = socket.socketpair()
+        for end in (self._numbers, self._sender):
+            end.setblocking(False)
+        signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+
+    def has_come(self) -> bool:
+        """Return whether the signal has come since the last call."""
+        try:
+            return signal.SIGUSR2 in self._numbers.recv(4096)
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        self._numbers.close()
+        self._sender.close()
+
+
+_signal: _Signal | None = None
+
+
+def hear_signal() -> None:
+    """Let SIGUSR2 make all ranks say where they stand, until ``ignore_signal``.
+
+    Nothing happens in another thread than the main one, or if the program uses the signal or the interpreter's socket
+    for signals itself.
+    """
+    global _signal
+    if _signal is not None or threading.current_thread() is not threading.main_thread():
+        return
+    socket_of_program = signal.set_wakeup_fd(-1)
+    if socket_of_program != -1:
+        signal.set_wakeup_fd(socket_of_program)
+    elif signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        _signal = _Signal()
+
+
+def ignore_signal() -> None:
+    """Undo ``hear_signal``. Another thread than the main one cannot."""
+    global _signal
+    if _signal is not None and threading.current_thread() is threading.main_thread():
+        heard, _signal = _signal, None
+        heard.close()
 
 
 def end_process(code: int) -> NoReturn:
@@ -258,12 +371,14 @@ class _JobWatch:
             arguments = self.board, self._done, self._react
             self._thread = threading.Thread(target=follow, args=arguments, name="pipemem-first-failure", daemon=True)
             self._thread.start()
+            hear_signal()
             # The interpreter's exit aborts the process if a daemon thread is inside C++ code.
             atexit.register(self._stop_polling)
 
     def stop(self) -> None:
         """Stop polling, and write no error to the board any more."""
         self._stop_polling()
+        ignore_signal()
         atexit.unregister(self._stop_polling)
         if sys.excepthook == self._end:
             sys.excepthook = self._excepthook

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import count
 from math import prod
 from statistics import median
@@ -53,10 +54,7 @@ def new_groups(
     if the parent sets no limit. ``description`` is the name that torch's logs give to each group. ``backend`` replaces
     the backend of the default group.
     """
-    parent_backend: Any = parent._get_backend(parent._device_types[0])  # its options have the backend's own class
-    timeout = (
-        None if parent_backend.options is None else parent_backend.options._timeout
-    )  # not every backend has options
+    parent_backend, timeout = _backend_of(parent), timeout_of(parent)
     is_nccl = backend is None and parent_backend.name() == dist.Backend.NCCL
     callers = callers or parent
     tokens: list[Any] = [None] * callers.size()
@@ -79,6 +77,16 @@ def new_groups(
                 )
             )
     return opened
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the time after which an operation of a group fails; ``None`` if the backend has no such option."""
+    options = _backend_of(group).options
+    return None if options is None else options._timeout
+
+
+def _backend_of(group: dist.ProcessGroup) -> Any:  # its options have the backend's own class
+    return group._get_backend(group._device_types[0])
 
 
 @contextmanager
@@ -294,6 +302,8 @@ class Transport:
     message: MessageFormat
     in_sequence: bool = False
     polls: bool = True
+    awaited: Action | None = None
+    """The message that the host waits for at this moment. With NCCL, only the stream waits for most messages."""
     _sends: dict[Action, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
     _arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
     _channels: dict[Edge, _Channel] = field(init=False)
@@ -343,7 +353,7 @@ class Transport:
         Call it when the message has been sent. Otherwise the current stream waits.
         """
         for work, tensor in self._sends.pop(action, ()):
-            work.wait()
+            self._wait(work, action)
             if tensor.is_cuda:  # has an effect only if another stream allocated the tensor
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
@@ -391,8 +401,13 @@ class Transport:
         if receive.work is None:
             self._start(receive, channel)
         assert receive.work is not None and receive.tensor is not None
-        receive.work.wait()
+        self._wait(receive.work, receive.action)
         self._arrived[receive.action] = receive.tensor
+
+    def _wait(self, work: dist.Work, action: Action) -> None:
+        self.awaited = action
+        work.wait()
+        self.awaited = None
 
     def _reap(self) -> None:
         # Messages of one edge are sent in order, each after its header, so the search ends at the first unsent one.
@@ -408,7 +423,7 @@ class Transport:
         shape = self.message.shape_of(receive.action.microbatch)
         if shape is None:
             header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
-            channel.group.recv([unrecorded(header)], channel.peer, 0).wait()
+            self._wait(channel.group.recv([unrecorded(header)], channel.peer, 0), receive.action)
             sizes = header.tolist()
             shape = tuple(sizes[1 : 1 + sizes[0]])
         receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)
@@ -419,16 +434,21 @@ class Transport:
         cached = self._channel_of.get(action[:2])
         if cached is not None:
             return cached
-        upward = action.kind in (Kind.SEND_F, Kind.RECV_I)
-        device, placement = self.pipeline.device, self.pipeline.placement
-        neighbour = placement.next_stage if upward else placement.previous_stage
-        stage = neighbour(action.stage)
-        assert stage is not None, f"{action} has no neighbour"
-        peer = placement.devices[stage]
+        device, peer = self.pipeline.device, self._peer(action)
         sends = action.kind in (Kind.SEND_F, Kind.SEND_I)
         channel = self._channels[(device, peer) if sends else (peer, device)]
         self._channel_of[action[:2]] = channel
         return channel
+
+    def rank_of(self, action: Action) -> int:
+        """Return the global rank at the other end of a message."""
+        return self.pipeline.ranks[self._peer(action)]
+
+    def _peer(self, action: Action) -> int:
+        upward, placement = action.kind in (Kind.SEND_F, Kind.RECV_I), self.pipeline.placement
+        stage = placement.next_stage(action.stage) if upward else placement.previous_stage(action.stage)
+        assert stage is not None, f"{action} has no neighbour"
+        return placement.devices[stage]
 
 
 _ROUND_TRIPS = 5

@@ -1,4 +1,7 @@
-"""A training program of which one rank is refused: ``python refused_rank.py PLACE RANK`` is one of its ranks."""
+"""A training program of which one rank is refused: ``python refused_rank.py PLACE RANK`` is one of its ranks.
+
+At the place ``still`` the rank stands still instead.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ def blocked_forward_step(data, model):
     """Block in the second step, like a host whose device waits for another rank."""
     calls.append(None)
     if len(calls) == 2 * training_loop.MICROBATCHES + 4:
+        print("blocked", flush=True)
         time.sleep(36000)
     return forward_step(data, model)
 
@@ -44,7 +48,9 @@ dist.init_process_group("gloo")
 if PLACE == "settings":
     megatron_pipemem.enable("v-hlaf" if IS_REFUSED else "v-half")
 batches, forward_step, calls = training_loop.batches, training_loop.forward_step, []
-if IS_REFUSED:
+if PLACE == "still":
+    training_loop.forward_step = blocked_forward_step if IS_REFUSED else forward_step
+elif IS_REFUSED:
     training_loop.batches = batches_that_end
 elif PLACE == "kernel":
     training_loop.forward_step = blocked_forward_step

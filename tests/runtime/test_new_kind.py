@@ -5,8 +5,10 @@ CONTRIBUTING tells how; the recipe's example is the row below.
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,6 +185,24 @@ def test_it_is_drawn():
     assert ("PP:1CHECKSUM2", "checksum") in names
 
 
+def test_an_executor_that_cannot_be_made_leaves_no_circle():
+    program = lower(checked("zb-h1", 1, 3))
+    message = MessageFormat((toy.ROWS, toy.WIDTH), torch.float32, torch.device("cpu"))
+
+    def make() -> None:
+        with suppress(UnsupportedError):
+            Executor(program, 0, {0: toy.Runner(0, 1)}, Transport(toy.alone(program.placement), message))
+
+    make()
+    gc.collect()
+    gc.disable()
+    try:
+        make()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 def test_the_executor_runs_its_handler():
     program = lower(checked("zb-h1", 1, 3))
     validate_program(program)
@@ -191,6 +211,7 @@ def test_the_executor_runs_its_handler():
     transport = Transport(toy.alone(program.placement), message)
     with refused("no-handler", kind=UnsupportedError):
         Executor(program, 0, runners, transport)
+    assert not transport.pipeline.unfinished
     feature, times = Checksums(), Trace()
     Executor(program, 0, runners, transport, [feature], trace=times).run()
     assert set(feature.seen) == {(0, microbatch) for microbatch in range(3)}

@@ -41,7 +41,7 @@ from megatron_pipemem.mcore.step.extension import (
     observe,
 )
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING, Feature, Replacements
-from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.executor import PROGRESS, Executor
 from megatron_pipemem.runtime.transport import (
     MessageFormat,
     Pipeline,
@@ -49,8 +49,12 @@ from megatron_pipemem.runtime.transport import (
     connect,
     destroy_groups,
     polls_departures,
+    timeout_of,
 )
 from megatron_pipemem.schedule.placement import Placement
+
+SHARE_OF_TIMEOUT = 0.8
+"""The part of the process group's time-out after which ranks say where they stand. At its end NCCL ends them."""
 
 
 @dataclass(eq=False)
@@ -211,6 +215,8 @@ class ForwardBackward(Feature):
             if step.trial is not None:
                 self._try(step, step.trial, extensions)
             step.executor.run()
+            if device_of(step.chunks).type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                PROGRESS.launched = torch.cuda.current_stream().record_event()
         if step.observation.ledger is not None:
             # Units are numbered like microbatches.
             step.observation.ledger.end_step(step.shape.num_microbatches * step.program.schedule.units.parts)
@@ -309,6 +315,8 @@ class ForwardBackward(Feature):
         if key not in self._pipelines:
             free = _free_bytes(device) if is_gpu else 0
             pipeline = connect(placement, group, device)
+            timeout = timeout_of(group)
+            PROGRESS.patience = None if timeout is None else SHARE_OF_TIMEOUT * timeout.total_seconds()
             self._pipelines[key] = replace(pipeline, opened_bytes=free - _free_bytes(device)) if is_gpu else pipeline
         return self._pipelines[key]
 
