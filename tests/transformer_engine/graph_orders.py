@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformer_engine.pytorch.graph as te_graph
-from te_stand_in.graphs import CUDAGraph
+from cuda_graphs import CUDAGraph
 
 from megatron_pipemem.mcore.step.notices import signed_chunks
 from megatron_pipemem.schedule.action import Kind

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import sys
 
+import cuda_graphs
 import torch
 import torch.distributed
 
-from te_stand_in import extension, graphs
+from te_stand_in import extension
 
 _ENVIRONMENT = {
     "NVTE_PROJECT_BUILDING": "1",  # imports without the core library
@@ -24,7 +25,7 @@ _ENVIRONMENT = {
 for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 sys.modules["transformer_engine_torch"] = extension.module()
-graphs.install()
+cuda_graphs.install()
 
 import transformer_engine.common  # noqa: E402
 

@@ -2,8 +2,8 @@
 
 A capture takes memory from its pool, and memory that is given back to the pool is used by later captures, as on a GPU. So a
 replay overwrites the tensors of earlier graphs, and a wrong order of replays gives wrong values. Before a replay, the memory of
-its results is filled with NaN. What a capture does to tensors outside of its pool is undone at its end, because a GPU computes
-nothing while it captures. Reading a value on the host raises, as on a GPU.
+its results is filled with NaN. What a capture does to memory is undone at its end, because a GPU computes nothing while it
+captures. Reading a value on the host raises, as on a GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Pool:
         self.free: dict[int, list[np.ndarray]] = defaultdict(list)
         self.reused = 0
         """Blocks that a second tensor has taken."""
-        self.blocks: set[int] = set()
-        """Addresses of all blocks."""
+        self.blocks: dict[int, np.ndarray] = {}
+        """All blocks, by address."""
 
     def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same format in this pool. When its storage ends, its block is free again."""
@@ -43,14 +43,14 @@ class Pool:
         free = self.free[size]
         self.reused += bool(free)
         block = free.pop() if free else np.zeros(size, dtype=np.uint8)
-        self.blocks.add(block.ctypes.data)
+        self.blocks[block.ctypes.data] = block
         owner = np.frombuffer(block, dtype=np.uint8)
         weakref.finalize(owner, free.append, block).atexit = False
         return _formatted(torch.from_numpy(owner), tensor)
 
     def in_use(self) -> set[int]:
         """Return the addresses of blocks that hold a tensor."""
-        return self.blocks - {block.ctypes.data for blocks in self.free.values() for block in blocks}
+        return self.blocks.keys() - {block.ctypes.data for blocks in self.free.values() for block in blocks}
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.blocks
@@ -87,6 +87,16 @@ class _Capture(TorchDispatchMode):
         self.results: list[torch.Tensor] = []
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_use = pool.in_use()
+        self._pool_before = {address: block.copy() for address, block in pool.blocks.items()}
+
+    def undo(self) -> None:
+        """Give all memory the values that it had before; new blocks have those of no number."""
+        for tensor, before in self.before.values():
+            tensor.copy_(before)
+        self.before.clear()
+        for address, block in self.pool.blocks.items():
+            block[:] = self._pool_before.get(address, 255)
+        self._pool_before.clear()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator in _ON_HOST:
@@ -163,9 +173,7 @@ class CUDAGraph:
 
     def capture_end(self) -> None:
         self._capture.__exit__(None, None, None)
-        for tensor, before in self._capture.before.values():
-            tensor.copy_(before)
-        self._capture.before.clear()
+        self._capture.undo()
         self.counts["captures"] += 1
 
     def replay(self) -> None:
