@@ -324,6 +324,13 @@ GRAPH_ORDER = Symbol(
 )
 """The order in which Transformer Engine captures and replays CUDA graphs of layers."""
 
+RNG_TRACKER = Symbol(
+    "megatron.core.tensor_parallel.random",
+    "initialize_rng_tracker",
+    ("use_te_rng_tracker", "force_reset"),
+    purposes=("CUDA graphs of passes",),
+)
+
 # Which rank a chunk belongs to, and building the chunks.
 RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank", purposes=_PLACED)
 IS_FIRST = Symbol(_PARALLEL_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"), purposes=_PLACED)
@@ -412,7 +419,7 @@ LANGUAGE_MODULE = Symbol(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.__init__",
     ("self", "config"),
-    purposes=("refusals that need the model", *_SPLIT, "forwards and backwards in pairs"),
+    purposes=("refusals that need the model", *_SPLIT, "forwards and backwards in pairs", "CUDA graphs of passes"),
 )
 DDP = Symbol(
     _DDP,

@@ -106,7 +106,12 @@ class Training:
         self.in_step: list[str] = []
 
     def run(
-        self, orders: str, single_queue: bool = False, again: dict[int, int] | None = None, replicas: int = 1
+        self,
+        orders: str,
+        single_queue: bool = False,
+        again: dict[int, int] | None = None,
+        replicas: int = 1,
+        replays: bool = False,
     ) -> int:
         """Run a step, and return how often it asked the host for a value."""
         self.model.zero_grad_buffer()
@@ -125,6 +130,7 @@ class Training:
         )
         step = SimpleNamespace(
             single_queue=single_queue,
+            replays_passes=replays,
             pipeline=SimpleNamespace(placement=placement, device=0),
             program=program,
             stages={0: Stage(self.model, again or {})},
@@ -199,8 +205,9 @@ def test_a_bucket_starts_behind_the_last_gradient_of_its_own_parameters(make, or
     training.run(orders, single_queue=True)
     assert training.in_step[-3:] == ["start 0", "start 1", "start 2"]
     assert all(map(torch.equal, training.gradients, early)), "with and without early starts, to the bit"
-    training.run(orders, replicas=2)
-    assert training.in_step[-3:] == ["start 0", "start 1", "start 2"]
+    for others in ({"replicas": 2}, {"replays": True}):
+        training.run(orders, **others)
+        assert training.in_step[-3:] == ["start 0", "start 1", "start 2"]
 
 
 def test_a_last_backward_that_reports_too_little_leaves_the_rest_to_the_end(make):

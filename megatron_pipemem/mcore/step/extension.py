@@ -404,6 +404,8 @@ class Step:
     overlaps: bool = False  # whether ranks begin and end the step without waiting for each other
     trial: Trial | None = None  # the first actions, if they may have to run again
 
+    replays_passes: bool = False  # whether passes are captured or replayed as CUDA graphs, so Python sees no gradient
+
     observation: Observation = field(init=False)
     stages: dict[int, ChunkStage] = field(init=False)
     executor: Executor = field(init=False)

@@ -209,9 +209,10 @@ Listener = Callable[[Any, torch.Tensor], None]
 class GradientReductions(Extension):
     """Starts each bucket's sum over the data-parallel ranks as soon as no later action adds to its gradients.
 
-    Sums start early only with ``--overlap-grad-reduce``, as in Megatron. In three cases all buckets of a stage start at
+    Sums start early only with ``--overlap-grad-reduce``, as in Megatron. In four cases all buckets of a stage start at
     the action ``REDUCE_GRAD``: in a step that runs by the order for one hardware queue, in which the sums have a fixed
-    place; in a model with replicas, whose gradients must be added first; if a vocabulary pass adds gradients last.
+    place; in a step that replays CUDA graphs; in a model with replicas, whose gradients must be added first; if a
+    vocabulary pass adds gradients last.
 
     Megatron's check for NaN makes the host wait twice per bucket, right before its sum. Here, unless
     ``--check-for-large-grads`` is set, the norms stay on the device until the gradients are finalized, and the host
@@ -230,7 +231,7 @@ class GradientReductions(Extension):
         return [(CHECK_GRADIENTS, self._check), (GRADIENT_IS_READY, self._ready)]
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        if step.single_queue or step.pipeline.placement.replicas > 1:
+        if step.single_queue or step.replays_passes or step.pipeline.placement.replicas > 1:
             return ()
         actions = step.program.actions[step.pipeline.device]
         last = {action.stage: action for action in actions if action.kind in COMPLETING}

@@ -1,0 +1,277 @@
+"""Run the training steps of a model on Megatron as CUDA graphs, one for every pass of a chunk.
+
+Megatron's own graphs stay off: they hold single layers, and take every weight gradient for a part of a backward. Here the
+forward of the model within Megatron's forward step is captured, autograd from the model's output to its input, and each W.
+Batches, loss functions and the scaling of losses stay outside, so user code runs in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import unwrap_model
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.graphs.runtime import FixedArguments, GraphedWeights, GraphsOfStep, PassGraphs
+from megatron_pipemem.mcore.model.language_model import is_language_model, pattern_of
+from megatron_pipemem.mcore.model.stages import ChunkStage, shadowed
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.symbols import LANGUAGE_MODULE, RNG_TRACKER, Replacements
+from megatron_pipemem.runtime.executor import StepFeature
+from megatron_pipemem.runtime.weight_gradients import HOOKED, defers
+from megatron_pipemem.schedule.action import Kind
+
+_PASSES = (Kind.F, Kind.I, Kind.B, Kind.W)
+_KNOWN_HOOKS = ("megatron.", "megatron_pipemem.", "transformer_engine.")
+"""Beginnings of the names of modules whose forward hooks do nothing that a replay must repeat."""
+
+
+def extensions(*_: object) -> list[Extension]:
+    """Return the extension of a run whose passes are CUDA graphs."""
+    return [GraphedSteps()]
+
+
+class GraphedSteps(Extension):
+    """The extension that captures the passes of a training step after some steps without graphs, and then replays them.
+
+    Steps that count bytes run without graphs. A step with another order of passes, for example with another number of
+    microbatches, or with parameters at other addresses, begins anew: some steps without graphs, then a capture.
+    """
+
+    only_trains = True
+
+    def __init__(self) -> None:
+        self._graphs: GraphsOfStep | None = None
+        self._kind: tuple[Any, ...] | None = None
+        """what the graphs depend on: order of passes, shape of messages, addresses of parameters and gradients"""
+        self._steps = 0
+        """without graphs, of this kind"""
+        self._stream: torch.cuda.Stream | None = None
+        """of the model, where it would have been the default one"""
+        self._trackers: list[Any] = []
+        """of random streams, whose forks do nothing in a capture"""
+
+    def replacements(self) -> Replacements:
+        return [(LANGUAGE_MODULE, self._build), (RNG_TRACKER, self._make_tracker)]
+
+    def _build(self, original: Callable, model: torch.nn.Module, config: Any, *args, **kwargs) -> None:
+        """Build a model without Megatron's graphs, on a stream that can be captured.
+
+        Autograd adds to the gradient of a parameter on the stream on which the parameter's node was made, and the default
+        stream cannot be captured.
+        """
+        config.cuda_graph_impl, config.cuda_graph_modules = "none", []
+        if torch.cuda.current_stream() == torch.cuda.default_stream():
+            self._stream = torch.cuda.Stream()
+            torch.cuda.set_stream(self._stream)
+        original(model, config, *args, **kwargs)
+
+    def _make_tracker(self, original: Callable, *args, **kwargs) -> None:
+        """Make the random streams of Megatron, which stay as they are in a capture.
+
+        A capture cannot set the state of a generator, and needs none, because it refuses random numbers.
+        """
+        original(*args, **kwargs)
+        tracker: Any = random._CUDA_RNG_STATE_TRACKER
+        if "fork" not in vars(tracker):
+            tracker.fork = partial(self._fork, tracker.fork)
+            self._trackers.append(tracker)
+
+    def _fork(self, original: Callable[..., AbstractContextManager], *args, **kwargs) -> AbstractContextManager:
+        is_capturing = self._graphs is not None and self._graphs.is_capturing
+        return nullcontext() if is_capturing else original(*args, **kwargs)
+
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        if step.observation.ledger is not None:
+            return ()
+        order = tuple(a for a in step.program.actions[step.pipeline.device] if a.kind in _PASSES)
+        kind = (order, step.message.shape, _addresses(step.chunks))
+        if kind != self._kind:
+            self._graphs, self._kind, self._steps = None, kind, 0
+        if self._graphs is None:
+            self._steps += 1
+            if self._steps <= step.context.config.cuda_graph_warmup_steps:
+                return ()
+            check_chunks_for_graphs(step.chunks)
+            self._graphs = GraphsOfStep(order)
+        for stage, runner in step.stages.items():
+            step.stages[stage] = runner.recast(GraphedStage, graphs=self._graphs, stage=stage)
+        step.replays_passes = True
+        return [GraphedWeights(self._graphs)]
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._graphs, self._kind = None, None
+            raise
+
+    def after(self, step: Step) -> None:
+        if self._graphs is not None and not self._graphs.is_complete:
+            self._graphs.complete()
+
+    def close(self, orderly: bool) -> None:
+        self._graphs, self._kind = None, None
+        for tracker in self._trackers:
+            del tracker.fork
+        self._trackers.clear()
+        if self._stream is not None and torch.cuda.current_stream() == self._stream:
+            torch.cuda.default_stream().wait_stream(self._stream)
+            torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+def _addresses(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in (*parameters, *gradients))
+
+
+def check_chunks_for_graphs(chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise an UnsupportedError if a replay of the chunks' passes would do less than the passes themselves."""
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        if not is_language_model(model) or pattern_of(model) is not None:
+            raise UnsupportedError(
+                "unsupported-model",
+                f"passes of {type(model).__name__} are not captured, only those of Megatron's GPTModel; pass "
+                "--cuda-graph-impl none",
+            )
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
+                raise UnsupportedError(
+                    "graph-model",
+                    f"{name} has no main_grad, to whose memory a replay could add; wrap the model in Megatron's "
+                    "DistributedDataParallel, or pass --cuda-graph-impl none",
+                )
+            hooks = (parameter._backward_hooks, cast(Any, parameter)._post_accumulate_grad_hooks)
+            if any(hooks) or hasattr(parameter, HOOKED):
+                raise UnsupportedError(
+                    "graph-model",
+                    f"{name} has hooks on its gradient, which a replay does not call; remove them, or pass "
+                    "--cuda-graph-impl none",
+                )
+        for name, module in model.named_modules():
+            for hook in (
+                *module._forward_pre_hooks.values(),
+                *module._forward_hooks.values(),
+                *_backward_hooks(module),
+            ):
+                origin = getattr(hook, "func", hook)
+                if not str(getattr(origin, "__module__", "")).startswith(_KNOWN_HOOKS):
+                    raise UnsupportedError(
+                        "graph-model",
+                        f"{name or type(module).__name__} has a hook of {getattr(origin, '__module__', origin)}, which a "
+                        "replay does not call; remove it, or pass --cuda-graph-impl none",
+                    )
+
+
+def _backward_hooks(module: torch.nn.Module) -> Iterator[Callable]:
+    yield from module._backward_hooks.values()
+    yield from module._backward_pre_hooks.values()
+
+
+@dataclass
+class GraphedStage(ChunkStage):
+    """A stage that captures its passes at their first run, and replays them afterwards (``runtime.executor.StageRunner``)."""
+
+    graphs: GraphsOfStep = field(kw_only=True)
+    stage: int = field(kw_only=True)
+    _outputs_of_model: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    """the model's output for a loss, by microbatch, until the backward"""
+
+    def _megatrons_forward(
+        self, microbatch: int, arrived: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._has_run:
+            self._finish_parameter_gathers()
+        model = unwrap_model(self.model)
+        run = partial(self._run_model, model.forward, microbatch, input)
+        with shadowed(model, {"forward": run}):
+            return super()._megatrons_forward(microbatch, arrived, input, data, loss_data)
+
+    def _finish_parameter_gathers(self) -> None:
+        """Wait for the weights that the distributed optimizer gathers, as hooks on layers do without graphs."""
+        if getattr(self.model, "remove_forward_pre_hook_handles", None):
+            for group in self.model.bucket_groups + self.model.expert_parallel_bucket_groups:
+                group.finish_param_sync()
+
+    def _run_model(
+        self, forward: Callable, microbatch: int, input: torch.Tensor | None, *arguments: Any, **named: Any
+    ) -> torch.Tensor:
+        """Capture or replay the model's forward, and return its output in memory of its own, apart from autograd's graph."""
+        call, key = (arguments, named), (self.stage, microbatch)
+        passes = self.graphs.passes.get(key)
+        if passes is None:
+            own = None if input is None else self.graphs.fixed(input).requires_grad_()
+            passes = self.graphs.passes[key] = PassGraphs(FixedArguments.of(self.graphs, call), own)
+            passes.forward = self.graphs.capture(partial(self._forward_once, forward, passes))
+            assert passes.output is not None
+            passes.output.data = passes.output.new_empty(1)
+        else:
+            passes.fill(call, input)
+            assert passes.forward is not None
+            passes.forward.replay()
+        if input is not None:
+            input.data = input.new_empty(1)  # copied, and the executor keeps the tensor until the backward
+        assert passes.result is not None
+        output = passes.result.clone()
+        if self._computes_loss(microbatch):
+            self._outputs_of_model[microbatch] = output.requires_grad_()
+        return output
+
+    def _forward_once(self, forward: Callable, passes: PassGraphs) -> None:
+        self._set_input_tensor([passes.input])
+        arguments, named = passes.arguments.call
+        output = forward(*arguments, **named)
+        if not isinstance(output, torch.Tensor):
+            raise UnsupportedError(
+                "graph-model", f"the model returns a {type(output).__name__}, not a tensor; pass --cuda-graph-impl none"
+            )
+        if passes.input is not None and output.untyped_storage() is passes.input.untyped_storage():
+            output = output.clone()  # of a stage without layers, whose output is given up
+        passes.output, passes.result = output, self.graphs.result(output)
+        with torch.no_grad():
+            passes.result.copy_(output)
+
+    def backward(
+        self,
+        microbatch: int,
+        input: torch.Tensor | None,
+        output: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        passes, of_model = self.graphs.passes[self.stage, microbatch], self._outputs_of_model.pop(microbatch, None)
+        with self.as_chunk():
+            if of_model is not None:
+                output_gradient = schedules.backward_step(of_model, output, output_gradient, self.step.config)
+            if output_gradient is None:
+                raise UnsupportedError(
+                    "graph-model", "the loss does not depend on the model's output; pass --cuda-graph-impl none"
+                )
+            if passes.backward is None:
+                passes.gradient = self.graphs.fixed(output_gradient)
+                passes.backward = self.graphs.capture(partial(self._backward_once, passes))
+                passes.output = None
+                if not defers():
+                    self.graphs.free(passes)
+            else:
+                passes.fill_gradient(output_gradient)
+                passes.backward.replay()
+        return None if passes.input_gradient is None else passes.input_gradient.clone()
+
+    def _backward_once(self, passes: PassGraphs) -> None:
+        schedules.custom_backward(passes.output, passes.gradient)
+        self.defer_weight_gradients()
+        if passes.input is not None and passes.input.grad is not None:
+            passes.input_gradient = self.graphs.result(passes.input.grad)
+            with torch.no_grad():
+                passes.input_gradient.copy_(passes.input.grad)
+            passes.input.grad = None
