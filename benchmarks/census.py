@@ -87,6 +87,7 @@ def benchmarks() -> Iterator[Mapping[str, Any]]:
 def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:
     """Return the first setting that a schedule refuses; ``None`` if it accepts all."""
     request = Request(schedule, pairs=bool(settings.get("overlap_moe_expert_parallel_comm")))
+    request = request.with_graphs(settings.get("cuda_graph_impl"))
     error = next(gates(Wish(request, {"transformer_impl": "transformer_engine", **settings}.get)), None)
     return None if error is None else str(error).split(" ")[0]
 

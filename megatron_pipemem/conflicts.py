@@ -36,6 +36,9 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "slices": lambda request: request.slices > 1,
     "pairs": lambda request: request.pairs,
     "layerwise": lambda request: request.random == LAYERWISE,
+    "graphs": lambda request: request.graphs,
+    "search": lambda request: request.searches,
+    "recomputation": lambda request: request.may_recompute,
 }
 """Functions that return whether a request wants a feature, by the name of the feature."""
 
@@ -51,6 +54,7 @@ _PERIOD = (
 _PAIRS = (
     "--overlap-moe-expert-parallel-comm runs forwards and backwards in pairs, which exclude {0}; drop the flag, or {1}"
 )
+_GRAPHS = "--cuda-graph-impl captures every pass as a graph of its own, which excludes {0}; pass --cuda-graph-impl none, or {1}"
 _SLICES = (
     "a search for slices excludes one for the period of steps (option period, by default with "
     "--pipemem-overlap-steps), offload, recomputation and vocabulary passes; drop the slices, or the other feature"
@@ -117,6 +121,21 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "weights": _PAIRS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
         "slices": _PAIRS.format("sequence slices", "use a schedule without slices"),
         "layerwise": _PAIRS.format("random numbers per layer", "pass --pipemem-random stock"),
+    },
+    "graphs": {
+        "asynchronous": _GRAPHS.format("asynchronous schedules", "use a synchronous schedule"),
+        "offload": _GRAPHS.format("offload and recomputation by the schedule", "pass --pipemem-offload off"),
+        "host": _GRAPHS.format("offload", "use a schedule that does not offload by itself"),
+        "recomputation": _GRAPHS.format("recomputation by the schedule", "use a schedule that does not recompute"),
+        "vocabulary": _GRAPHS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
+        "profile": _GRAPHS.format("measured costs of the passes", "pass --pipemem-costs unit or a file"),
+        "overlap": _GRAPHS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
+        "weights": _GRAPHS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
+        "replicas": _GRAPHS.format("two replicas of the model", "use a schedule with one replica, such as zbv"),
+        "slices": _GRAPHS.format("sequence slices", "use a schedule without slices"),
+        "pairs": _GRAPHS.format("forwards and backwards in pairs", "drop --overlap-moe-expert-parallel-comm"),
+        "layerwise": _GRAPHS.format("random numbers per layer", "pass --pipemem-random stock"),
+        "search": _GRAPHS.format("a searched schedule", "name a family or a schedule file"),
     },
 }
 """The features that each feature excludes, with a message that has the reason and the remedy."""

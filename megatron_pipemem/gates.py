@@ -47,8 +47,13 @@ class Wish:
         return not self.request.is_stock
 
     @property
-    def has_only_passes(self) -> bool:
-        return self.chosen.has_only_passes and not self.request.is_asynchronous
+    def has_graphs(self) -> bool:
+        return self.request.graphs or self.value_of("cuda_graph_impl") not in (None, "none")
+
+    @property
+    def is_uncaptured(self) -> bool:
+        """Whether Megatron is asked for graphs that only this package can capture, and the request does not know."""
+        return not self.request.graphs and self.chosen.captures_passes(self.value_of("cuda_graph_impl"))
 
     @property
     def may_be_captured(self) -> bool:
@@ -81,9 +86,10 @@ class Wish:
 
 _GATES: tuple[tuple[Callable[[Wish], object], Refusals | Rule], ...] = (
     (lambda wish: wish.is_ours, refusals.SCHEDULES),
-    (lambda wish: wish.is_ours and not wish.has_only_passes, refusals.GRAPHS),
+    (lambda wish: wish.is_ours and wish.is_uncaptured, refusals.UNCAPTURED),
+    (lambda wish: wish.request.graphs, refusals.GRAPHED),
     (lambda wish: wish.is_ours and not wish.may_be_captured, refusals.WHOLE_STEP),
-    (lambda wish: wish.is_ours and wish.value_of("cuda_graph_impl") not in (None, "none"), refusals.CAPTURED),
+    (lambda wish: wish.is_ours and wish.has_graphs, refusals.CAPTURED),
     (lambda wish: wish.is_ours and not wish.request.pairs, refusals.UNPAIRED),
     (lambda wish: wish.request.pairs, refusals.PAIRS),
     (lambda wish: wish.is_ours, refusals.PACKED),

@@ -23,6 +23,7 @@ _FLAGS = {
     "cpu_offloading": "cpu-offloading-num-layers",
     "gtp_weight_remat_size": "tensor-parallel-num-weight-shards",
     "expert_gtp_weight_remat_size": "expert-tensor-parallel-num-weight-shards",
+    "num_moe_experts": "num-experts",
     "use_te_rng_tracker": "te-rng-tracker",
     "is_inference_rng_tracker": "inference-rng-tracker",
 }
@@ -135,8 +136,6 @@ SCHEDULES = Refusals(
         "use_torch_fsdp2": FSDP,
         "num_distributed_optimizer_instances": "the reductions of several distributed optimizers cannot start per chunk; pass "
         "--num-distributed-optimizer-instances 1",
-        "cuda_graph_impl": "Megatron's own graphs of layers follow the stock schedule; pass --cuda-graph-impl none, or "
-        "transformer_engine with a schedule of whole backwards",
         "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
         "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
         "--pipemem-offload in place of --fine-grained-activation-offloading",
@@ -152,16 +151,46 @@ SCHEDULES = Refusals(
         "sequence_packing_scheduler": "packed batches have another number of microbatches than the plan of the step",
         "dynamic_context_parallel": "every microbatch of a step would have context-parallel groups of its own",
     },
-    only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS, GRAPH_OF_STEP)},
 )
-GRAPHS = Refusals(
-    " by a schedule with other actions than forwards and whole backwards",
+UNCAPTURED = Refusals(
+    " by a run that was enabled without it",
     {
-        "cuda_graph_impl": "Transformer Engine captures forwards and whole backwards only; take a schedule like 1f1b or "
-        "interleaved without offload, recomputation in the schedule, slices, a cut vocabulary and microbatch costs, or pass "
-        "--cuda-graph-impl none",
+        "cuda_graph_impl": "Megatron's own graphs of layers follow the stock schedule, or take every W for a part of the "
+        "latest backward; pass the flag on the command line or call enable(..., graphs=True) before the model is built, so "
+        f"that every pass is captured{_NO_GRAPHS.replace('; pass', ', or pass')}",
     },
-    only={"cuda_graph_impl": lambda impl: impl == GRAPHS_OF_LAYERS},
+    only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPH_OF_STEP)},
+)
+_ONE_SHAPE = "a graph holds one shape"
+_SAVED = "values are saved by hooks, which a replay does not call"
+GRAPHED = Refusals(
+    " with a CUDA graph per pass",
+    {
+        "num_moe_experts": "the host reads how many tokens each expert gets",
+        "fp8": "the scales of quantised tensors are updated by calls that a replay does not make",
+        "fp4": "the scales of quantised tensors are updated by calls that a replay does not make",
+        "attention_dropout": "captured random numbers are not proved to be those of training; pass --attention-dropout 0",
+        "hidden_dropout": "captured random numbers are not proved to be those of training; pass --hidden-dropout 0",
+        "recompute_granularity": "a forward that runs again sets random states, which a graph cannot hold",
+        "mtp_num_layers": "the losses of multi-token prediction are logged by calls that a replay does not make",
+        "variable_seq_lengths": _ONE_SHAPE,
+        "sft": _ONE_SHAPE,
+        "dataloader_inter_document_masking": _ONE_SHAPE,
+        "context_parallel_size": "parts of attention run on streams of their own; pass --context-parallel-size 1",
+        "tp_comm_overlap": "user buffers may be overwritten between two replays",
+        "use_transformer_engine_op_fuser": "fused operations keep a state between calls",
+        "qk_clip": "the largest attention scores are kept by calls that a replay does not make",
+        "log_max_attention_logit": "the largest attention scores are kept by calls that a replay does not make",
+        "enable_autocast": "casts of weights are cached by calls that a replay does not make",
+        "enable_hyper_connections": "layers keep activations between calls",
+        "experimental_attention_variant": "its kernels are not proved in graphs",
+        "hybrid_layer_pattern": "kernels of Mamba layers are not proved in graphs",
+        "save_activations_interval": _SAVED,
+        "save_wgrads_interval": _SAVED,
+        "save_dgrads_interval": _SAVED,
+    },
+    _NO_GRAPHS.replace("; pass", ", or pass"),
+    only={"recompute_granularity": bool},
 )
 WHOLE_STEP = Refusals(
     " by a step in which the host acts between passes",

@@ -372,6 +372,8 @@ class Request(ScheduleOptions):
     pairs: bool = False
     """Whether forwards run together with backwards (``Schedule.pairs``): Megatron's own flag
     ``--overlap-moe-expert-parallel-comm``."""
+    graphs: bool = False
+    """Whether every pass is captured as a CUDA graph: Megatron's own flag ``--cuda-graph-impl`` (``captures_passes``)."""
     file: Schedule | None = None
     """The schedule in the file that ``schedule`` names, read and proved. ``conflicts.check`` sets it."""
 
@@ -506,6 +508,17 @@ class Request(ScheduleOptions):
         All microbatches are then equal, in one step at a time and on one replica of the model.
         """
         return not self.may_split and self._has_equal_passes
+
+    def captures_passes(self, cuda_graph_impl: object) -> bool:
+        """Return whether this value of Megatron's flag asks us to capture passes, and not Megatron to capture layers.
+
+        Transformer Engine's graphs of layers stay as they are where it can capture them.
+        """
+        return cuda_graph_impl == "local" or (cuda_graph_impl == "transformer_engine" and not self.has_only_passes)
+
+    def with_graphs(self, cuda_graph_impl: object) -> Request:
+        """Return a copy that captures passes if this value of Megatron's flag asks us to, unless it is Megatron's own."""
+        return replace(self, graphs=not self.is_stock and self.captures_passes(cuda_graph_impl))
 
     @property
     def may_be_captured(self) -> bool:

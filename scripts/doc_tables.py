@@ -3,7 +3,7 @@
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
 They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, sources of
-runs, codes of errors, refused combinations, the price of one hardware queue, pairs, rooms of the package, replaced
+runs, codes of errors, refused combinations, the price of one hardware queue, pairs, CUDA graphs, rooms of the package, replaced
 functions, and the quickstart's last run. Without ``--quickstart`` the quickstart's table stays as it is.
 """
 
@@ -30,6 +30,7 @@ from megatron_pipemem.errors import CODES
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.flags import flag_parser
+from megatron_pipemem.gates import Wish, gates
 from megatron_pipemem.mcore.symbols import REPLACED
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.request import Request, flags_of
@@ -69,6 +70,7 @@ DOCUMENTS = {
     "parts": "how-it-works.md",
     "replaced": "how-it-works.md",
     "pairs": "experts.md",
+    "graphs": "../benchmarks/notes/gpus.md",
     "quickstart": "start.md",
 }
 """The document that has each table."""
@@ -114,13 +116,15 @@ WORDS = {
     "slices": "sequence slices",
     "pairs": "`--overlap-moe-expert-parallel-comm`",
     "layerwise": "`--pipemem-random layerwise`",
+    "graphs": "a CUDA graph per pass",
+    "search": "`auto`",
+    "recomputation": "recomputation by the schedule",
 }
 """Names of features in the documents' list of refused combinations."""
 REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "context_parallel_size": "above 1",
     "cuda_graph_impl": "but `none`",
-    ("SCHEDULES", "cuda_graph_impl"): "but `none`, `transformer_engine`, `full_iteration`",
-    ("GRAPHS", "cuda_graph_impl"): "`transformer_engine`",
+    ("UNCAPTURED", "cuda_graph_impl"): "`local`, or `transformer_engine` with more than whole backwards",
     ("WHOLE_STEP", "cuda_graph_impl"): "`full_iteration`",
     "cuda_graph_warmup_steps": "0",
     "num_microbatches_with_partial_activation_checkpoints": "if given",
@@ -132,6 +136,7 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "expert_gtp_weight_remat_size": "above 1",
     "rerun_mode": "but `disabled`",
     "recompute_granularity": "`full`",
+    ("GRAPHED", "recompute_granularity"): "if given",
     "recompute_modules": "with `moe`",
     "optimizer": "but `adam`, `sgd`",
     "grad_norm_skip_threshold": "if finite",
@@ -186,6 +191,8 @@ EXPLAINED = {
 """The codes of the documents, by the situation in which users meet them. The others say no more than their messages."""
 SLICES = (1, 2, 4, 8)
 PAIRED = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")
+GRAPHS = {"local": "", "transformer_engine": "layers, by Transformer Engine", "full_iteration": "the step, by Megatron"}
+"""The values of Megatron's flag for CUDA graphs, with what is captured if it is not every pass."""
 TRAVEL = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of F and I in which the tokens of experts travel."""
 SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
@@ -315,6 +322,23 @@ def table_of_pairs() -> str:
             + [f"{run.makespan:.4g}" for run in (plain, *runs)]
         )
     return _rows(lines)
+
+
+def table_of_graphs() -> str:
+    """Return a Markdown table of what each value of Megatron's flag for CUDA graphs captures, by schedule."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family in families():
+        cells = tuple(_captured(Request(family.name), impl) for impl in GRAPHS)
+        rows.setdefault(cells, []).append(f"`{family.name}`")
+    ordered = sorted(rows.items(), key=lambda row: row[0].count("refused"))
+    return _rows([["schedule", *(f"`{impl}`" for impl in GRAPHS)], *([", ".join(n), *cells] for cells, n in ordered)])
+
+
+def _captured(request: Request, impl: str) -> str:
+    request = request.with_graphs(impl)
+    if any(gates(Wish(request, {"cuda_graph_impl": impl}.get))):
+        return "refused"
+    return "every pass, by us" if request.graphs else GRAPHS[impl]
 
 
 def list_of_queues() -> str:
@@ -469,6 +493,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "classes": table_of_classes,
     "pairs": table_of_pairs,
     "placements": table_of_placements,
+    "graphs": table_of_graphs,
 }
 """The tables that need no run, and the functions that compute them."""
 

@@ -72,6 +72,7 @@ FEATURES = (
     ),
     FeatureSpec("replicas", lambda request: request.replicas > 1),
     FeatureSpec("slices", lambda request: request.slices > 1),
+    FeatureSpec("graphs", lambda request: request.graphs),
     FeatureSpec("pairs", lambda request: request.pairs),
     FeatureSpec("vocabulary", lambda request: request.cuts_vocabulary),
     FeatureSpec("layerwise", lambda request: request.random == LAYERWISE, Position.LAST),

@@ -36,6 +36,8 @@ from megatron_pipemem.values import MOST_LAYERS, Limit, whole_number
 
 _PIPELINE_SIZE = "pipeline-model-parallel-size"
 _OVERLAP, _DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
+_GRAPHS = "cuda-graph-impl"
+_OF_GRAPHS = (_GRAPHS, "cuda-graph-modules", "cuda-graph-scope")
 _PROMPT_SECONDS = 0.5
 _PREFIX = "pipemem"
 _NEAR = 0.85
@@ -112,7 +114,8 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     if settings["schedule"] != STOCK and _OVERLAP in others:
         # Megatron takes the flag for placements of its own schedule only, so the model gets it when it is built.
         settings["pairs"], others = True, [argument for argument in others if argument not in (_OVERLAP, _DELAY)]
-    return requested(**settings), others
+    request = requested(**settings).with_graphs(values_by_flag(others).get(_GRAPHS))
+    return request, cut_flags.without_flags(others, _OF_GRAPHS) if request.graphs else others
 
 
 def _resembles_ours(argument: str) -> bool:

@@ -207,7 +207,7 @@ def test_flags_for_the_ends_are_priced_as_they_cut():
 
 
 def test_refused_flags_are_named_with_the_schedules_that_they_keep_away():
-    advice = advise(replace(LLAMA, flags={**LLAMA.flags, "cuda-graph-impl": "local"}))
+    advice = advise(replace(LLAMA, flags={**LLAMA.flags, "cuda-graph-impl": "local", "log-max-attention-logit": True}))
     assert not advice.proposals
     assert any("zb-h1" in names for _, names in advice.refused.values())
 

@@ -25,7 +25,8 @@ V = Placement.v_shape(4)
 # By the table that refuses: a wish that it is for, another that takes the same settings, and the settings.
 WISHES = {
     "SCHEDULES": (Request("1f1b"), Request("stock"), {"use_megatron_fsdp": True}),
-    "GRAPHS": (Request("v-half"), Request("1f1b"), GRAPHS),
+    "UNCAPTURED": (Request("v-half"), Request("1f1b"), GRAPHS),
+    "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"num_moe_experts": 8}),
     "WHOLE_STEP": (Request("v-half"), Request("zb-h1"), {"cuda_graph_impl": "full_iteration"}),
     "CAPTURED": (Request("1f1b"), Request("stock"), GRAPHS | {"cuda_graph_warmup_steps": 0}),
     "UNPAIRED": (Request("1f1b"), Request("1f1b", pairs=True), {"overlap_moe_expert_parallel_comm": True}),
@@ -103,7 +104,6 @@ VALUES = {
 """Values that are refused, where ``True`` is none."""
 BESIDE = {
     "CAPTURED": GRAPHS,
-    "GRAPHS": GRAPHS,
     "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
     "ROLLED_BACK": {"clip_grad": 1.0},
     "SPLIT_BACKWARD": ENGINE,
@@ -234,6 +234,8 @@ FREE = "--pipemem-overlap-steps --rerun-mode disabled"
         ),
         ("zb-h1 --recompute-granularity selective --recompute-modules mlp --disable-bias-linear", None, ()),
         ("zb-h1 --overlap-moe-expert-parallel-comm --recompute-granularity full", "unsupported-setting", ()),
+        ("zb-h1 --cuda-graph-impl local --num-experts 8", "unsupported-setting", ("num_moe_experts",)),
+        ("zb-h1 --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0", "unsupported-setting", (1,)),
     ],
 )
 def test_a_start_by_flags_asks_before_anything_is_built(flags, code, words):
@@ -288,3 +290,18 @@ def test_a_step_asks_again_if_a_value_has_changed_and_only_then(monkeypatch):
 def test_the_value_of_several_objects_is_the_first_true_one_else_the_first():
     value_of = refusals.of_several(SimpleNamespace(a=0, b=None, c=0), SimpleNamespace(a=2, b=0), SimpleNamespace(a=3))
     assert [value_of(name) for name in "abcd"] == [2, 0, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("impl", "captures"),
+    [("local", ("v-half", "zb-h1", "1f1b")), ("transformer_engine", ("v-half", "zb-h1"))],
+)
+def test_passes_are_captured_where_megatron_is_asked_for_graphs_of_layers_that_it_cannot_capture(impl, captures):
+    """Megatron then gets neither the flag nor the modules that it would capture."""
+    flags = [*SIZES.split(), "--cuda-graph-impl", impl, "--cuda-graph-scope", "attn", "mlp", "--seed", "1"]
+    for name in ("v-half", "zb-h1", "1f1b"):
+        request, others = take_flags([*flags, "--pipemem-schedule", name])
+        assert request.graphs == (name in captures)
+        assert others == ([*SIZES.split(), "--seed", "1"] if request.graphs else flags)
+    with refused("conflicting-features", "--pipemem-offload"):
+        add_virtual_stages(*take_flags([*flags, *"--pipemem-schedule 1f1b --pipemem-offload full".split()]))

@@ -254,9 +254,9 @@ def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
 
 
 def test_what_a_start_refuses_is_not_planned():
-    """With CUDA graphs of Megatron's layers, our schedules do not start; one pipeline rank takes stock's step."""
+    """With attention scores that graphs cannot log, our schedules do not start; one pipeline rank takes stock's step."""
     limits = Limits({"pp": [1, 2], "tp": [4], "recompute": ["none"], "micro_batch": [1]})
-    graphs = replace(RUN, flags={"cuda-graph-impl": "local"})
+    graphs = replace(RUN, flags={"cuda-graph-impl": "local", "log-max-attention-logit": True})
     answers = [plan(run, limits=limits, search_seconds=1, refusal=refused_settings) for run in (RUN, graphs)]
     assert [{way.run.parallelism.pp for way in answer.plans} for answer in answers] == [{2}, {1}]
     ours = replace(graphs, parallelism=replace(graphs.parallelism, pp=2), schedule=ScheduleChoice(name="zbv"))

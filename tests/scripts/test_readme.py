@@ -55,6 +55,7 @@ NAMES = (
     "parts",
     "replaced",
     "pairs",
+    "graphs",
     "classes",
     "queues",
     "sources",

@@ -55,7 +55,7 @@ def request_of(run: Run) -> Request:
     }
     settings |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
     settings["pairs"] = choice.name != STOCK and run.pairs
-    request = requested(choice.name, **settings)
+    request = requested(choice.name, **settings).with_graphs(run.flags.get("cuda-graph-impl"))
     if choice.name != STOCK:
         return request
     return replace(request, schedule=megatrons_own(cut.chunks))
