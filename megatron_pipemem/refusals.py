@@ -184,7 +184,6 @@ GRAPHED = Refusals(
         "enable_autocast": "casts of weights are cached by calls that a replay does not make",
         "enable_hyper_connections": "layers keep activations between calls",
         "experimental_attention_variant": "its kernels are not proved in graphs",
-        "hybrid_layer_pattern": "kernels of Mamba layers are not proved in graphs",
         "save_activations_interval": _SAVED,
         "save_wgrads_interval": _SAVED,
         "save_dgrads_interval": _SAVED,

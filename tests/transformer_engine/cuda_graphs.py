@@ -37,13 +37,18 @@ class Pool:
         self.blocks: dict[int, np.ndarray] = {}
         """All blocks, by address."""
 
-    def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same format in this pool. When its storage ends, its block is free again."""
+    def tensor_like(self, tensor: torch.Tensor, taken: dict[int, np.ndarray | int]) -> torch.Tensor:
+        """Return a tensor of the same format in this pool. When its storage ends, its block is free again.
+
+        Note in ``taken`` what its block held before; 255, which is no number, for a new block.
+        """
         size = max(tensor.untyped_storage().nbytes(), 1)
         free = self.free[size]
         self.reused += bool(free)
         block = free.pop() if free else np.zeros(size, dtype=np.uint8)
-        self.blocks[block.ctypes.data] = block
+        address = block.ctypes.data
+        taken.setdefault(address, block.copy() if address in self.blocks else 255)
+        self.blocks[address] = block
         owner = np.frombuffer(block, dtype=np.uint8)
         weakref.finalize(owner, free.append, block).atexit = False
         return _formatted(torch.from_numpy(owner), tensor)
@@ -87,16 +92,17 @@ class _Capture(TorchDispatchMode):
         self.results: list[torch.Tensor] = []
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_use = pool.in_use()
-        self._pool_before = {address: block.copy() for address, block in pool.blocks.items()}
+        self._taken: dict[int, np.ndarray | int] = {}
+        """values of blocks before this capture took them, by address"""
 
     def undo(self) -> None:
         """Give all memory the values that it had before; new blocks have those of no number."""
         for tensor, before in self.before.values():
             tensor.copy_(before)
         self.before.clear()
-        for address, block in self.pool.blocks.items():
-            block[:] = self._pool_before.get(address, 255)
-        self._pool_before.clear()
+        for address, values in self._taken.items():
+            self.pool.blocks[address][:] = values
+        self._taken.clear()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator in _ON_HOST:
@@ -116,7 +122,7 @@ class _Capture(TorchDispatchMode):
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.untyped_storage().data_ptr() in storages:
                 return tensor
-            mine = self.pool.tensor_like(tensor).copy_(tensor)
+            mine = self.pool.tensor_like(tensor, self._taken).copy_(tensor)
             new.append((len(new), _alias(mine, self.pool)))
             return mine
 
@@ -128,7 +134,7 @@ class _Capture(TorchDispatchMode):
         return result
 
     def _keep(self, operator: Any, arguments: tuple) -> None:
-        """Remember the values of tensors outside of the pool that the operator is about to write."""
+        """Remember the values of tensors that the operator is about to write."""
         args, kwargs = arguments
         for position, described in enumerate(operator._schema.arguments):
             if described.alias_info is None or not described.alias_info.is_write:
@@ -138,8 +144,8 @@ class _Capture(TorchDispatchMode):
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if not self.pool.owns(tensor) and storage.data_ptr() not in self.before:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        if storage.data_ptr() not in self.before:
+            whole = _alias(torch.empty(0, dtype=torch.uint8).set_(storage), self.pool)
             self.before[storage.data_ptr()] = whole, whole.clone()
 
 

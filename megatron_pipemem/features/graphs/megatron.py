@@ -94,6 +94,7 @@ class GraphedSteps(Extension):
         order = tuple(a for a in step.program.actions[step.pipeline.device] if a.kind in _PASSES)
         kind = (order, step.message.shape, _addresses(step.chunks))
         if kind != self._kind:
+            check_chunks_for_graphs(step.chunks)
             self._graphs, self._kind, self._steps = None, kind, 0
         if self._graphs is None:
             self._steps += 1

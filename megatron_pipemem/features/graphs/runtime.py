@@ -18,7 +18,7 @@ graphs, and nothing outside of a pass reads the pool.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,8 +51,8 @@ class _Reads(TorchDispatchMode):
         self._storages = storages
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        reads, draws = operator.overloadpacket in _HOST_QUERIES, torch.Tag.nondeterministic_seeded in operator.tags
-        if reads or draws:
+        reads = operator.overloadpacket in _HOST_QUERIES
+        if reads or _draws(operator, args, kwargs or {}):
             what = "the host reads a value of the device" if reads else "random numbers are drawn"
             raise UnsupportedError(
                 "graph-operator",
@@ -62,6 +62,17 @@ class _Reads(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._storages.add(leaf.untyped_storage())
         return operator(*args, **(kwargs or {}))
+
+
+def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator draws random numbers. Attention does not, if it drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name in ("p", "dropout_p"):
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(value)
+    return True
 
 
 def _changed(reason: str) -> UnsupportedError:

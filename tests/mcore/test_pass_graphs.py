@@ -1,0 +1,341 @@
+"""Steps whose passes are CUDA graphs, on four ranks in this process, over the stand-in of CUDA's graphs (``cuda_graphs``)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import cuda_graphs
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+from refusals import refused
+from toy import ROWS, WIDTH, Stage
+
+from megatron_pipemem.features.graphs import megatron as room
+from megatron_pipemem.features.graphs.megatron import GraphedStage, GraphedSteps, check_chunks_for_graphs
+from megatron_pipemem.features.graphs.runtime import FixedArguments, GraphedWeights, GraphsOfStep, PassGraphs
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Program
+
+RANKS, MICROBATCHES = 4, 8
+EMPTY = 2
+"""The stage without layers."""
+HERE = SimpleNamespace(chunk=lambda chunk: nullcontext())
+
+
+class Chunk(Stage):
+    """A stage of ``toy`` as Megatron calls it. The last one returns a loss for every row, for which ``labels`` are there."""
+
+    def __init__(self, index: int, is_last: bool):
+        super().__init__(index)
+        self.index, self.is_last, self.input = index, is_last, None
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.main_grad = parameter.grad
+
+    def set_input_tensor(self, tensors: list) -> None:
+        self.input = tensors[0]
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, **named):
+        if self.index == EMPTY:
+            return self.input
+        output = super().forward(tokens * self.scale if self.input is None else self.input)
+        return (output - labels).square().sum(1) if self.is_last else output
+
+
+class Mail:
+    """Takes the place of ``Transport`` for all ranks: a message is there as soon as it is sent."""
+
+    def __init__(self, placement, letters: dict):
+        self.placement, self.letters = placement, letters
+
+    def post_send(self, action, tensor: torch.Tensor) -> None:
+        beside = self.placement.next_stage if action.kind is Kind.SEND_F else self.placement.previous_stage
+        kind = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_I
+        self.letters[kind, beside(action.stage), action.microbatch] = tensor
+
+    def post_receive(self, action) -> None: ...
+
+    def wait(self, action) -> torch.Tensor:
+        return self.letters.pop((action.kind, action.stage, action.microbatch))
+
+    def free_sent(self, action) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def note_finished(self) -> None: ...
+
+
+class World:
+    """The ranks of a schedule, with the same weights and data in every world."""
+
+    def __init__(self, program: Program):
+        self.program, self.placement = program, program.placement
+        stages = range(self.placement.num_stages)
+        self.chunks = [Chunk(stage, self.placement.next_stage(stage) is None) for stage in stages]
+        self.graphs: list[GraphsOfStep] | None = None
+
+    def step(self, number: int, in_graphs: bool) -> list[torch.Tensor]:
+        """Run a step, and return its losses and gradients. The first step in graphs captures."""
+        if in_graphs and self.graphs is None:
+            self.graphs = [GraphsOfStep(()) for _ in range(RANKS)]
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                parameter.grad.zero_()
+        letters, executors, losses = {}, [], []
+        for rank in range(RANKS):
+            context = self._context(number)
+            runners = {stage: self._runner(context, rank, stage, in_graphs) for stage in self.placement.stages[rank]}
+            features = [GraphedWeights(self.graphs[rank])] if in_graphs else []
+            executors.append(Executor(self.program, rank, runners, Mail(self.placement, letters), features))
+            losses.append(context.loss_data)
+        play(executors, letters)
+        if in_graphs:
+            for graphs in self.graphs:
+                graphs.complete()
+        gradients = [parameter.grad + 0 for chunk in self.chunks for parameter in chunk.parameters()]
+        return [*(loss for of_rank in losses for loss in of_rank), *gradients]
+
+    def _context(self, number: int) -> StepContext:
+        config = SimpleNamespace(
+            timers=None,
+            enable_autocast=False,
+            calculate_per_token_loss=False,
+            num_moe_experts=None,
+            mtp_num_layers=None,
+            grad_scale_func=lambda loss: loss * (1 + number),  # as a loss scaler that changes its scale
+            deallocate_pipeline_outputs=True,
+            grad_sync_func=None,
+        )
+
+        def forward_step(iterator, model):
+            tokens, labels = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(next(iterator)))
+            return model(tokens, labels=labels, mask=None), lambda output: (output.mean(), output.detach().clone())
+
+        return StepContext(config, forward_step, MICROBATCHES, 1, False, False, None, False, num_tokens=torch.tensor(0))
+
+    def _runner(self, context: StepContext, rank: int, stage: int, in_graphs: bool) -> ChunkStage:
+        chunk = self.placement.stages[rank].index(stage)
+        number = int(context.config.grad_scale_func(1)) - 1
+        data = iter(range(100 * number, 100 * number + MICROBATCHES))
+        runner = ChunkStage(
+            context,
+            self.chunks[stage],
+            data,
+            chunk,
+            len(self.placement.stages[rank]),
+            self.chunks[stage].is_last,
+            HERE,
+            (),
+        )
+        return runner.recast(GraphedStage, graphs=self.graphs[rank], stage=stage) if in_graphs else runner
+
+
+def play(executors: list[Executor], letters: dict) -> None:
+    """Run the actions of all ranks, each as soon as its message is there."""
+    done = [0] * len(executors)
+    while any(done[rank] < len(executor.instructions) for rank, executor in enumerate(executors)):
+        before = sum(done)
+        for rank, executor in enumerate(executors):
+            while done[rank] < len(executor.instructions):
+                needed = executor.instructions[done[rank]].receive
+                if needed is not None and tuple(needed) not in letters:
+                    break
+                done[rank] += 1
+                executor.run(done[rank])
+        assert sum(done) > before, "all ranks wait"
+    for executor in executors:
+        executor.run()
+        executor.close()
+
+
+NAMES = [
+    family.name
+    for family in families()
+    if not (family.asynchronous or family.offloads or family.replicas > 1 or family.slices > 1)
+]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", cuda_graphs.CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+
+def differing(name: str) -> int:
+    """The results of three replayed steps that differ from those of the same steps without graphs."""
+    program = lower(build_schedule(name, num_devices=RANKS, num_microbatches=MICROBATCHES))
+    plain, graphed = World(program), World(program)
+    count = 0
+    for number in range(4):
+        pairs = zip(plain.step(number, False), graphed.step(number, True), strict=True)
+        count += sum(not torch.equal(*pair) for pair in pairs)
+    return count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replayed_steps_equal_plain_steps_to_the_bit(name):
+    assert differing(name) == 0
+
+
+# Forbidden things, each planted once.
+
+
+def shared_inputs(graphs: GraphsOfStep, like: torch.Tensor) -> torch.Tensor:
+    """One fixed tensor of a format for all microbatches."""
+    shared = vars(graphs).setdefault("shared", {}).setdefault(like.shape, torch.empty_like(like))
+    return shared.data.copy_(like.detach())  # past autograd, which would notice
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "fault"),
+    [
+        (GraphsOfStep, "fixed", shared_inputs),
+        (PassGraphs, "fill", lambda passes, call, input: None),
+        (PassGraphs, "fill_gradient", lambda passes, gradient: None),
+        (torch.Tensor, "clone", torch.Tensor.detach),  # messages that lie where the next replay writes
+    ],
+    ids=["inputs overwritten", "inputs not filled", "gradients not filled", "results not copied"],
+)
+def test_a_broken_lifetime_changes_results(monkeypatch, owner, method, fault):
+    monkeypatch.setitem(globals(), "EMPTY", None)  # its output is a copy, too
+    monkeypatch.setattr(owner, method, fault)
+    assert differing("v-half") > 0
+
+
+def test_another_order_of_replays_reads_memory_that_others_have_taken():
+    captured, other = (
+        lower(build_schedule(name, num_devices=RANKS, num_microbatches=MICROBATCHES)) for name in ("zb-h1", "zb-h2")
+    )
+    plain, graphed = World(captured), World(captured)
+    graphed.step(0, True)
+    graphed.program = other
+    assert not all(map(torch.equal, plain.step(1, False), graphed.step(1, True)))
+
+
+def attend(x: torch.Tensor, dropout: float) -> torch.Tensor:
+    query = x.expand(1, 1, 3, 3).contiguous()
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, query, query, dropout)[0]
+
+
+def test_attention_that_drops_nothing_draws_nothing():
+    GraphsOfStep(()).capture(lambda: attend(torch.ones(3), 0.0))
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: bool(torch.equal(x, x)),
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        lambda x: attend(x, 0.5),
+        lambda x: torch.randn(3),
+    ],
+    ids=["item", "nonzero", "equal", "dropout", "attention dropout", "randn"],
+)
+def test_what_a_replay_would_not_repeat_is_refused_in_a_capture(operate):
+    graphs = GraphsOfStep(())
+    with refused("graph-operator", "--cuda-graph-impl"):
+        graphs.capture(lambda: operate(torch.ones(3)))
+    assert not graphs.is_capturing
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "words"),
+    [
+        ({"tokens": torch.ones(2)}, {"tokens": torch.ones(3)}, ("(3,)",)),
+        ({"tokens": torch.ones(2)}, {"tokens": torch.ones(2).long()}, ("torch.int64",)),
+        ({"tokens": torch.ones(2)}, {"tokens": None}, ("None",)),
+        ({"mask": None}, {"mask": torch.ones(2)}, ()),
+        ({"scale": 1.0}, {"scale": 2.0}, (1.0, 2.0)),
+        ({"scale": 1.0}, {"other": 1.0}, ()),
+    ],
+)
+def test_other_arguments_of_the_model_are_refused(first, later, words):
+    arguments = FixedArguments.of(GraphsOfStep(()), first)
+    arguments.fill(first)
+    with refused("graph-inputs", *words):
+        arguments.fill(later)
+
+
+@pytest.mark.parametrize("argument", [torch.ones(2, requires_grad=True), SimpleNamespace()])
+def test_arguments_that_cannot_be_fixed_are_refused(argument):
+    with refused("graph-inputs"):
+        FixedArguments.of(GraphsOfStep(()), (argument,))
+
+
+def test_models_whose_passes_do_more_than_a_replay_are_refused(monkeypatch):
+    chunk = Chunk(0, False)
+    with refused("unsupported-model", "Chunk"):
+        check_chunks_for_graphs([chunk])
+    monkeypatch.setattr(room, "is_language_model", lambda model: True)
+    check_chunks_for_graphs([chunk])
+    hook = chunk.scale.register_hook(lambda gradient: None)
+    with refused("graph-model", "scale"):
+        check_chunks_for_graphs([chunk])
+    hook.remove()
+    chunk.register_forward_hook(lambda *_: None)
+    with refused("graph-model", __name__):
+        check_chunks_for_graphs([chunk])
+    del chunk.scale.main_grad
+    with refused("graph-model", "main_grad"):
+        check_chunks_for_graphs([chunk])
+
+
+# When steps are captured.
+
+
+def test_a_step_is_captured_after_the_steps_without_graphs_and_anew_if_it_is_another(monkeypatch):
+    monkeypatch.setattr(room, "is_language_model", lambda model: True)
+    steps, chunk = GraphedSteps(), Chunk(0, False)
+
+    def begin(microbatches: int = 4, ledger: object = None) -> GraphsOfStep | None:
+        step = SimpleNamespace(
+            observation=SimpleNamespace(ledger=ledger),
+            program=lower(build_schedule("zb-h1", num_devices=RANKS, num_microbatches=microbatches)),
+            pipeline=SimpleNamespace(device=0),
+            message=SimpleNamespace(shape=(1,)),
+            context=SimpleNamespace(config=SimpleNamespace(cuda_graph_warmup_steps=2)),
+            chunks=[chunk],
+            stages={},
+            replays_passes=False,
+        )
+        features = steps.extend_executor(step)
+        steps.after(step)
+        assert step.replays_passes == bool(features)
+        return features[0].graphs if features else None
+
+    assert [begin(), begin(ledger=object()), begin()] == [None] * 3
+    first = begin()
+    assert first.is_complete and begin() is first
+    assert begin(ledger=object()) is None and begin() is first
+    assert [begin(8), begin(8)] == [None, None] and begin(8) not in (None, first)
+    chunk.scale.data = chunk.scale.data.clone()
+    assert begin(8) is None
+    with pytest.raises(ValueError), steps.around(None):
+        raise ValueError
+    assert [begin(8), begin(8)] == [None, None] and begin(8) is not None
+
+
+def test_random_streams_stay_as_they_are_in_a_capture():
+    steps, tracker = GraphedSteps(), random.CudaRNGStatesTracker()
+    make = mock.Mock()
+    with mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", tracker):
+        steps._make_tracker(make, True, force_reset=True)
+        steps._make_tracker(make)
+    assert make.call_args_list[0] == mock.call(True, force_reset=True)
+    with pytest.raises(Exception, match="not added"), tracker.fork("none"):
+        pass
+    steps._graphs = GraphsOfStep(())
+    steps._graphs.is_capturing = True
+    with tracker.fork("none"):
+        pass
+    steps.close(True)
+    assert "fork" not in vars(tracker)
