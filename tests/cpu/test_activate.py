@@ -156,6 +156,10 @@ EXPRESSIONS = {
     "torch.cuda.get_device_properties(0).major": "8",
     "torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()": "(0, 0)",
     "torch.cuda.memory_stats()['allocation.all.current']": "0",
+    # profilers
+    "torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())": "None",
+    "torch.cuda.memory._snapshot()['segments']": "[]",
+    "torch.cuda.memory._record_memory_history(True, trace_alloc_max_entries=1)": "None",
     # streams
     "torch.cuda.current_stream() is torch.cuda.default_stream()": "True",
     "torch.cuda.Stream().record_event().query()": "True",
@@ -167,6 +171,15 @@ EXPRESSIONS = {
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_answers(lane: Callable[[str], object], expression: str) -> None:
     assert lane(f"result = repr(({expression}))") == EXPRESSIONS[expression]
+
+
+def test_ranges_for_a_profiler_can_be_seen(lane: Callable[[str], object]) -> None:
+    assert lane("""
+import torch
+with torch.autograd.profiler.emit_nvtx(record_shapes=False):
+    within = torch.autograd._profiler_enabled()
+result = within, torch.autograd._profiler_enabled()
+""") == (True, False)
 
 
 def test_streams_nest_and_events_measure_time(lane: Callable[[str], object]) -> None:

@@ -36,6 +36,8 @@ MEASURED = (
     *("--timing-log-level", "1", "--log-energy", "--nvtx-ranges", "--train-iters", "3"),
     *("--log-straggler", "--straggler-ctrlr-port", "0", "--disable-straggler-on-startup"),
 )
+# Not gradients of activations: Megatron's hooks for them do not go with its unfused cross entropy, under stock either.
+SAVED = ("activations", "wgrads", "params")
 CHECKED = (
     *("--use-tp-pp-dp-mapping", "--check-weight-hash-across-dp-replicas-interval", "1", "--no-align-grad-reduce"),
     *("--no-align-param-gather", "--ddp-average-in-collective", "--decoupled-lr", "5e-4"),
@@ -140,6 +142,26 @@ def test_what_launches_something_new_runs_for_one_hardware_queue(train_small, sc
         assert [*orders] == single_queues
     else:
         assert orders[:3] == (True,) * 3 and not all(orders)
+
+
+@pytest.mark.parametrize("profiler", [(), ("--use-pytorch-profiler",)])
+def test_profiles_and_saved_tensors_keep_the_usual_order(train_small, tmp_path, profiler):
+    """The rest of what-runs-where.md's table: a profile from the second step on, all that can be saved, and sniff tests."""
+    profiled = ("--profile", "--profile-step-start", "1", "--profile-step-end", "3", *profiler)
+    saved = [part for what in SAVED for part in (f"--save-{what}-interval", "1")]
+    written = ("--save", f"{tmp_path}/saved", "--memory-snapshot-path", f"{tmp_path}/memory", "--tensorboard-dir")
+    watched = ("--record-memory-history", "--gpu-sniff-test-interval", "1", "--train-iters", "3")
+    flags = (*profiled, *saved, "--save-interval", "100", *written, f"{tmp_path}/board", *watched)
+    run = train_small("zb-h1", *flags, as_on_gpus=True)
+    usual = train_small("zb-h1", "--train-iters", "3")
+    # Not the bytes: on a CPU, saved activations are the tensors themselves, which then outlive their microbatch.
+    assert (bits(run.losses), run.grad_norms) == (bits(usual.losses), usual.grad_norms)
+    assert run.single_queues == [[True, True, False]] * 2
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    steps = [f"saved/{what}/iter_{number:07d}" for what in SAVED for number in (1, 2, 3)]
+    expected = {"memory", *(f"{step}/mp_rank_00_{rank:03d}.pth" for step in steps for rank in (0, 1))}
+    expected |= {f"torch_profile/rank-{rank}.json.gz" for rank in (0, 1) if profiler}
+    assert expected <= files
 
 
 def test_ranks_agree_on_memory_that_one_of_them_gave_back(train_small):

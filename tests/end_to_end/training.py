@@ -28,7 +28,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoad
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import unwrap_model
-from megatron.training import arguments, training
+from megatron.training import activation_logging, arguments, dgrad_logging, gpu_sniff_test, training
 
 from megatron_pipemem import disable
 from megatron_pipemem.features.offload.runtime.channels import ThreadChannel
@@ -62,6 +62,12 @@ def _build_parser_once() -> None:
 _build_parser_once()
 cuda_graphs.install()
 arguments._print_args = lambda *_: None  # a thousand lines for every run
+# Megatron's sizes are for GPUs.
+gpu_sniff_test.STANDARD_GEMM_SHAPES = [(8, 8, 8)]
+gpu_sniff_test.MSG_SIZES = [1 << 10]
+# Without Transformer Engine, Megatron lists mocks in place of its classes.
+for logging_module in (activation_logging, dgrad_logging):
+    logging_module.LINEAR_TYPES = tuple(kind for kind in logging_module.LINEAR_TYPES if isinstance(kind, type))
 
 
 def _load_entry() -> ModuleType:
@@ -137,6 +143,7 @@ def run(case: dict) -> dict:
         started.update(dict.fromkeys(started))  # that have none, because they were idle in the case
         destroy_moe_metrics_tracker()  # it is as long as the first model was deep
         MTPLossLoggingHelper.tracker.clear()
+        activation_logging._LOGGER = None  # it keeps the folder of its first run
         for buffers in StaticBufferLoader.static_buffers.values():
             buffers.clear()
         for backend in ("FLASH", "FUSED", "UNFUSED"):  # Megatron refuses another than that of the case before

@@ -1,8 +1,9 @@
 """A ``torch.cuda`` that needs no GPU and answers requests for CUDA tensors with CPU tensors.
 
 There is one device per local rank. Streams and events are always complete, because CPU tensors are ready when the call
-that makes them returns. Functions that are not listed here (CUDA graphs, memory pools, profilers) keep PyTorch's own
-behaviour and report that CUDA is missing.
+that makes them returns. Profilers and the recorder of allocations can be switched on, and see nothing of a device.
+Functions that are not listed here (CUDA graphs, memory pools) keep PyTorch's own behaviour and report that CUDA is
+missing.
 
 Functions are replaced one by one. PyTorch's TorchFunctionMode would not work: it acts on one thread and is suspended
 during a backward pass, so recomputation and custom gradients would still call CUDA.
@@ -178,6 +179,8 @@ def _install_surface() -> None:
         "get_device_name": lambda *_: "CPU",
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": _properties,
+        "cudart": lambda: SimpleNamespace(cudaProfilerStart=_zero, cudaProfilerStop=_zero),
+        "check_error": _nothing,
         # streams
         "Stream": HostStream,
         "Event": Event,
@@ -218,6 +221,13 @@ def _install_surface() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(nvtx, name, _nothing)
     nvtx.range = contextlib.nullcontext
+    profiler: Any = torch.autograd.profiler
+    profiler.emit_nvtx = _ranges
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history = _nothing
+    memory._snapshot = lambda *_, **__: {"segments": [], "device_traces": []}
+    bindings: Any = torch._C
+    bindings._cuda_attach_out_of_memory_observer = _nothing
 
     # PyTorch's own code (data loaders, process groups) must know that there is no accelerator.
     torch.accelerator.is_available = lambda: False
@@ -226,6 +236,11 @@ def _install_surface() -> None:
 
     # Eager, because torch.compile imports its compiler stack when it decorates, which takes seconds per rank.
     torch.compile = _eager
+
+
+def _ranges(enabled: bool = True, record_shapes: bool = False) -> contextlib.AbstractContextManager:
+    """Replace ``emit_nvtx`` by a profile that is dropped, so that code still sees that a profiler runs."""
+    return torch.autograd.profiler.profile(enabled, record_shapes=record_shapes)
 
 
 def _eager(model: Any = None, **_: Any) -> Any:
