@@ -13,7 +13,7 @@ from refusals import refused
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer, check_untied
 from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlapped
-from megatron_pipemem.features.slices.megatron import SequenceSlices
+from megatron_pipemem.features.slices.megatron.step import SequenceSlices
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
 from megatron_pipemem.mcore.refusals import check_chunks, check_sharing

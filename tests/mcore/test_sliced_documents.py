@@ -7,7 +7,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from refusals import refused
 
-from megatron_pipemem.features.slices.documents import SlicedDocuments
+from megatron_pipemem.features.slices.megatron.documents import SlicedDocuments
 from megatron_pipemem.features.slices.runtime import KeyValueCache, SequenceState, SlicePart
 
 

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.slices.megatron import SlicedStage
+from megatron_pipemem.features.slices.megatron.step import SlicedStage
 from megatron_pipemem.features.vocabulary.megatron.build import (
     ArrivingEmbedding,
     DepartingHead,

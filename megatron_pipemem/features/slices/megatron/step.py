@@ -25,10 +25,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.slices.depths import SlicedDepths
-from megatron_pipemem.features.slices.documents import SlicedDocuments
+from megatron_pipemem.features.slices.megatron.depths import SlicedDepths
+from megatron_pipemem.features.slices.megatron.documents import SlicedDocuments
+from megatron_pipemem.features.slices.megatron.routers import SlicedRouters
 from megatron_pipemem.features.slices.prices import slice_tokens
-from megatron_pipemem.features.slices.routers import SlicedRouters
 from megatron_pipemem.features.slices.runtime import SequenceState, SlicePart
 from megatron_pipemem.gates import StepGates
 from megatron_pipemem.mcore.model.language_model import is_language_model, layers_with_states, model_of_chunk
@@ -482,8 +482,3 @@ class SequenceSlices(Extension):
             for chunk in step.chunks if not step.program.schedule.units.are_whole else ():
                 stack.enter_context(self._models[chunk].hooked())
             yield
-
-
-def extensions(request: Request, *_: object) -> list[Extension]:
-    """Return the extension of a run with sequence slices."""
-    return [SequenceSlices(request)]
