@@ -8,13 +8,14 @@ with ``CUDA_DEVICE_MAX_CONNECTIONS`` of 8 and 1, and with the default process gr
 The process of a rank runs all cases of a setting, so kernels are loaded early. ``FRESH`` schedules run once more in ranks of
 their own, where every kernel is launched for the first time among posted messages.
 
-Two parts have rows of their own. ``timers``: three schedules run with Megatron's timers of level 2, which make every host
-wait for its device around every pass. ``usual-order``: all families run with one connection by their usual order, if it is
-proved for a queue that starts launches in order. These rows decide ``megatron_pipemem.queues.ORDERED_STARTS_SUFFICE``.
+Three parts have rows of their own. ``passes``: schedules run with a CUDA graph for every pass. ``timers``: three schedules run
+with Megatron's timers of level 2, which make every host wait for its device around every pass. ``usual-order``: all families
+run with one connection by their usual order, if it is proved for a queue that starts launches in order. These rows decide
+``megatron_pipemem.queues.ORDERED_STARTS_SUFFICE``.
 
 Claims: every case ends, and its losses are stock 1F1B's to the bit (to 1e-5 where sums have another order).
 
-    python benchmarks/gpu/four_ranks.py [--part families | timers | usual-order] [--rehearse]
+    python benchmarks/gpu/four_ranks.py [--part families | passes | timers | usual-order] [--rehearse]
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ RANKS, MICROBATCHES, STEPS = 4, 8, 4
 FIRST_SECONDS, CASE_SECONDS = 120, 30
 """How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
 OTHER_ORDER = 1e-5
-PARTS = ("families", "timers", "usual-order")
+PARTS = ("families", "passes", "timers", "usual-order")
 TIMED = {"1f1b": 1, "zb-h1": 1, "v-half": 2}
 """Names and chunks per rank of schedules that run with timers of level 2."""
+GRAPHED = {"1f1b": 1, "zb-h1": 1, "zbv": 2, "v-half": 2}
+"""Names and chunks per rank of schedules that run with every pass as a CUDA graph."""
 FRESH = ("dualpipe", "gis", "v-half", "1f1b")
 PAIRED = {"1f1b": 1, "zb-h1": 1, "zbv": 2, "v-half": 2, "dualpipe-v": 2}
 """Names and chunks per rank of schedules that run with pairs."""
@@ -69,6 +72,7 @@ class Case:
     layers: str = "local"
     fresh: bool = False
     graph: bool = False
+    passes: bool = False
     experts: bool = False
     pairs: bool = False
     timers: bool = False
@@ -82,6 +86,7 @@ class Case:
         cut = "" if self.vocabulary == "off" else f", vocabulary {self.vocabulary}"
         name = self.schedule if self.layers == "local" else f"{self.schedule} of {self.layers} layers"
         cut += ", one graph" if self.graph else ", fresh ranks" if self.fresh else ""
+        cut += ", graphs of passes" if self.passes else ""
         cut += ", pairs" if self.pairs else ""
         cut += ", timers of level 2" if self.timers else ""
         if self.experts:
@@ -107,6 +112,11 @@ def cases(part: str, rehearse: bool) -> list[Case]:
 
     if part == "timers":
         return [Case("stock"), *(Case(name, chunks, timers=True) for name, chunks in TIMED.items())]
+    if part == "passes":
+        graphed = [Case(name, chunks, passes=True) for name, chunks in GRAPHED.items()]
+        if rehearse:
+            return [Case("stock"), graphed[-1]]
+        return [Case("stock"), *graphed, _data_parallel("stock"), replace(_data_parallel("v-half", 2), passes=True)]
     if part == "usual-order":  # cases in which only the schedule differs
         every = cases("families", rehearse)
         return [c for c in every if not (c.fresh or c.graph or c.pipelines > 1 or c.layers != "local")]
@@ -158,7 +168,7 @@ def settings(part: str, rehearse: bool) -> list[Setting]:
         return [Setting(1, bound=False, usual_order=True)]
     if rehearse:
         return [Setting(1, bound=False)]
-    if part == "timers":
+    if part in ("passes", "timers"):
         return [Setting(8, bound=False)]
     return [Setting(connections, bound) for bound in (False, True) for connections in (8, 1)]
 
@@ -324,6 +334,10 @@ def run_rank(plan: dict) -> int:
         from megatron_pipemem.tools.cpu import activate
 
         activate()
+        sys.path.append(str(Path(__file__).parents[2] / "tests" / "transformer_engine"))
+        import cuda_graphs
+
+        cuda_graphs.install()  # a stand-in
     import torch
     import torch.distributed as dist
 
@@ -374,8 +388,10 @@ def train(case: Case) -> list[str]:
     more: dict[str, Any] = EXPERTS if case.experts else {}
     if case.graph:
         more = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": STEPS - 2}
+    if case.passes:
+        more = {"cuda_graph_warmup_steps": STEPS - 2}
     if not stock:
-        megatron_pipemem.enable(case.schedule, vocab_parallel=case.vocabulary, pairs=case.pairs)
+        megatron_pipemem.enable(case.schedule, vocab_parallel=case.vocabulary, pairs=case.pairs, graphs=case.passes)
     try:
         open_pipelines(devices, chunks, experts=2 if case.experts else 1, graph=case.graph)
         config = make_config(size, devices, chunks, case.layers, finalize_model_grads_func=finalize_model_grads, **more)

@@ -68,6 +68,7 @@ EXPERIMENTS = (
     Experiment("H", "one_process", 4, "p4"),
     Experiment("I", "processes", 5, "p4"),
     Experiment("C", "four_ranks", 2, "timers"),
+    Experiment("C", "four_ranks", 2, "passes"),
     Experiment("J", "waiting_kernels", 2),
     Experiment("H", "one_process", 4, "p8"),
     Experiment("C", "four_ranks", 3, "usual-order"),

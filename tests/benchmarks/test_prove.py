@@ -74,7 +74,7 @@ def test_a_played_rank_holds_what_was_predicted(proved):
 
 @rehearsed
 def test_four_ranks_train_as_stock(proved):
-    parts = {"families": 6, "timers": 4, "usual-order": 2}
+    parts = {"families": 6, "passes": 2, "timers": 4, "usual-order": 2}
     rows_of_parts = {part: rows(proved, f"four_ranks-{part}") for part in parts}
     assert {part: len(rank_rows) for part, rank_rows in rows_of_parts.items()} == parts
     rank_rows = [row for rows_of_part in rows_of_parts.values() for row in rows_of_part]

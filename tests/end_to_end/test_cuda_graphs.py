@@ -1,4 +1,4 @@
-"""Transformer Engine's CUDA graphs of layers, captured and replayed in our orders, over ``te_stand_in.graphs``."""
+"""Transformer Engine's CUDA graphs of layers, captured and replayed in our orders, over ``cuda_graphs``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def test_layers_in_graphs_train_as_without(train, schedule):
     run = train(schedule, *FLAGS, *GRAPHS)
     assert_same_training(run, train("stock", *FLAGS))
     assert run.replays == [REPLAYS] * 2
+
+
+def test_passes_in_graphs_train_as_without(train):
+    """Where backwards are split, passes are captured, and not layers; the last two steps replay F, I and W."""
+    run = train("zb-h1", *FLAGS, *GRAPHS, report=None)
+    assert run.weights == train("stock", *FLAGS).weights
+    assert run.replays == [2 * 3 * 4] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
