@@ -16,8 +16,8 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Protocol
 
-from megatron_pipemem.runtime.first_failure import FailureBoard
 from megatron_pipemem.schedule.action import RECEIVES
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,19 @@ def _in_steps(rank: int, progress) -> str:
     )
 
 
-def collect(board: FailureBoard, question: int) -> None:
+class Board(Protocol):
+    """What is used here of a ``FailureBoard``, whose module asks this one."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def poll_seconds(self) -> float: ...
+
+    def answers(self, question: int, ranks: set[int]) -> dict[int, str]: ...
+
+
+def collect(board: Board, question: int) -> None:
     """Log where all ranks stand. The first ones are those that give no answer or wait for no message.
 
     A rank that waits for another rank's message has not caused the standstill.
