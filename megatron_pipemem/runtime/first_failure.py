@@ -29,9 +29,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_pipemem.errors import PipememError, with_code
+
+if TYPE_CHECKING:
+    from megatron_pipemem.runtime.positions import Answers
 
 logger = logging.getLogger(__name__)
 
@@ -245,11 +248,11 @@ def follow(board: FailureBoard, done: threading.Event, react: Callable[[Failure]
 
     Return if ``done`` is set first, or if the store closes. Between the looks, answer where this rank stands.
     """
-    answered = 0
+    positions = _Positions(board)
     while not done.wait(board.poll_seconds):
         try:
             failure = board.first()
-            answered = _tell_position(board, answered)
+            positions.tell()
         except ConnectionError:
             return  # rank 0 has ended, perhaps without a failure; if it failed, the next collective fails
         if failure is not None and (not failure.ranks or board.rank in failure.ranks):
@@ -258,28 +261,40 @@ def follow(board: FailureBoard, done: threading.Event, react: Callable[[Failure]
             return
 
 
-def _tell_position(board: FailureBoard, answered: int) -> int:
-    """Say where this rank stands if a rank has asked since question ``answered``, and return the last question.
+class _Positions:
+    """Answers the questions where this rank stands, and reads all answers if this rank was the first to ask."""
 
-    This rank asks if it got SIGUSR2, or if it stands still for longer than its patience and no rank has asked for that.
-    """
-    executor = sys.modules.get("megatron_pipemem.runtime.executor")  # not loaded before a model is built
-    asks = _signal is not None and _signal.has_come()
-    if not asks and executor is not None and executor.PROGRESS.stands_still():
-        asks = board.questions() == answered
-    question = board.questions(int(asks))
-    if question > answered:
+    def __init__(self, board: FailureBoard):
+        self._board = board
+        self._answered = 0  # the last question
+        self._answers: Answers | None = None
+
+    def tell(self) -> None:
+        """Answer a new question, and go on to read the answers of other ranks.
+
+        This rank asks if it got SIGUSR2, or if it stands still for longer than its patience and no rank has asked for that.
+        """
+        executor = sys.modules.get("megatron_pipemem.runtime.executor")  # not loaded before a model is built
+        asks = _signal is not None and _signal.has_come()
+        if not asks and executor is not None and executor.PROGRESS.stands_still():
+            asks = self._board.questions() == self._answered
+        question, before = self._board.questions(int(asks)), self._answered
+        self._answered = question
         try:
-            from megatron_pipemem.runtime.positions import collect, own_position
+            if question > before:
+                from megatron_pipemem.runtime.positions import Answers, own_position
 
-            board.answer(question, own_position(board.rank))
-            if asks and question == answered + 1:  # the first rank that asks reads all answers
-                collect(board, question)
+                self._board.answer(question, own_position(self._board.rank))
+                if asks and question == before + 1:
+                    self._answers = Answers(self._board, question)
+            if self._answers is not None and self._answers.are_complete():
+                answers, self._answers = self._answers, None
+                answers.log()
         except ConnectionError:
             raise
         except Exception:  # whatever it is, this thread must go on to look for failures
+            self._answers = None
             logger.exception("this rank cannot say where it stands")
-    return question
 
 
 class _Signal:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _FRAMES = 4
 """Functions of the training thread's stack to show, the innermost first."""
 _SECONDS = 10.0
-"""The longest time that ``collect`` waits for answers. A stopped process gives none."""
+"""The longest time in which answers are read. A stopped process gives none."""
 _LINES = 64
 """Ranks to show at most."""
 _WAITS = "waits for"
@@ -74,22 +74,35 @@ class Board(Protocol):
     def answers(self, question: int, ranks: set[int]) -> dict[int, str]: ...
 
 
-def collect(board: Board, question: int) -> None:
-    """Log where all ranks stand. The first ones are those that give no answer or wait for no message.
+class Answers:
+    """Where all ranks stand, by their answers to a question of this rank.
 
-    A rank that waits for another rank's message has not caused the standstill.
+    The thread that looks for failures reads them between its looks, so no failure waits for a rank that does not answer.
     """
-    deadline = time.monotonic() + _SECONDS + board.poll_seconds
-    texts: dict[int, str] = {}
-    while len(texts) < board.size and time.monotonic() < deadline:
-        texts |= board.answers(question, set(range(board.size)) - texts.keys())
-        time.sleep(0.1)
-    texts |= {rank: f"rank {rank}: no answer" for rank in range(board.size) if rank not in texts}
-    waiting = {rank for rank, text in texts.items() if re.search(rf"{_WAITS} \d", text)}
-    shown = sorted(texts, key=lambda rank: (rank in waiting, rank))
-    causes = ", ".join(map(str, shown[: len(shown) - len(waiting)])) or "none"
-    lines = [texts[rank] for rank in shown[:_LINES]]
-    if len(shown) > _LINES:
-        lines.append(f"{len(shown) - _LINES} more ranks: see their own logs")
-    for line in (*lines, f"ranks that wait for no other rank, where the cause may be: {causes}"):
-        logger.warning("%s", line)
+
+    def __init__(self, board: Board, question: int):
+        self._board, self._question = board, question
+        self._deadline = time.monotonic() + _SECONDS + board.poll_seconds
+        self._texts: dict[int, str] = {}
+
+    def are_complete(self) -> bool:
+        """Read further answers, and return whether all are read or it is too late for others."""
+        missing = set(range(self._board.size)) - self._texts.keys()
+        self._texts |= self._board.answers(self._question, missing)
+        return len(self._texts) == self._board.size or time.monotonic() > self._deadline
+
+    def log(self) -> None:
+        """Log all places. The first ones are those of the ranks that give no answer or wait for no message.
+
+        A rank that waits for another rank's message has not caused the standstill.
+        """
+        size, texts = self._board.size, self._texts
+        texts |= {rank: f"rank {rank}: no answer" for rank in range(size) if rank not in texts}
+        waiting = {rank for rank, text in texts.items() if re.search(rf"{_WAITS} \d", text)}
+        shown = sorted(texts, key=lambda rank: (rank in waiting, rank))
+        causes = ", ".join(map(str, shown[: len(shown) - len(waiting)])) or "none"
+        lines = [texts[rank] for rank in shown[:_LINES]]
+        if len(shown) > _LINES:
+            lines.append(f"{len(shown) - _LINES} more ranks: see their own logs")
+        for line in (*lines, f"ranks that wait for no other rank, where the cause may be: {causes}"):
+            logger.warning("%s", line)

@@ -51,7 +51,6 @@ simulate zb-h1 v-half -p 4 -m 8 --steps 3 | conflicting-options --steps
 simulate zb-h1 v-half -p 4 -m 8 --chunks 3 | needs-chunks
 simulate 1f1b -p 2 -m 2 --schedule-module gone.py | cannot-import gone.py
 show gems -p 2 -m 4 --steps 2 | no-steps gems replicas --steps
-schedules -p 3 | needs-option --devices --microbatches
 schedules v-hlaf | unknown-schedule "'v-half'"
 
 # Prices and memory

@@ -101,7 +101,6 @@ FULL_LANE = {
     "pairs: shared experts",
     "latent: kept",
     "slices: recomputed",
-    "slices: zbv, one barrier, experts, evaluation",
 }
 RESUMMED = {"--pipemem-microbatch-costs", *(family.name for family in families() if family.replicas > 1)}
 """Flags and schedules that add gradients in another order than stock."""

@@ -145,7 +145,7 @@ def test_weights_that_the_first_forward_quantises_are_no_activations(monkeypatch
 def living() -> Counter:
     """Tensors and objects of this package, by type."""
     types = map(type, gc.get_objects())
-    return Counter(t for t in types if issubclass(t, torch.Tensor) or t.__module__.startswith("megatron_pipemem."))
+    return Counter(t for t in types if issubclass(t, torch.Tensor) or str(t.__module__).startswith("megatron_pipemem."))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -53,10 +53,13 @@ def programs(single_queue: bool) -> dict[tuple[str, int], Program]:
     }
 
 
+def play_of(wait: str) -> Callable[[Program], list[str]] | None:
+    return next(PLAYS[start] for start in PLAYS if wait.startswith(start))
+
+
 @cache
-def hanging(wait: str, single_queue: bool) -> frozenset[tuple[str, int]]:
+def hanging(play: Callable[[Program], list[str]] | None, single_queue: bool) -> frozenset[tuple[str, int]]:
     """The families and numbers of devices of which some actions never end."""
-    play = next(PLAYS[start] for start in PLAYS if wait.startswith(start))
     return frozenset(key for key, program in programs(single_queue).items() if play is not None and play(program))
 
 
@@ -84,14 +87,14 @@ def test_every_schedule_ends_if_hosts_wait_so(monkeypatch, setting, wait, order)
     steps = orders_of_steps(monkeypatch, setting)
     expected = {"one queue": LATE_STEPS + 1, f"one queue for {LATE_STEPS} steps": LATE_STEPS, "usual": 2}
     assert steps == [number < expected[order] for number in range(LATE_STEPS + 1)]
-    assert not any(hanging(wait, single_queue) for single_queue in {*steps[:3]})
+    assert not any(hanging(play_of(wait), single_queue) for single_queue in {*steps[:3]})
 
 
 def test_the_usual_order_hangs_under_timers_of_level_two():
     """So the rows above would fail if such steps ran by it."""
     ends = {"gpipe", "1f1b-eager", "looped-bfs", "zb-h2", "gems"}
     names = {family.name for family in families()} - ends
-    assert hanging("its device, around F, I and B", False) == {(name, p) for name in names for p in (4, 8)}
+    assert hanging(play_of("its device, around F, I and B"), False) == {(name, p) for name in names for p in (4, 8)}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_pipemem.runtime import executor, first_failure, positions
 from megatron_pipemem.runtime.executor import Progress
-from megatron_pipemem.runtime.first_failure import FailureBoard, _tell_position, hear_signal, ignore_signal
+from megatron_pipemem.runtime.first_failure import FailureBoard, _Positions, hear_signal, ignore_signal
 from megatron_pipemem.schedule.action import Action, Kind
 
 SIZE = 3
@@ -84,20 +84,23 @@ def test_the_first_rank_that_asks_shows_all_and_names_those_without_an_answer(pr
     monkeypatch.setattr(positions, "_SECONDS", 0.1)
     monkeypatch.setattr(first_failure, "_POLL_SECONDS", 0.1)
     runs(progress, (Action(Kind.RECV_I, 0, 4), 2))
-    assert [_tell_position(board, 0) for board in boards] == [0, 0, 0] and not caplog.messages
+    first, second, third = map(_Positions, boards)
+    for rank in (first, second, third):
+        rank.tell()
+    assert not caplog.messages
     progress.patience = 1.0
-    asking = threading.Thread(target=_tell_position, args=(boards[1], 0))
-    asking.start()
-    while not boards[0].questions():
-        time.sleep(0.01)
-    assert _tell_position(boards[0], 0) == 1
-    asking.join()
-    *_, none, first, second, causes = caplog.messages
+    second.tell()
+    first.tell()
+    assert len(caplog.messages) == 2, "the own logs, and nothing of others yet"
+    time.sleep(0.3)
+    second.tell()
+    none, *both, causes = caplog.messages[2:]
     assert none == "rank 2: no answer" and causes.endswith("be: 2")
-    assert [re.match(r"rank (\d): step 7", text)[1] for text in (first, second)] == ["0", "1"]
+    assert [re.match(r"rank (\d): step 7", text)[1] for text in both] == ["0", "1"]
     runs(progress, None)
     progress.position = 1
-    assert _tell_position(boards[2], 0) == 1, "another rank has asked already"
+    third.tell()
+    assert boards[0].questions() == 1, "another rank has asked already"
 
 
 def test_a_signal_is_heard_and_left_as_it_was(boards, progress):

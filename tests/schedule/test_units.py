@@ -54,7 +54,7 @@ NAMES_SLICES = {
     *("choose/choice.py", "choose/searching.py", "conflicts.py", "errors.py", "gates.py", "refusals.py", "request.py"),
     *("families/interleaved.py", "families/one_f_one_b.py"),
     *("features/__init__.py", "features/vocabulary/megatron/step.py", "features/vocabulary/runtime/passes.py"),
-    *("mcore/model/stages.py",),
+    *("mcore/model/stages.py", "mcore/symbols.py"),
     *("schedule/csv_format.py", "schedule/family.py", "schedule/messages.py", "schedule/options.py"),
     *("schedule/registry.py", "schedule/schedule_file.py", "schedule/size.py"),
     *("search/portfolio.py", "search/search.py"),

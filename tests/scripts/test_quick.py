@@ -16,6 +16,7 @@ LANE = [
 STARTED = {
     "features": "tests/end_to_end/test_offload.py",
     "features/slices": "tests/end_to_end/test_slices.py",
+    "features/slices/megatron": "tests/end_to_end/test_slices.py",
 }
 PACKAGES = sorted(
     file.parent
