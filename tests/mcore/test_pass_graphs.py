@@ -318,10 +318,15 @@ def test_a_step_is_captured_after_the_steps_without_graphs_and_anew_if_it_is_ano
     assert begin(ledger=object()) is None and begin() is first
     assert [begin(8), begin(8)] == [None, None] and begin(8) not in (None, first)
     chunk.scale.data = chunk.scale.data.clone()
-    assert begin(8) is None
+    assert [begin(8), begin(8)] == [None, None] and begin(8) is not None
+    chunk.scale.requires_grad_(False)
+    assert begin(8) is None, "a replay would train it"
     with pytest.raises(ValueError), steps.around(None):
         raise ValueError
     assert [begin(8), begin(8)] == [None, None] and begin(8) is not None
+    chunk.register_forward_hook(lambda *_: None)
+    with refused("graph-model", __name__):
+        begin(8)
 
 
 def test_random_streams_stay_as_they_are_in_a_capture():

@@ -42,7 +42,7 @@ class GraphedSteps(Extension):
     """The extension that captures the passes of a training step after some steps without graphs, and then replays them.
 
     Steps that count bytes run without graphs. A step with another order of passes, for example with another number of
-    microbatches, or with parameters at other addresses, begins anew: some steps without graphs, then a capture.
+    microbatches, or with parameters at other addresses or frozen since, begins anew: some steps without graphs, then a capture.
     """
 
     only_trains = True
@@ -50,7 +50,7 @@ class GraphedSteps(Extension):
     def __init__(self) -> None:
         self._graphs: GraphsOfStep | None = None
         self._kind: tuple[Any, ...] | None = None
-        """what the graphs depend on: order of passes, shape of messages, addresses of parameters and gradients"""
+        """what the graphs depend on: order of passes, shape of messages, parameters that train, addresses of their memory"""
         self._steps = 0
         """without graphs, of this kind"""
         self._stream: torch.cuda.Stream | None = None
@@ -91,16 +91,15 @@ class GraphedSteps(Extension):
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         if step.observation.ledger is not None:
             return ()
+        check_chunks_for_graphs(step.chunks)  # in every step, because a program may add a hook after the capture
         order = tuple(a for a in step.program.actions[step.pipeline.device] if a.kind in _PASSES)
-        kind = (order, step.message.shape, _addresses(step.chunks))
+        kind = (order, step.message.shape, _parameters(step.chunks))
         if kind != self._kind:
-            check_chunks_for_graphs(step.chunks)
             self._graphs, self._kind, self._steps = None, kind, 0
         if self._graphs is None:
             self._steps += 1
             if self._steps <= step.context.config.cuda_graph_warmup_steps:
                 return ()
-            check_chunks_for_graphs(step.chunks)
             self._graphs = GraphsOfStep(order)
         for stage, runner in step.stages.items():
             step.stages[stage] = runner.recast(GraphedStage, graphs=self._graphs, stage=stage)
@@ -129,10 +128,14 @@ class GraphedSteps(Extension):
             torch.cuda.set_stream(torch.cuda.default_stream())
 
 
-def _addresses(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
+def _parameters(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[bool, int, int], ...]:
+    """Return for every parameter whether it trains, and the addresses of its data and its gradient."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in (*parameters, *gradients))
+    return tuple(
+        (parameter.requires_grad, parameter.data_ptr(), 0 if gradient is None else gradient.data_ptr())
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    )
 
 
 def check_chunks_for_graphs(chunks: Sequence[torch.nn.Module]) -> None:
