@@ -307,7 +307,8 @@ class _Signal:
         self._numbers, self._sender = socket.socketpair()
         for end in (self._numbers, self._sender):
             end.setblocking(False)
-        signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        self._handler = lambda number, frame: None
+        signal.signal(signal.SIGUSR2, self._handler)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def has_come(self) -> bool:
@@ -318,8 +319,12 @@ class _Signal:
             return False
 
     def close(self) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        """Give back the signal and the interpreter's socket, unless the program has taken them since."""
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, self._sender.fileno()):
+            signal.set_wakeup_fd(current)
+        if signal.getsignal(signal.SIGUSR2) is self._handler:
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         self._numbers.close()
         self._sender.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -122,3 +123,20 @@ def test_a_program_that_uses_the_signal_keeps_it():
         assert first_failure._signal is None and signal.getsignal(signal.SIGUSR2) is handler
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_what_a_program_takes_later_stays_its_own():
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    handler = lambda number, frame: None  # noqa: E731
+    hear_signal()
+    signal.signal(signal.SIGUSR2, handler)
+    signal.set_wakeup_fd(writer.fileno())
+    try:
+        ignore_signal()
+        assert signal.getsignal(signal.SIGUSR2) is handler
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        assert signal.set_wakeup_fd(-1) == writer.fileno()
+        reader.close()
+        writer.close()
