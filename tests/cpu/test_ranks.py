@@ -45,3 +45,9 @@ def test_a_rank_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
         assert not patience.is_over
         time.sleep(0.05)
     end_ranks([process])  # nothing is left to end
+
+
+def test_a_rank_is_ended_before_it_leads_its_session(tmp_path: Path) -> None:
+    (process,) = start_ranks(launching.sleep_beside_a_child, [()], [tmp_path / "log"], forked=False)
+    end_ranks([process])
+    assert process.exitcode == -9

@@ -60,6 +60,7 @@ def end_ranks(processes: Sequence[BaseProcess]) -> None:
         assert process.pid is not None, "the process has been started"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # a rank that has just started leads no session yet
     for process in processes:
         process.join()
 
