@@ -42,20 +42,23 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
 }
 """Functions that return whether a request wants a feature, by the name of the feature."""
 
-_IN_FLIGHT = (
+_NOT_IN_FLIGHT = (
     "schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, vocabulary parallelism "
     "and profiles do not support; pass "
 )
-_BARRIER = "steps of {schedule} need a barrier between them here: "
-_PERIOD = (
+_NEEDS_BARRIER = "steps of {schedule} need a barrier between them here: "
+_NOT_WITH_PERIOD = (
     "a search for the period of steps (option period, by default with --pipemem-overlap-steps) excludes offload, "
     "recomputation and vocabulary passes; drop one of the two"
 )
-_PAIRS = (
+_NOT_WITH_PAIRS = (
     "--overlap-moe-expert-parallel-comm runs forwards and backwards in pairs, which exclude {0}; drop the flag, or {1}"
 )
-_GRAPHS = "--cuda-graph-impl captures every pass as a graph of its own, which excludes {0}; pass --cuda-graph-impl none, or {1}"
-_SLICES = (
+_NOT_WITH_GRAPHS = (
+    "--cuda-graph-impl captures every pass as a graph of its own, which excludes {0}; pass --cuda-graph-impl none, "
+    "or {1}"
+)
+_NOT_WITH_SLICES = (
     "a search for slices excludes one for the period of steps (option period, by default with "
     "--pipemem-overlap-steps), offload, recomputation and vocabulary passes; drop the slices, or the other feature"
 )
@@ -82,29 +85,30 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "--pipemem-vocab-parallel off, or --pipemem-offload off and --pipemem-recompute none with Megatron's --recompute-*",
     },
     "asynchronous": {
-        "offload": _IN_FLIGHT + "--pipemem-offload off and --pipemem-recompute none",
-        "vocabulary": _IN_FLIGHT + "--pipemem-vocab-parallel off",
-        "profile": _IN_FLIGHT + "--pipemem-costs unit or a file",
+        "offload": _NOT_IN_FLIGHT + "--pipemem-offload off and --pipemem-recompute none",
+        "vocabulary": _NOT_IN_FLIGHT + "--pipemem-vocab-parallel off",
+        "profile": _NOT_IN_FLIGHT + "--pipemem-costs unit or a file",
         "weights": "schedule {schedule!r} runs forwards of the next step, whose microbatches have no costs yet; drop "
         "--pipemem-microbatch-costs, or use a synchronous schedule",
     },
     "overlap": {
-        "vocabulary": _BARRIER
+        "vocabulary": _NEEDS_BARRIER
         + "all ranks compute every microbatch's logits together; pass --pipemem-vocab-parallel off",
-        "host": _BARRIER + "offloaded activations are counted per whole step; pass --pipemem-offload off, and use a "
+        "host": _NEEDS_BARRIER
+        + "offloaded activations are counted per whole step; pass --pipemem-offload off, and use a "
         "schedule that does not offload by itself",
-        "replicas": _BARRIER
+        "replicas": _NEEDS_BARRIER
         + "gradients are summed over the two replicas of the model when all ranks have ended the step; use "
         "a schedule with one replica, such as zbv",
-        "weights": _BARRIER + "all ranks agree on an order of the microbatches before every step; drop "
+        "weights": _NEEDS_BARRIER + "all ranks agree on an order of the microbatches before every step; drop "
         "--pipemem-microbatch-costs",
     },
     "updates per microbatch": {
         "overlap": "schedule {schedule!r} updates weights after every microbatch, and not once per step, so ranks cannot delay "
         "an update; drop --pipemem-overlap-steps, or use pipedream-2bw",
     },
-    "period": {"vocabulary": _PERIOD, "offload": _PERIOD},
-    "searched slices": {"period": _SLICES, "vocabulary": _SLICES, "offload": _SLICES},
+    "period": {"vocabulary": _NOT_WITH_PERIOD, "offload": _NOT_WITH_PERIOD},
+    "searched slices": {"period": _NOT_WITH_SLICES, "vocabulary": _NOT_WITH_SLICES, "offload": _NOT_WITH_SLICES},
     "slices": {
         "overlap": "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or use a schedule "
         "without slices",
@@ -112,30 +116,36 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "or use a schedule without sequence slices",
     },
     "pairs": {
-        "stock": _PAIRS.format("a measured run of Megatron's own schedule", "leave --pipemem-schedule stock out"),
-        "asynchronous": _PAIRS.format("asynchronous schedules", "use a synchronous schedule"),
-        "offload": _PAIRS.format("offload and recomputation by the schedule", "pass --pipemem-offload off"),
-        "host": _PAIRS.format("offload", "use a schedule that does not offload by itself"),
-        "vocabulary": _PAIRS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
-        "overlap": _PAIRS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
-        "weights": _PAIRS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
-        "slices": _PAIRS.format("sequence slices", "use a schedule without slices"),
-        "layerwise": _PAIRS.format("random numbers per layer", "pass --pipemem-random stock"),
+        "stock": _NOT_WITH_PAIRS.format(
+            "a measured run of Megatron's own schedule", "leave --pipemem-schedule stock out"
+        ),
+        "asynchronous": _NOT_WITH_PAIRS.format("asynchronous schedules", "use a synchronous schedule"),
+        "offload": _NOT_WITH_PAIRS.format("offload and recomputation by the schedule", "pass --pipemem-offload off"),
+        "host": _NOT_WITH_PAIRS.format("offload", "use a schedule that does not offload by itself"),
+        "vocabulary": _NOT_WITH_PAIRS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
+        "overlap": _NOT_WITH_PAIRS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
+        "weights": _NOT_WITH_PAIRS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
+        "slices": _NOT_WITH_PAIRS.format("sequence slices", "use a schedule without slices"),
+        "layerwise": _NOT_WITH_PAIRS.format("random numbers per layer", "pass --pipemem-random stock"),
     },
     "graphs": {
-        "asynchronous": _GRAPHS.format("asynchronous schedules", "use a synchronous schedule"),
-        "offload": _GRAPHS.format("offload and recomputation by the schedule", "pass --pipemem-offload off"),
-        "host": _GRAPHS.format("offload", "use a schedule that does not offload by itself"),
-        "recomputation": _GRAPHS.format("recomputation by the schedule", "use a schedule that does not recompute"),
-        "vocabulary": _GRAPHS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
-        "profile": _GRAPHS.format("measured costs of the passes", "pass --pipemem-costs unit or a file"),
-        "overlap": _GRAPHS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
-        "weights": _GRAPHS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
-        "replicas": _GRAPHS.format("two replicas of the model", "use a schedule with one replica, such as zbv"),
-        "slices": _GRAPHS.format("sequence slices", "use a schedule without slices"),
-        "pairs": _GRAPHS.format("forwards and backwards in pairs", "drop --overlap-moe-expert-parallel-comm"),
-        "layerwise": _GRAPHS.format("random numbers per layer", "pass --pipemem-random stock"),
-        "search": _GRAPHS.format("a searched schedule", "name a family or a schedule file"),
+        "asynchronous": _NOT_WITH_GRAPHS.format("asynchronous schedules", "use a synchronous schedule"),
+        "offload": _NOT_WITH_GRAPHS.format("offload and recomputation by the schedule", "pass --pipemem-offload off"),
+        "host": _NOT_WITH_GRAPHS.format("offload", "use a schedule that does not offload by itself"),
+        "recomputation": _NOT_WITH_GRAPHS.format(
+            "recomputation by the schedule", "use a schedule that does not recompute"
+        ),
+        "vocabulary": _NOT_WITH_GRAPHS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
+        "profile": _NOT_WITH_GRAPHS.format("measured costs of the passes", "pass --pipemem-costs unit or a file"),
+        "overlap": _NOT_WITH_GRAPHS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
+        "weights": _NOT_WITH_GRAPHS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
+        "replicas": _NOT_WITH_GRAPHS.format(
+            "two replicas of the model", "use a schedule with one replica, such as zbv"
+        ),
+        "slices": _NOT_WITH_GRAPHS.format("sequence slices", "use a schedule without slices"),
+        "pairs": _NOT_WITH_GRAPHS.format("forwards and backwards in pairs", "drop --overlap-moe-expert-parallel-comm"),
+        "layerwise": _NOT_WITH_GRAPHS.format("random numbers per layer", "pass --pipemem-random stock"),
+        "search": _NOT_WITH_GRAPHS.format("a searched schedule", "name a family or a schedule file"),
     },
 }
 """The features that each feature excludes, with a message that has the reason and the remedy."""

@@ -46,7 +46,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
 PROFILE = "profile"
-GIVEN = "given"
+CUT_OF_FLAGS = "given"
 FILE_SUFFIX = ".csv"
 
 DEFAULT_HOST_SHARE = 0.5
@@ -165,7 +165,6 @@ class TransferOptions:
     """The options of ``--pipemem-offload-option``: how activations are copied to the host and back."""
 
     # Bytes per second to emulate on CPU ranks, in each direction; ``None`` for the speed of the memory.
-
     bandwidth: float | None = field(default=None, metadata={"read": _bytes})
     # Tensors with less memory stay on the device, because even a small copy costs the host a few microseconds.
     min_bytes: int = field(default=1 << 16, metadata={"read": _least_bytes})
@@ -352,10 +351,10 @@ class Request(ScheduleOptions):
         page="how-it-works.md#one-hardware-queue-per-rank",
     )
     layout: str = _field(
-        GIVEN,
+        CUT_OF_FLAGS,
         "layers of every stage: given: as Megatron's flags say (default); auto: those with the shortest simulated step, "
         "computed from the flags when the run starts, also for stock's schedules. They replace all flags that cut the model",
-        choices=(GIVEN, AUTO),
+        choices=(CUT_OF_FLAGS, AUTO),
         page="stock-megatron.md#layers-per-stage",
     )
     message_shapes: str = _field(

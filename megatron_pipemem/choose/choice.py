@@ -148,7 +148,7 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     from megatron_pipemem.choose import searching  # only here, because it loads the search and offload planning
 
     if knowledge.lacks_bytes(request):
-        return searching.counting(request, shape.num_microbatches, knowledge)
+        return searching.choice_to_count_bytes(request, shape.num_microbatches, knowledge)
     if request.chooses_offload:
         return searching.with_chosen_offload(request, shape, knowledge)
     if request.plans_offload:

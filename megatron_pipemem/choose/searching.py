@@ -44,7 +44,7 @@ from megatron_pipemem.search.search import fitting, usual_placements
 logger = logging.getLogger(__name__)
 
 ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
-COUNTING = "one microbatch at a time, to count bytes"
+TO_COUNT_BYTES = "one microbatch at a time, to count bytes"
 UNIFORM = "uniform repeating"
 
 _HIGHER = (1.0, 2.0, 4.0)
@@ -420,7 +420,7 @@ def serial_schedule(
     return Schedule(name, placement, Units.equal(num_microbatches), tuple(orders))
 
 
-def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> Choice:
+def choice_to_count_bytes(request: Request, num_microbatches: int, knowledge: Knowledge) -> Choice:
     """Return the choice for a step in which the run counts the bytes of every action: one microbatch after another.
 
     If the run has counted bytes before, the step recomputes every stage selectively, to count the bytes of that, too.
@@ -433,7 +433,7 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> C
         schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
     if request.offload != OFF:
         schedule = _away(schedule)
-    return Choice(with_barriers(schedule, request.barriers, knowledge.costs), knowledge.costs, why=COUNTING)
+    return Choice(with_barriers(schedule, request.barriers, knowledge.costs), knowledge.costs, why=TO_COUNT_BYTES)
 
 
 def _last_resort(

@@ -188,7 +188,7 @@ CHIMERA = built_in(
     source="arXiv 2107.06925, section 3",
     min_devices=2,
     options={
-        "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of "
+        "doubling": "true: two forwards at a time: twice the memory and, with m a multiple of 2p and B <= 2F, a bubble of "
         "(p/2-1)(F+B) (default false)"
     },
     needs="even p",

@@ -236,7 +236,6 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
 
 def squeeze(name: str, timetable: Timetable, placement: Placement, units: Units) -> Schedule:
     """Drop the idle slots of a timetable. Every device runs its W in the order of its I."""
-
     by_device: list[list[Pass]] = [[] for _ in placement.stages]
     by_stage = [by_device[device] for device in placement.devices]
     for _, pass_ in timetable:

@@ -167,7 +167,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     if file is not None:
         check_devices_of_file(file, p)
     check_gates(Wish(request, flag_values(flags)))
-    placements = cut_flags.checked_placements(flags, request.schedule, request.options, p, layers, file)
+    placements = cut_flags.possible_placements(flags, request.schedule, request.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_parallel == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.given_pattern(flags)[1]
     if layout.is_cut(written):

@@ -274,7 +274,7 @@ def settle() -> None:
     """Wait until the weights are those after the last training step, if steps overlap.
 
     Training loops other than Megatron's call it on every rank before they read weights or the optimizer's state, for
-    example to save them. Evaluations through the forward-backward function settle by themselves.
+    example to save them. Evaluations through the forward-backward function call it.
     """
     if _enabled is not None and _enabled.forward_backward is not None:
         for extension in _enabled.forward_backward.extensions:

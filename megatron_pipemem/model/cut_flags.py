@@ -158,7 +158,7 @@ def counted_layers(flags: Flags, layers: int) -> str:
     return f"{layers} layers" + (f" with those that {names} adds" if names else "")
 
 
-def checked_placements(
+def possible_placements(
     flags: Flags,
     schedule: str,
     options: Mapping[str, Any],

@@ -521,7 +521,7 @@ class Executor:
         if instruction.send is not None:
             self._put_out(instruction.send, output.detach())
         elif instruction.consumer_on_this_device is not None:
-            self.handed_inputs[instruction.consumer_on_this_device] = self._held(output.detach())
+            self.handed_inputs[instruction.consumer_on_this_device] = self._hold(output.detach())
         else:
             return
         if self._has_backward and instruction.recompute_kind is not Kind.R:
@@ -601,7 +601,7 @@ class Executor:
         else:
             recorded: AbstractContextManager[None] = _NOTHING
             if is_selective:
-                self._recorders[key] = Recorder(self._held)
+                self._recorders[key] = Recorder(self._hold)
                 recorded = self._recorders[key].record()
             with self.measured(instruction.action), collecting(queue), self._watched(instruction), recorded:
                 output = forward(key[1], input)
@@ -650,7 +650,7 @@ class Executor:
         if instruction.send is not None:
             self._put_out(instruction.send, gradient)
         elif instruction.consumer_on_this_device is not None:
-            self.handed_gradients[instruction.consumer_on_this_device] = self._held(gradient)
+            self.handed_gradients[instruction.consumer_on_this_device] = self._hold(gradient)
 
     def _weight_gradients(self, instruction: Instruction) -> None:
         queue = self.queues.pop(instruction.key)
@@ -674,9 +674,9 @@ class Executor:
     def _receive(self, instruction: Instruction) -> None:
         buffer = self._transport.post_receive(instruction.action)
         if buffer is not None:
-            self._held(buffer)
+            self._hold(buffer)
 
-    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.ledger is not None:
             self.ledger.hold(tensor)
         return tensor

@@ -161,25 +161,25 @@ def _stage_memory(placement: Placement, costs: Costs, splits: bool, units: Units
         result.append(StageMemory(*(0 if abs(left) <= rounding else left for left in after)))
     for stage in range(placement.num_stages if parts > 1 else 0):
         own = slice(stage * parts, stage * parts + size)
-        result[own] = _settled(result[own])
+        result[own] = _without_repaid(result[own])
     return result
 
 
-def _settled(memory: Sequence[StageMemory]) -> list[StageMemory]:
+def _without_repaid(memory: Sequence[StageMemory]) -> list[StageMemory]:
     """Return a lower bound of the memory that a stage holds for every part of a microbatch, each part by itself.
 
     The I of a part may take memory that the later I of an earlier part gives back, as with gradients of keys and
     values. The result counts such memory from the later I on, so it is never more than the true memory.
     """
-    settled, left = list(memory), 0.0
+    bounds, left = list(memory), 0.0
     for at in reversed(range(len(memory))):
         after = memory[at]
         spare = min(after.input, after.weight)
         repaid = min(left, -spare) if spare < 0 else 0.0
         left += max(0.0, spare) - repaid
         moved = repaid - max(0.0, spare)
-        settled[at] = StageMemory(after.forward, after.input + moved, after.weight + moved)
-    return settled
+        bounds[at] = StageMemory(after.forward, after.input + moved, after.weight + moved)
+    return bounds
 
 
 def _backward(

@@ -308,7 +308,7 @@ class Costs:
             units: the units of a step. Only the parts of a microbatch matter.
         """
         changes = self._changes(placement, units)
-        recomputes, in_part = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
+        recomputes, partial_recomputes = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
         nothing: tuple[float, ...] = (0,) * (placement.num_stages * units.parts)
         forwards = changes.get(Kind.F, nothing)
         if recomputes is None:
@@ -318,14 +318,14 @@ class Costs:
         if Kind.WAIT_OFFLOAD not in changes:
             changes[Kind.WAIT_OFFLOAD] = tuple(-takes for takes in forwards)
         changes.setdefault(Kind.RELOAD, tuple(-gives_back for gives_back in changes[Kind.WAIT_OFFLOAD]))
-        if in_part is None:
-            in_part = tuple(SELECTIVE_BYTES * takes for takes in forwards)
+        if partial_recomputes is None:
+            partial_recomputes = tuple(SELECTIVE_BYTES * takes for takes in forwards)
         kinds = [recomputed.get(stage) for stage in range(placement.num_stages) for _ in range(units.parts)]
         if Kind.R in kinds:
             changes[Kind.R] = recomputes
         if Kind.RS in kinds:
-            changes[Kind.RS] = in_part
-            selective = [part if kind is Kind.RS else 0 for kind, part in zip(kinds, in_part, strict=True)]
+            changes[Kind.RS] = partial_recomputes
+            selective = [part if kind is Kind.RS else 0 for kind, part in zip(kinds, partial_recomputes, strict=True)]
             for kind, sign in ((Kind.WAIT_OFFLOAD, 1), (Kind.RELOAD, -1)):
                 # At least nothing: RS may make more than may leave the device.
                 changes[kind] = tuple(

@@ -44,7 +44,7 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
     limit = bytes_of_1f1b(costs, schedule.placement, schedule.units)
     if limit is None:
         return schedule
-    held = _held(schedule, costs)
+    held = _bytes_after(schedule, costs)
     if max(map(max, held)) <= loosened(limit):
         return schedule
     devices = [
@@ -59,7 +59,7 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
     return schedule if orders == schedule.orders else replace(schedule, orders=orders)
 
 
-def _held(schedule: Schedule, costs: Costs) -> list[list[float]]:
+def _bytes_after(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """Return the bytes that each device holds at the beginning, and after every action."""
     changes = costs.memory_changes(schedule.placement, units=schedule.units)
     weights = unit_weights(schedule, costs)

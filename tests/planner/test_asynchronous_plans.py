@@ -9,7 +9,7 @@ import pytest
 
 from megatron_pipemem.tools.config.runs import Parallelism, Run
 from megatron_pipemem.tools.launch.feasibility import feasible
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import asynchronous, plan
 from megatron_pipemem.tools.planner.space import Limits
 from tests.planner.small_run import CLUSTER, MODEL
@@ -58,7 +58,7 @@ def test_without_a_barrier_the_drain_is_gone_and_a_second_batch_of_gradients_the
     for rank in range(4):
         gradients = after.group.step.weights[rank] / RUN.execution.element * 4
         assert after.group.step.static[rank] - before.group.step.static[rank] == pytest.approx(gradients)
-        assert held(late).device[rank] - held(drained).device[rank] == pytest.approx(gradients)
+        assert predicted_memory(late).device[rank] - predicted_memory(drained).device[rank] == pytest.approx(gradients)
     refused = Counter()
     per_microbatch = replace(late, schedule=replace(late.schedule, name="pipedream"))
     assert not list(asynchronous(per_microbatch, Limits({"schedule": ["pipedream"]}), None, refused))

@@ -19,7 +19,7 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import SHIPPED, load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import balance
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from megatron_pipemem.tools.planner.space import Limits
@@ -122,7 +122,7 @@ def test_a_users_choice_stays(asked):
 def test_the_memory_and_the_layouts_of_a_run_are_those_with_earlier_w():
     run = run_of("llama3-70b", 8)
     auto, none = (replace(run, schedule=replace(run.schedule, early_weights=text)) for text in ("auto", "none"))
-    of_auto, of_none = held(auto), held(none)
+    of_auto, of_none = predicted_memory(auto), predicted_memory(none)
     assert of_auto is not None and of_none is not None and max(of_auto.device) < max(of_none.device)
     even = balance(auto).even
     assert even.layers == layout.even(run.model, 8) and even.peaks == of_auto.device

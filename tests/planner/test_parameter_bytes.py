@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.config.arguments import flags_of_attributes, frozen_flags
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED, parameter_bytes
 from megatron_pipemem.tools.planner.step import price
 from tests.planner.small_run import MODEL, RUN
@@ -95,7 +95,7 @@ def on_host(**flags) -> Run:
 
 
 def test_an_optimizer_on_the_host_is_counted_there():
-    device, host = held(on_host()), held(on_host(**{"optimizer-cpu-offload": True}))
+    device, host = predicted_memory(on_host()), predicted_memory(on_host(**{"optimizer-cpu-offload": True}))
     step = price(on_host(), Placement.linear(2), (4, 4))
     updated = [weights / 2 / 2 for weights in step.weights]  # two bytes a parameter, two ranks
     saved = [before - after for before, after in zip(device.device, host.device, strict=True)]

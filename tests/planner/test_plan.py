@@ -33,7 +33,7 @@ from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.launch.feasibility import feasible, refused_settings
 from megatron_pipemem.tools.planner import variants as variants_module
 from megatron_pipemem.tools.planner.early_weights import moves_weights
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.planning import SEARCHED, WAITS, plan
 from megatron_pipemem.tools.planner.prices import layer
@@ -274,8 +274,11 @@ def test_plans_without_a_barrier_between_steps_launch_so():
     best = answer.plans[0]
     assert feasible(best.run) is None
     plain = replace(best.run, schedule=replace(best.run.schedule, overlap_steps=False))
-    assert max(held(best.run).device) == pytest.approx(best.peak)
-    more = [ahead - without for ahead, without in zip(held(best.run).device, held(plain).device, strict=True)]
+    assert max(predicted_memory(best.run).device) == pytest.approx(best.peak)
+    more = [
+        ahead - without
+        for ahead, without in zip(predicted_memory(best.run).device, predicted_memory(plain).device, strict=True)
+    ]
     assert more == pytest.approx(best.step.rollback) and min(more) > 0
 
 
@@ -306,7 +309,7 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     run = load(target, Run)
     assert (run.schedule.name, run.parallelism.micro_batch) == (best["schedule"], best["micro_batch"])
     assert run.flags["lr"] == 1e-4 and feasible(run) is None
-    assert max(held(run).device) == pytest.approx(max(best["peak_bytes"]))
+    assert max(predicted_memory(run).device) == pytest.approx(max(best["peak_bytes"]))
     launched = pipemem("launch", target, "--print", "--node-rank", "0", "--master-addr", "h")
     assert launched.exit_code == 0 and f"--pipemem-schedule {best['schedule']}" in launched.stdout
 

@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import balance
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.pricing import as_it_stands, priced_with
 from megatron_pipemem.tools.planner.run_prices import priced
@@ -40,7 +40,7 @@ def test_a_cut_vocabulary_is_in_every_price_of_a_run(algorithm, barriers):
     timeline = simulate(with_barriers(SCHEDULE, barriers, step.costs), step.costs)
     way = as_it_stands(run)
     assert way.makespan == pytest.approx(timeline.makespan) and way.variant == f"vocabulary-{algorithm}"
-    assert way.peaks == held(run).device == pytest.approx(step.held(timeline.peaks))
+    assert way.peaks == predicted_memory(run).device == pytest.approx(step.held(timeline.peaks))
     assert balance(run).even.seconds == pytest.approx(way.seconds)
     assert way.seconds != pytest.approx(as_it_stands(under()).seconds)
 
@@ -49,7 +49,7 @@ def test_offload_is_in_the_price_of_a_run():
     run, plain = under(offload="full"), as_it_stands(under())
     step = run_step(run, PLACEMENT, LAYERS)
     assert step.costs.channel is not None and step.static == price(run, PLACEMENT, LAYERS).static
-    way, memory = as_it_stands(run), held(run)
+    way, memory = as_it_stands(run), predicted_memory(run)
     assert way.peaks == memory.device and max(way.peaks) < max(plain.peaks) and min(way.host) > 0
     assert way.variant == "offload" and min(way.host) >= min(step.moved) and way.host == memory.host
 

@@ -22,7 +22,7 @@ from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import planned_flags
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import LITTLE, plan
 from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.slices import (
@@ -305,9 +305,9 @@ def test_what_a_run_of_slices_holds(algorithm: str, barriers: int):
     assert step.costs.forward[middle] == plain.costs.forward[middle]
     base = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
     timeline = simulate(with_barriers(base, barriers, step.costs), step.costs)
-    assert held(run).device == pytest.approx(step.held(timeline.peaks))
+    assert predicted_memory(run).device == pytest.approx(step.held(timeline.peaks))
     whole = replace(run, schedule=ScheduleChoice("v-half", vocab_parallel=algorithm))
-    assert max(held(run).device) < max(held(whole).device)
+    assert max(predicted_memory(run).device) < max(predicted_memory(whole).device)
 
 
 def test_context_parallel_messages_pass_twice_backward():

@@ -27,7 +27,7 @@ from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import script_flags
 from megatron_pipemem.tools.launch.feasibility import feasible
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.prices import all_reduce, embedding, head, layer
 from megatron_pipemem.tools.planner.profile import from_formulas
@@ -55,7 +55,7 @@ def test_bytes_of_ranks_by_hand():
     # Rank 0 has sent both outputs when it gets the first gradient.
     first = static[0] + 2 * (4 * kept + message) + 2 * message + nccl
     expected = (first, static[1] + 4 * kept + last + 2 * message + s * v * 4 + nccl)
-    assert held(run).device == pytest.approx(expected)
+    assert predicted_memory(run).device == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
@@ -170,7 +170,7 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     cluster = replace(CLUSTER, host=HostChannel(200.0, 200.0))  # fast enough to be worth it
     run = replace(RUN, cluster=cluster, parallelism=cut, schedule=ScheduleChoice("1f1b"))
     whole, away, shared, spread = (
-        held(replace(run, schedule=replace(run.schedule, **more)))
+        predicted_memory(replace(run, schedule=replace(run.schedule, **more)))
         for more in ({}, {"offload": "full"}, {"vocab_parallel": "1"}, {"vocab_parallel": "auto"})
     )
     assert away.device[0] < whole.device[0] and away.host[0] > 0 == max(whole.host)
@@ -185,7 +185,7 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     assert "needs" in feasible(small) and feasible(offloading) is None
     # The plan moves less where the host has less, until the device no longer has room for what stays.
     little = replace(offloading, flags={"pipemem-host-memory": "1GiB"})
-    assert max(held(little).host) <= GIB / 4 and "of" in feasible(little)
+    assert max(predicted_memory(little).host) <= GIB / 4 and "of" in feasible(little)
 
 
 def test_the_state_to_roll_back_to_is_counted():
@@ -193,15 +193,18 @@ def test_the_state_to_roll_back_to_is_counted():
     flags = {DISTRIBUTED: True, "rerun-mode": "disabled"}
     run = replace(RUN, parallelism=cut, flags=flags, schedule=ScheduleChoice("1f1b"))
     overlapped = replace(run, schedule=replace(run.schedule, overlap_steps=True))
-    plain, ahead = held(run), held(overlapped)
+    plain, ahead = predicted_memory(run), predicted_memory(overlapped)
     # A parameter in fp32 and two moments, of the rank's half.
     state = [count * 12 / 2 for count in parameters_of_halves()]
     kept = [with_state - without for with_state, without in zip(ahead.device, plain.device, strict=True)]
     assert kept == pytest.approx(state) and ahead.host == plain.host == (0, 0)
-    assert held(replace(overlapped, flags={**flags, "clip-grad": 0})).device == plain.device
+    assert predicted_memory(replace(overlapped, flags={**flags, "clip-grad": 0})).device == plain.device
 
     in_fp32 = {**flags, "bf16": False}
-    in_single = held(replace(overlapped, flags=in_fp32)).device[0] - held(replace(run, flags=in_fp32)).device[0]
+    in_single = (
+        predicted_memory(replace(overlapped, flags=in_fp32)).device[0]
+        - predicted_memory(replace(run, flags=in_fp32)).device[0]
+    )
     assert in_single == pytest.approx(state[0])
 
     tight = replace(CLUSTER, memory_gib=(ahead.device[0] - 1) / GIB)
@@ -252,7 +255,7 @@ def test_a_run_that_does_not_fit_at_its_worst_is_told_what_it_needs_at_its_best(
     run = replace(RUN, model=sparse, parallelism=Parallelism(pp=4, dp=2, ep=2, global_batch=64, expert_load=3.0))
     run = replace(run, schedule=ScheduleChoice("1f1b"), flags={"moe-expert-capacity-factor": 2.5})
     evenly = replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags={})
-    most, least = (max(held(loaded).device) / GIB for loaded in (run, evenly))
+    most, least = (max(predicted_memory(loaded).device) / GIB for loaded in (run, evenly))
     assert least < most
     reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=(least + most) / 2)))
     assert (

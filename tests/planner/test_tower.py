@@ -14,7 +14,7 @@ from megatron_pipemem.tools.config.loading import known_model, load
 from megatron_pipemem.tools.config.runs import FREEZES, Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.launch.command import command
 from megatron_pipemem.tools.planner.balance import balance
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import tower_price
 from megatron_pipemem.tools.planner.profile import from_formulas
@@ -91,7 +91,7 @@ def test_sequences_and_vocabulary_stay_whole():
     asked = run("qwen3-vl-8b")
     assert "whole sequences" in why_not_sliced(replace(asked, schedule=ScheduleChoice(name="auto", slices=2)))
     with refused("vocabulary-model"):
-        held(replace(asked, schedule=ScheduleChoice(name="zb-h1", vocab_parallel="1")))
+        predicted_memory(replace(asked, schedule=ScheduleChoice(name="zb-h1", vocab_parallel="1")))
     answer = plan(asked, limits=Limits({"schedule": ["zb-h1"], "pp": [4], "tp": [4], "dp": [1]}))
     assert answer.plans and all("vocabulary" not in way.variant for way in answer.plans)
 

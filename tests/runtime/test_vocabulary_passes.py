@@ -30,7 +30,7 @@ def test_a_gradient_that_tensor_parallel_ranks_gathered_is_counted_once(looks_ah
     placement = Placement("custom", (0, 1, 1, 0) if both_here else (0, 1))
     passes = VocabularyPasses(placement, 0, None, None, batch, None, trains=True, ledger=ledger)
     if both_here:
-        passes._embedding_gradients[0] = passes._held(torch.ones(B, S + 1, H))
+        passes._embedding_gradients[0] = passes._hold(torch.ones(B, S + 1, H))
     of_the_backend = torch.ones(B, S, H) if contiguous else torch.ones(S, B, H).transpose(0, 1)
     ledger.hold(of_the_backend)
     passes.take_embedding_gradient(0, of_the_backend)

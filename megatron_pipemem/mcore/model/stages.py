@@ -312,8 +312,8 @@ class ChunkStage:
         arrived = number if step.order is None else step.order[number]
         regions = regions_of(self.model) if is_recording() else _NOTHING
         # Every rank counts a microbatch once, in the first of its stages that Megatron sees.
-        counting = counted_before() if self.chunk % self.num_chunks else _NOTHING
-        with self.as_chunk(), regions, counting:
+        counters = counted_before() if self.chunk % self.num_chunks else _NOTHING
+        with self.as_chunk(), regions, counters:
             result = self._megatrons_forward(microbatch, arrived, input, data, loss_data)
         if not self._has_run:
             self._leave_out_weights()

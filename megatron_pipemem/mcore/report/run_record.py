@@ -70,7 +70,7 @@ class RunRecord:
     _weights: WeightBytes | None = None
     _counted: list[tuple[Action, int, int]] = field(default_factory=list)
     """Every action of the last counted step, with the bytes after it on the device and on the host."""
-    _is_settled: bool = False
+    _has_equal_counts: bool = False
     _last: list[TracedAction] = field(default_factory=list)
     _unread: tuple[int, Choice, Observation] | None = None
     _layers: dict[int, int] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class RunRecord:
         action. It also ends when a measurement has failed. It never ends if routing or sequence lengths change from
         step to step.
         """
-        return self.is_whole and not (self._is_settled and program is self._program)
+        return self.is_whole and not (self._has_equal_counts and program is self._program)
 
     def add_step(
         self,
@@ -174,7 +174,7 @@ class RunRecord:
         peaks.counted_peak_bytes = max(peaks.counted_peak_bytes, ledger.peak)
         peaks.counted_host_peak_bytes = max(peaks.counted_host_peak_bytes, ledger.host_peak)
         counted = [(entry.action, entry.bytes, entry.host_bytes) for entry in ledger.entries]
-        self._is_settled = program is self._program and counted == self._counted
+        self._has_equal_counts = program is self._program and counted == self._counted
         self._counted = counted
 
     def add_losses(self, losses: dict[str, Any], grad_norm: Any) -> None:

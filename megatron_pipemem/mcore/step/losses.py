@@ -41,7 +41,7 @@ class _Leaf:
     @classmethod
     def of(cls, value: object) -> object:
         """Return a leaf for a dense tensor; return other values as they are, and other tensors on the host."""
-        if isinstance(value, torch.Tensor) and _is_block(value):
+        if isinstance(value, torch.Tensor) and _is_strided(value):
             return cls(value.dtype, tuple(value.shape))
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
@@ -90,7 +90,7 @@ class LossCarrier:
             return
         self.finish()
         key = (self._group.rank(), destination, kind)
-        tensors = [value.detach() for value in tree_leaves(data) if _is_block(value)]
+        tensors = [value.detach() for value in tree_leaves(data) if _is_strided(value)]
         form = _form(data)
         last_form = self._last_forms.get(key)
         if last_form is not None:
@@ -284,7 +284,7 @@ def _form(data: object) -> bytes:
     return pickle.dumps(tree_map(_Leaf.of, data))
 
 
-def _is_block(value: object) -> bool:
+def _is_strided(value: object) -> bool:
     """Return whether a value is a dense tensor, which is fully described by its element type, shape and bytes."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 

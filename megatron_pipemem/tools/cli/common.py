@@ -27,7 +27,7 @@ CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to s
 """The end of the sentence about a valid schedule file that Megatron cannot run."""
 
 _WIDTH_OF_FILES = 130
-_NAMES = 20
+_NAME_COLUMNS = 20
 """Width in columns of the names that ``print_facts`` prints."""
 
 
@@ -73,11 +73,11 @@ def console() -> Console:
 
 def print_facts(out: Console, facts: Iterable[tuple[str, str]]) -> None:
     """Print each name with its text in a line. On a terminal, a long text is wrapped in its own column."""
-    fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAMES - 1)
+    fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAME_COLUMNS - 1)
     for name, fact in facts:
         lines = [fact] if fits is None else wrap(fact, fits, break_long_words=False, break_on_hyphens=False) or [""]
         for line in lines:
-            out.print(f"{name:<{_NAMES}} {line}".rstrip(), soft_wrap=True, markup=False)
+            out.print(f"{name:<{_NAME_COLUMNS}} {line}".rstrip(), soft_wrap=True, markup=False)
             name = ""
 
 

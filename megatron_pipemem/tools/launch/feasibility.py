@@ -20,7 +20,7 @@ from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Run, resolve_script
 from megatron_pipemem.tools.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.tools.planner.balance import laid_out
-from megatron_pipemem.tools.planner.memory import held
+from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import check_asynchronous
 from megatron_pipemem.tools.planner.run_prices import request_of, schedule_of
 from megatron_pipemem.tools.planner.slices import run_slices
@@ -187,11 +187,11 @@ def _check_ours(run: Run, schedule: Schedule | None) -> None:
         )
     if file is None and schedule is not None and family(name).asynchronous:
         check_asynchronous(run, name)
-    cut_flags.checked_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)
+    cut_flags.possible_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)
 
 
 def _fits_in_memory(run: Run, request: Request) -> None:
-    memory = held(run, request)
+    memory = predicted_memory(run, request)
     if memory is None:
         return
     there, most = run.cluster.memory_bytes, max(memory.device)
@@ -219,7 +219,7 @@ def _if_even(run: Run, request: Request, rank: int) -> str:
     if load <= 1 or run.flags.get("moe-pad-expert-input-to-capacity"):
         return ""
     others = {name: value for name, value in run.flags.items() if name != "moe-expert-capacity-factor"}
-    even = held(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags=others), request)
+    even = predicted_memory(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags=others), request)
     assert even is not None, "the memory with uneven routing is known"
     needed = even.device[rank] / GIB
     return f" if its experts get {load:g} times an even share of tokens, and {needed:.1f} GiB with an even share,"

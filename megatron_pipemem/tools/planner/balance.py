@@ -103,7 +103,7 @@ class _LayoutSearch:
         self._prices, self._room, self._model, self._trials = prices, room, prices.run.model, trials
         self._placement = prices.placement
         self._stages = self._placement.model_stages
-        self._loads, self._stays = loads_of(prices.run, self._placement, prices.cuts_vocabulary)
+        self._loads, self._has_mtp_on_last = loads_of(prices.run, self._placement, prices.cuts_vocabulary)
 
     def best(self) -> tuple[int, ...]:
         """Search the layout with the shortest step that fits the memory, and return its number of pieces per stage.
@@ -134,11 +134,11 @@ class _LayoutSearch:
         for stage in range(self._stages):
             counts.append(left if stage == self._stages - 1 else min(per_stage, left))
             left -= counts[-1]
-        return (*counts[:-1], counts[-1] + self._stays)
+        return (*counts[:-1], counts[-1] + self._has_mtp_on_last)
 
     def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """Return the layers per stage after single layers of ``layers`` have moved away from the slowest rank."""
-        return shared_out(self._loads, self._stays, self._placement, layers)
+        return shared_out(self._loads, self._has_mtp_on_last, self._placement, layers)
 
     def _moved(self, start: Way, others: Sequence[Way]) -> Way:
         """Return the layout found from ``start`` by moving pieces between stages as long as a step gets faster.
@@ -173,7 +173,7 @@ class _LayoutSearch:
         """Return the least number of pieces that each stage may have, in the order of the stages."""
         # An empty middle stage only forwards its input, and stock Megatron may hang there.
         least = [int(0 < stage < self._stages - 1) for stage in range(self._stages)]
-        return [self._model.least_first, *least[1:-1], least[-1] + self._stays]
+        return [self._model.least_first, *least[1:-1], least[-1] + self._has_mtp_on_last]
 
     def _is_full(self, layers: tuple[int, ...]) -> bool:
         return all(map(ge, layers, self._least))

@@ -27,7 +27,7 @@ class MemoryUse:
     room: float  # bytes on the host for a rank
 
 
-def held(run: Run, request: Request | None = None) -> MemoryUse | None:
+def predicted_memory(run: Run, request: Request | None = None) -> MemoryUse | None:
     """Return the peak bytes of a run; ``None`` if its flags do not give the layers of each stage.
 
     For ``auto`` schedules, these are the least bytes that any order of the stages of ``interleaved`` needs. For
@@ -35,28 +35,24 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     no setting is possible.
     """
     request = request or request_of(run)
-    schedule = request.file
-    if schedule is None and not request.searches:
-        schedule = schedule_of(run, request)
-    placement = Placement.interleaved(run.parallelism.pp, run.parallelism.chunks or 2)
-    placement = placement if schedule is None else schedule.placement
+    schedule = None if request.searches else request.file or schedule_of(run, request)
+    searched = Placement.interleaved(run.parallelism.pp, run.parallelism.chunks or 2)
+    placement = searched if schedule is None else schedule.placement
     layers = run_layout.pieces_of(run, placement.model_stages)
     if layers is None:
         return None
     uses: list[MemoryUse] = []
-    refused: PipememError | None = None
+    refusal: PipememError | None = None
     for barriers in _barriers(run, schedule):
+        decided = request.decided(barriers)
         try:
-            decided = request.decided(barriers)
-            if schedule is None:
-                uses.append(_least(run, placement, decided, layers))
-            else:
-                way = RunPrices(run, decided).way(layers)
-                uses.append(_use(run, way.step, way.peaks, way.host))
+            uses.append(
+                _least(run, placement, decided, layers) if schedule is None else _of_order(run, decided, layers)
+            )
         except (ScheduleError, UnsupportedError) as error:
-            refused = error
-    if refused is not None and not uses:
-        raise refused
+            refusal = error
+    if refusal is not None and not uses:
+        raise refusal
     return min(uses, key=lambda use: max(use.device))
 
 
@@ -83,6 +79,12 @@ def _least(run: Run, placement: Placement, request: Request, layers: tuple[int, 
     if request.offload != OFF:  # the activations of one stage at a time
         kept = tuple(max(step.saved[stage] for stage in owned) for owned in placement.stages)
     return _use(run, step, step.held(kept), (0.0,) * placement.num_devices)
+
+
+def _of_order(run: Run, request: Request, layers: tuple[int, ...]) -> MemoryUse:
+    """Return the bytes of the requested family or schedule file."""
+    way = RunPrices(run, request).way(layers)
+    return _use(run, way.step, way.peaks, way.host)
 
 
 def _use(run: Run, step: PlannedStep, device: tuple[float, ...], activations: tuple[float, ...]) -> MemoryUse:

@@ -54,7 +54,7 @@ from megatron_pipemem.tools.planner.replay import (
     Replay,
     extended,
     measured,
-    same_passes,
+    replay_key,
     shortest,
 )
 from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN
@@ -403,7 +403,7 @@ class _Planner:
         cut, costs = group.run.parallelism, group.step.costs
         if costs.have_exchanges:
             costs = costs.of_computing(group.step.placement)
-        key = (order, cut.pp, cut.microbatches, moves_weights, same_passes(costs))
+        key = (order, cut.pp, cut.microbatches, moves_weights, replay_key(costs))
         if key not in self._times:
             passes = (order.name, cut.pp, cut.microbatches, order.chunks, costs)
             self._times[key] = measured(*passes, group.run.schedule.overlap_steps, moves_weights)

@@ -276,7 +276,7 @@ def family_options(chunks: int | None, slices: int = 1) -> dict[str, int]:
     return ({} if chunks is None else {"chunks": chunks}) | ({} if slices == 1 else {"slices": slices})
 
 
-def same_passes(costs: Costs) -> tuple[object, ...]:
+def replay_key(costs: Costs) -> tuple[object, ...]:
     """Return the costs that a replay depends on: all but those of offload and vocabulary passes."""
     links = tuple(sorted(costs.p2p.items())) if isinstance(costs.p2p, Mapping) else costs.p2p
     kept = None if costs.memory is None else tuple(costs.memory.get(kind) for kind in PLAIN)

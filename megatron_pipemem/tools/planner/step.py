@@ -293,21 +293,21 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
 
 
 def shared_out(
-    loads: Loads, stays: bool, placement: Placement, start: tuple[int, ...] | None = None
+    loads: Loads, has_mtp_on_last: bool, placement: Placement, start: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Return the number of layers of every stage by ``partition``, with multi-token prediction as one layer.
 
-    With ``start`` layers per stage, only the slowest rank gives layers away. With ``stays``, multi-token prediction is
-    on the stage of the head, and counts there.
+    With ``start`` layers per stage, only the slowest rank gives layers away. With ``has_mtp_on_last``, multi-token
+    prediction is on the stage of the head, and counts there.
     """
     from megatron_pipemem.model.partition import partition  # only here, because numpy takes long to load
 
     if start is not None:
-        start = (*start[:-1], start[-1] - stays)
+        start = (*start[:-1], start[-1] - has_mtp_on_last)
     # All replicas have the same layers per stage, and each replica has a stage on every device.
     alone = placement if placement.replicas == 1 else Placement.linear(placement.num_devices)
     counts = partition(loads, alone, start)
-    return (*counts[:-1], counts[-1] + stays)
+    return (*counts[:-1], counts[-1] + has_mtp_on_last)
 
 
 def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
@@ -335,8 +335,8 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
     parts = cut.parts([-(-cut.model.pieces // placement.model_stages) - 1] * cut.model.layers)
     first, last = cut.ends()
     # Multi-token prediction stays if all devices share the head, or if the placement is not round robin.
-    stays = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
-    if stays:
+    has_mtp_on_last = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
+    if has_mtp_on_last:
         last += parts.pop()
     loads = Loads(
         seconds=[part.seconds.total for part in parts],
@@ -350,7 +350,7 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
         least_first=cut.model.least_first,
         tied=[part in cut.model.tied_layers for part in range(len(parts))],
     )
-    return loads, stays
+    return loads, has_mtp_on_last
 
 
 @lru_cache(maxsize=1024)

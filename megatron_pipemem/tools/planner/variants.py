@@ -37,7 +37,7 @@ from megatron_pipemem.tools.config.runs import Run, ScheduleChoice
 from megatron_pipemem.tools.planner.early_weights import moves_weights
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, gather, logit_bytes
 from megatron_pipemem.tools.planner.repetition import Repetition
-from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, family_schedule, repeating, same_passes
+from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, family_schedule, repeating, replay_key
 from megatron_pipemem.tools.planner.slices import step_of
 from megatron_pipemem.tools.planner.step import PlannedStep, ends_seconds, price
 
@@ -183,7 +183,7 @@ class _PairCosts:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self._key = same_passes(costs), costs.forward_exchange, costs.backward_exchange
+        self._key = replay_key(costs), costs.forward_exchange, costs.backward_exchange
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _PairCosts) and self._key == other._key

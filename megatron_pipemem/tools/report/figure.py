@@ -39,7 +39,7 @@ _MARKER = 5.0
 _CHARACTERS = 36
 """Longest line of names that share a point, in characters."""
 _AROUND: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.3}}
-_NAMES: dict[bool, dict[str, Any]] = {
+_NAME_STYLES: dict[bool, dict[str, Any]] = {
     True: {"fontsize": 8.5, "color": "#202124", "fontweight": "bold", **_AROUND},
     False: {"fontsize": 7.0, "color": "#6f757b", **_AROUND},
 }
@@ -153,7 +153,7 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
         text = textwrap.fill(", ".join(label.text for label in group), _CHARACTERS)
         name = axes.annotate(
             text, (group[0].x, group[0].y), xytext=(0, 0), textcoords="offset points", ha="left", va="bottom",
-            annotation_clip=False, **_NAMES[group[0].is_main],
+            annotation_clip=False, **_NAME_STYLES[group[0].is_main],
         )  # fmt: skip
         size = name.get_window_extent(renderer)
         reach = min(group[0].farthest, math.hypot(right - left, top - bottom))

@@ -172,7 +172,7 @@ class DrawnRun:
         """
         schedule, origin = self.timeline.schedule, self.origin
         columns = []
-        for order, spans, levels in zip(schedule.orders, self.timeline.spans, self._held, strict=True):
+        for order, spans, levels in zip(schedule.orders, self.timeline.spans, self._memory_after, strict=True):
             starts, ends = [start - origin for start, _ in spans], [end - origin for _, end in spans]
             actions: Sequence[Action] = order
             if schedule.vocabulary_barriers:
@@ -204,7 +204,7 @@ class DrawnRun:
         return tuple(both for row in self.rows for both in pairwise(row) if both[0].action in pairs)
 
     @property
-    def _held(self) -> Sequence[Sequence[float]]:
+    def _memory_after(self) -> Sequence[Sequence[float]]:
         """Return the memory of each device after each action: as counted in a run, or computed from the costs."""
         schedule, costs = self.timeline.schedule, self.timeline.costs
         if self.timeline.measured.held is not None:

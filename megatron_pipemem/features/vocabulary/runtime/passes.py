@@ -202,7 +202,7 @@ class VocabularyPasses:
             others[instruction.action.kind](instruction)
             if stage == last and looks_ahead:
                 ahead = self._own_last_stage.ahead_gradient(microbatch)
-                self._embedding_gradients[microbatch] = self._held(ahead)
+                self._embedding_gradients[microbatch] = self._hold(ahead)
             if stage == first:
                 assert instruction.consumer_on_this_device is not None
                 self.take_embedding_gradient(
@@ -233,7 +233,7 @@ class VocabularyPasses:
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
         """Keep the output of the last stage until it is broadcast as the head's input."""
-        gathered = self._held(self._own_last_stage.gather_head_input(output))
+        gathered = self._hold(self._own_last_stage.gather_head_input(output))
         if gathered is not output:
             self._released(output)  # the backend that gathered it may free it a moment later
         self._head_inputs[microbatch] = gathered
@@ -255,14 +255,14 @@ class VocabularyPasses:
             self._released(gradient)
             return
         outgoing = torch.nn.functional.pad(gradient, (0, 0, 0, 1)) if looks_ahead else gradient.contiguous()
-        self._embedding_gradients[microbatch] = self._held(outgoing)
+        self._embedding_gradients[microbatch] = self._hold(outgoing)
         if outgoing is not gradient:
             self._released(gradient)  # the backend that gathered it may free it a moment later
 
     # Embedding
 
     def _look_up(self, microbatch: int) -> None:
-        self._partial_embeddings[microbatch] = self._held(self.layers.embedding(self.batch.tokens_of(microbatch)))
+        self._partial_embeddings[microbatch] = self._hold(self.layers.embedding(self.batch.tokens_of(microbatch)))
 
     def _reduce_embedding(self, microbatch: int) -> None:
         partial = self._partial_embeddings.pop(microbatch)
@@ -280,7 +280,7 @@ class VocabularyPasses:
             empty = torch.zeros if self._sums_for_both else torch.empty
             weight = self.layers.embedding.weight
             shape = (*tokens.shape, weight.size(1))
-            gradient = self._held(empty(shape, dtype=weight.dtype, device=tokens.device))
+            gradient = self._hold(empty(shape, dtype=weight.dtype, device=tokens.device))
         if self._sums_for_both:
             pending = collectives.all_sum(gradient, self.channels.pipeline)
         else:
@@ -298,7 +298,7 @@ class VocabularyPasses:
         x = self._head_inputs.pop(microbatch, None)
         if x is None:
             weight = self.layers.embedding.weight
-            x = self._held(self.batch.empty_for_head(microbatch, weight.size(1), dtype=weight.dtype))
+            x = self._hold(self.batch.empty_for_head(microbatch, weight.size(1), dtype=weight.dtype))
         self._sent_inputs[microbatch] = collectives.broadcast(x, self._last, self.channels.pipeline)
 
     def _score(self, microbatch: int) -> None:
@@ -307,7 +307,7 @@ class VocabularyPasses:
         scored = self._scored[microbatch] = self.layers.head(x, labels, self.trains)
         if isinstance(scored, HeadMicrobatch):
             for tensor in scored.tensors:
-                self._held(tensor)
+                self._hold(tensor)
 
     def _gather_statistics(self, microbatch: int) -> None:
         if self.batch.labels is None:
@@ -321,7 +321,7 @@ class VocabularyPasses:
             ranks, results = self.channels.shards.size(), Normalised.NUMBERS
             # One buffer for both, because the first of loss and input gradient combines. Its change in bytes would otherwise
             # depend on which comes first.
-            buffer = self._held(statistics.new_empty(ranks * statistics.size(0) + results, statistics.size(1)))
+            buffer = self._hold(statistics.new_empty(ranks * statistics.size(0) + results, statistics.size(1)))
             everyones = buffer[:-results].unflatten(0, (ranks, -1))
             pending = collectives.gather_statistics(statistics, everyones, self.channels.shards)
         if self.trains or self.device == self._last:
@@ -349,7 +349,7 @@ class VocabularyPasses:
         assert gradient is not None, "a training step has a gradient of its loss"
         parts = gradient.split([scored.losses.size(0) for scored in done.values()])
         for (unit, scored), part in zip(done.items(), parts, strict=True):
-            self._loss_gradients[unit] = own = self._held(scored.without_ignored(part))
+            self._loss_gradients[unit] = own = self._hold(scored.without_ignored(part))
             if isinstance(scored, OneBarrier):
                 self._factors[unit] = own
 
@@ -360,7 +360,7 @@ class VocabularyPasses:
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
         if gradient is None:
-            gradient = self._held(self.batch.empty_for_head(microbatch, dtype=torch.float32))
+            gradient = self._hold(self.batch.empty_for_head(microbatch, dtype=torch.float32))
         self._sent_loss_gradients[microbatch] = collectives.broadcast(gradient, self._last, self.channels.pipeline)
 
     def _head_gradients(self, microbatch: int) -> None:
@@ -369,10 +369,10 @@ class VocabularyPasses:
         gradient = self._sent_loss_gradients.pop(microbatch).wait()
         if isinstance(done, OneBarrier):
             if done.owes_input_gradient:  # its reduction comes later on this device, and its inputs are freed before
-                self._partial_input_gradients[microbatch] = self._held(done.input_gradient())
+                self._partial_input_gradients[microbatch] = self._hold(done.input_gradient())
             done.add_weight_gradient(gradient)
         else:
-            self._partial_input_gradients[microbatch] = self._held(done.gradients(gradient))
+            self._partial_input_gradients[microbatch] = self._hold(done.gradients(gradient))
         # Only the collectives still hold these tensors, for a time that varies.
         for tensor in (*done.tensors, gradient):
             self._released(tensor)
@@ -382,7 +382,7 @@ class VocabularyPasses:
         if partial is None:
             done = self._normalise(microbatch)
             assert isinstance(done, OneBarrier), "with two barriers, T has computed it"
-            partial = self._held(done.input_gradient())
+            partial = self._hold(done.input_gradient())
         pending = collectives.reduce_sum(partial, self._last, self.channels.pipeline)
         self._await(self._input_gradients, microbatch, pending, partial, self.device == self._last)
 
@@ -418,7 +418,7 @@ class VocabularyPasses:
         self._unawaited = [reduction for reduction in self._unawaited if not reduction.is_complete]
         self._unawaited.append(pending)
 
-    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.ledger is not None:
             self.ledger.hold(tensor)
         return tensor
