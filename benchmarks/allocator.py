@@ -1,4 +1,4 @@
-"""Predict what PyTorch's caching allocator takes of a GPU, without a GPU.
+"""Predict the memory that PyTorch's caching allocator takes of a GPU, without a GPU.
 
 One rank of a pipeline runs its program as in experiment B (``gpu/solo_rank.py``), at real size, but with fake tensors,
 which hold no memory. Every storage that is made and freed is noted. Two models of the allocator replay the notes: whole
@@ -6,9 +6,9 @@ segments, its default, and ``expandable_segments``. They follow the rules of ``C
 rounded up to 512 bytes; at most 1 MiB comes from segments of 2 MiB, less than 10 MiB from segments of 20 MiB, and more
 from a segment of its own; the smallest free block that is large enough is taken, and split; free neighbours are joined.
 
-Columns, over the predicted activations as in the table of experiment B: what the step allocates at most, what the
-allocator reserves, with expandable segments too, and the working memory of one action: the most that an action holds
-above the larger of its begin and its end. ``gaps`` is free memory at the peak of reserved memory, and the sizes
+Columns, over the predicted activations as in the table of experiment B: the peak of allocated memory; the peak of
+reserved memory, with expandable segments too; the working memory of one action, which is its peak above the larger of
+its begin and its end. ``gaps`` is free memory at the peak of reserved memory, and the sizes
 that did not fit into it.
 
     python benchmarks/allocator.py [--schedules 1f1b zbv] [--devices 8] [--hidden 4096] [--sequence 4096] [--layers 4]
@@ -149,7 +149,7 @@ class Event(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Bytes beside those that are allocated before the measured steps."""
+    """Bytes in addition to those that are allocated before the measured steps."""
 
     allocated: int
     reserved: int
@@ -161,7 +161,7 @@ BEGIN, END = "begin of a step", "end of a step"
 
 
 def replay(events: Iterable[Event], allocator: Allocator) -> Replay:
-    """Return what the steps after the first ``STEPS`` take."""
+    """Return the bytes that the steps after the first ``STEPS`` take."""
     blocks: dict[int, Block] = {}
     steps = permanent = begin = highest = working = 0
     for storage, nbytes, action in events:

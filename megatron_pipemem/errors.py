@@ -151,7 +151,7 @@ CODES = {
     "missing-gradient": "A split backward lost the gradient of a weight. Use a schedule with whole backwards, and report it.",
     "late-gradient": "A gradient came after its bucket was reduced. Drop `--overlap-grad-reduce`.",
     "graph-inputs": "A captured forward gets other inputs than in its capture. Keep microbatches alike, or capture nothing.",
-    "graph-model": "A replay would do less than the model's own passes. The message says what is missing.",
+    "graph-model": "A replay would do less than the model's own passes. The message names the missing part.",
     "graph-operator": "An operator within a captured pass cannot be replayed. Pass `--cuda-graph-impl none`.",
     "message-shape": "A tensor has another shape than its receiver expects. The message has the remedy.",
     "offload-device": "Activations can be offloaded from CUDA and CPU devices only.",

@@ -192,7 +192,7 @@ EXPLAINED = {
 SLICES = (1, 2, 4, 8)
 PAIRED = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")
 GRAPHS = {"local": "", "transformer_engine": "layers, by Transformer Engine", "full_iteration": "the step, by Megatron"}
-"""The values of Megatron's flag for CUDA graphs, with what is captured if it is not every pass."""
+"""The values of Megatron's flag for CUDA graphs, with the captured part if it is not every pass."""
 TRAVEL = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of F and I in which the tokens of experts travel."""
 SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
@@ -325,7 +325,7 @@ def table_of_pairs() -> str:
 
 
 def table_of_graphs() -> str:
-    """Return a Markdown table of what each value of Megatron's flag for CUDA graphs captures, by schedule."""
+    """Return a Markdown table of the passes that each value of Megatron's flag for CUDA graphs captures, by schedule."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for family in families():
         cells = tuple(_captured(Request(family.name), impl) for impl in GRAPHS)

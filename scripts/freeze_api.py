@@ -3,7 +3,7 @@
 python scripts/freeze_api.py
 
 ``tests/scripts/test_api.py`` compares the code with ``tests/scripts/api.txt``. A line that is gone or changed breaks
-somebody's script: CHANGELOG.md then says how to change.
+a user's script: CHANGELOG.md then says how to change it.
 """
 
 from __future__ import annotations

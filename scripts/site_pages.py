@@ -94,7 +94,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def list_for_models(pages: dict[str, str]) -> str:
-    """Return ``llms.txt``: what the project is, and each page with its question, as https://llmstxt.org asks."""
+    """Return ``llms.txt``: a summary, and each page with its question, in the format of https://llmstxt.org."""
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))} | pages
     start = texts.pop("index.md")
     lines = ["# megatron_pipemem", "", f"> {_first_sentence(start.split('\n\n')[1])}", "", "## Pages", ""]
@@ -182,7 +182,7 @@ def gallery_page(runs: dict[str, Timeline]) -> str:
         "# Gallery",
         "",
         "Every schedule runs on four devices with eight microbatches. F, I and W take equally long, and messages no time.",
-        "A peak of 1 is the peak of 1F1B's first device: equal stages, without what waits for W.",
+        "A peak of 1 is the peak of 1F1B's first device: equal stages, without inputs kept for W.",
         "Drag to move, press + and - to zoom, and point at an action.",
         "`pipemem show NAME -p 4 -m 8` draws the same.",
         "",

@@ -62,7 +62,7 @@ def release_activations(layers: Iterable[Any]) -> None:
 
 
 def logged_depths(config) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Return what Megatron's log of multi-token prediction needs on every rank that sums it, by the names in its tracker.
+    """Return the entries of Megatron's tracker that its log of multi-token prediction needs on every rank, by name.
 
     The first result has the shapes of the sums, the second one further values. ``dev`` sums other tensors than releases
     do, and a rank that lacked one of them would leave out a collective.

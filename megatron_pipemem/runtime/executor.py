@@ -279,8 +279,8 @@ class Progress:
         executor: of the last step, while it exists.
         position: index of the running action among the executor's instructions; ``None`` outside of a step.
         since: ``time.monotonic()`` when the action began, or when the step ended.
-        launched: an event of the GPU behind the last step; ``None`` on a CPU.
-        patience: seconds for which an action may run before the ranks say where they stand; ``None`` for ever.
+        launched: an event of the GPU after the last step; ``None`` on a CPU.
+        patience: seconds for which an action may run before the ranks report their positions; ``None`` without a limit.
     """
 
     steps: int = 0
@@ -300,7 +300,7 @@ class Progress:
         self.position, self.since = None, monotonic()
 
     def stands_still(self) -> bool:
-        """Return whether the running action, or the GPU behind the last step, takes longer than ``patience``.
+        """Return whether the running action, or the GPU's work of the last step, takes longer than ``patience``.
 
         It is true once for each place.
         """

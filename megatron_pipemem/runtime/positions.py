@@ -1,4 +1,4 @@
-"""Say where every rank stands when a run stands still: the running action, what it waits for, and since when.
+"""Report the position of every rank when a run stands still: the running action, the awaited message, and the seconds.
 
 Any rank asks all others: the one that gets SIGUSR2, or one that has stood still for most of the process group's time-out,
 before NCCL's watchdog ends it. The thread of ``runtime.first_failure`` answers, because the training thread may be
@@ -63,7 +63,7 @@ def _in_steps(rank: int, progress) -> str:
 
 
 class Board(Protocol):
-    """What is used here of a ``FailureBoard``, whose module asks this one."""
+    """The part of a ``FailureBoard`` that is used here. Its module imports this one."""
 
     @property
     def size(self) -> int: ...

@@ -1,4 +1,4 @@
-"""The model of PyTorch's caching allocator: its rules, against a slow model, and what a replay takes."""
+"""The model of PyTorch's caching allocator: its rules, against a slow model, and the bytes of a replay."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def forward_step(data, model):
 
 
 def likelihood_step(data, model):
-    """Compute from logits, over whole sequences, what reinforcement learning trains on. Here a token's neighbours count too."""
+    """Compute a loss of reinforcement learning from the logits of whole sequences. A token's neighbours count too."""
     batch = next(data)
     output = outputs(model, batch)
     if output.size(-1) != VOCABULARY:

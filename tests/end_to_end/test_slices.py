@@ -101,7 +101,7 @@ NIGHTLY = {
 def test_trains_as_stock(equals_stock, tmp_path_factory, name):
     """With experts and further tokens, their losses too, as they are logged."""
     schedule, ours, flags = CASES[name]
-    # Megatron's recomputation is not predicted to the byte, nor further tokens beside experts (0.1% too much).
+    # Megatron's recomputation is not predicted to the byte, nor further tokens with experts (0.1% too much).
     unpredicted = "by the model" in name or "further tokens with experts" in name
     nbytes = None if unpredicted else "bounded" if "experts" in name else "exact"
     has_losses = "experts" in name or "further" in name

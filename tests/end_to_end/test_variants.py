@@ -146,7 +146,7 @@ def test_what_launches_something_new_runs_for_one_hardware_queue(train_small, sc
 
 @pytest.mark.parametrize("profiler", [(), ("--use-pytorch-profiler",)])
 def test_profiles_and_saved_tensors_keep_the_usual_order(train_small, tmp_path, profiler):
-    """The rest of what-runs-where.md's table: a profile from the second step on, all that can be saved, and sniff tests."""
+    """The rest of what-runs-where.md's table: a profile from the second step on, all saved tensors, and sniff tests."""
     profiled = ("--profile", "--profile-step-start", "1", "--profile-step-end", "3", *profiler)
     saved = [part for what in SAVED for part in (f"--save-{what}-interval", "1")]
     written = ("--save", f"{tmp_path}/saved", "--memory-snapshot-path", f"{tmp_path}/memory", "--tensorboard-dir")

@@ -1,4 +1,4 @@
-"""The manifest of a run: what Kubernetes and Kubeflow's training operator ask of it, and the run in it."""
+"""The manifest of a run: the requirements of Kubernetes and of Kubeflow's training operator, and the run in it."""
 
 from __future__ import annotations
 

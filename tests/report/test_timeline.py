@@ -130,7 +130,7 @@ def _distance(vision: str, *shades: str) -> float:
 
 @pytest.mark.parametrize("vision", VISION)
 def test_kinds_and_chunks_stay_apart_under_colour_blindness(vision):
-    """Later chunks are told from first ones by their edge, which has the full colour of their kind."""
+    """Later chunks differ from first ones by their edge, which has the full colour of their kind."""
     for pair in combinations(COMPUTE, 2):
         assert _distance(vision, *(colour(kind) for kind in pair)) > 20, pair
         assert {outline(kind, 1) for kind in pair} == {colour(kind) for kind in pair} and outline(pair[0], 0) == ""

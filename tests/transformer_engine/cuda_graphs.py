@@ -2,7 +2,7 @@
 
 A capture takes memory from its pool, and memory that is given back to the pool is used by later captures, as on a GPU. So a
 replay overwrites the tensors of earlier graphs, and a wrong order of replays gives wrong values. Before a replay, the memory of
-its results is filled with NaN. What a capture does to memory is undone at its end, because a GPU computes nothing while it
+its results is filled with NaN. The memory is restored at the end of a capture, because a GPU computes nothing while it
 captures. Reading a value on the host raises, as on a GPU.
 """
 

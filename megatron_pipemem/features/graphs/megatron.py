@@ -50,9 +50,9 @@ class GraphedSteps(Extension):
     def __init__(self) -> None:
         self._graphs: GraphsOfStep | None = None
         self._kind: tuple[Any, ...] | None = None
-        """what the graphs depend on: order of passes, shape of messages, parameters that train, addresses of their memory"""
+        """The order of passes, shapes of messages, and trained parameters with their addresses, for which the graphs hold."""
         self._steps = 0
-        """without graphs, of this kind"""
+        """The number of steps without graphs, of this kind."""
         self._stream: torch.cuda.Stream | None = None
         """of the model, where it would have been the default one"""
         self._trackers: list[Any] = []

@@ -53,10 +53,10 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         reads = operator.overloadpacket in _HOST_QUERIES
         if reads or _draws(operator, args, kwargs or {}):
-            what = "the host reads a value of the device" if reads else "random numbers are drawn"
+            cause = "the host reads a value of the device" if reads else "random numbers are drawn"
             raise UnsupportedError(
                 "graph-operator",
-                f"{what} within a captured pass ({operator}), which a replay would not repeat; pass --cuda-graph-impl none",
+                f"{cause} within a captured pass ({operator}), which a replay would not repeat; pass --cuda-graph-impl none",
             )
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
@@ -199,7 +199,7 @@ class GraphsOfStep:
             self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture what ``run`` launches, replay it, and return the graph."""
+        """Capture the kernels that ``run`` launches, replay them, and return the graph."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self.is_capturing = True

@@ -1,4 +1,4 @@
-"""Keep what the slices of a sequence leave for one another: keys, values and their gradients, and losses of routers.
+"""Keep the tensors that the slices of a sequence share: keys, values and their gradients, and losses of routers.
 
 Slices run forward from the first to the last, and backward from the last to the first (arXiv 2406.03488, section 3.2).
 The keys (or values) of all slices are in one tensor. So attention reads those of earlier slices without a copy, and
@@ -29,7 +29,7 @@ class KeyValueCache:
         """Store a slice's keys (or values), and return those of this and earlier slices, ``[begin + tokens, ...]``.
 
         A recomputed slice stores the same values again. In the backward, the slice's gradient includes those of later
-        slices. What the result holds of tokens before ``since`` is not used, so its gradient is ignored.
+        slices. Tokens of the result before ``since`` are not used, so their gradient is ignored.
         """
         grown: torch.Tensor = _Append.apply(part, self, begin, since)
         return grown
@@ -74,7 +74,7 @@ class _Append(torch.autograd.Function):
 
 @dataclass(eq=False)
 class SequenceState:
-    """What the slices of one microbatch's sequences leave for one another in a chunk.
+    """The tensors that the slices of one microbatch's sequences share in a chunk.
 
     ``tokens`` is the length of a whole sequence. ``hold`` is called with each tensor that is kept in a cache.
     """

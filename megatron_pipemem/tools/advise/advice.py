@@ -201,7 +201,7 @@ def _candidates(
 def _worth_slicing(today: Way, ways: Mapping[str, Sequence[Way]], memory: float) -> list[Way]:
     """Return the ways with slices that are enough faster than the run and the fastest way without slices that fits.
 
-    The arguments are those of ``_proposals``. A run that does not fit is compared with nothing but what fits with room.
+    The arguments are those of ``_proposals``. A run that does not fit is only compared with ways that fit with room.
     """
     room = memory * (1 - ROOM)
     limit = room if today.peak > memory else max(room, today.peak * (1 + SAME_MEMORY))

@@ -238,7 +238,7 @@ def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
 
 
 def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
-    """Yield the printed answer: what to do with the words to copy, the compared rows, and the facts behind them.
+    """Yield the printed answer: the advice with the flags to copy, the compared rows, and the facts that led to it.
 
     ``measured`` is whether the user gave measured prices.
     """
@@ -349,7 +349,7 @@ def _addition(reading: Reading, way: Way) -> str:
 
 
 def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
-    """Return what the user should do, and the way whose words follow; ``None`` if the run should stay as it is."""
+    """Return the advice in words, and the way whose flags follow; ``None`` if the run should stay as it is."""
     today, best, where = advice.today, advice.best, reading.consumer.where
     if advice.verdict == "overlap":
         return (
@@ -358,14 +358,14 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
         )
     if best is None:
         if advice.fails is not None:
-            return "only do what makes it start; add:", today
+            return "only make it start; add:", today
         return "stay as you are: no schedule that fits with room is 1% faster, and the run has room", None
     reason = _reason(best, advice)
     if best.is_stock or where is not None:
-        what = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
+        advised = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
             advice.verdict, "stay with Megatron's own schedule" if best.is_stock else where
         )
-        return f"{reason}{what}{'; add' * best.is_stock}:", best
+        return f"{reason}{advised}{'; add' * best.is_stock}:", best
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
     return f"{reason}{start}add:", best
 

@@ -63,7 +63,7 @@ def schedules(
 
     The sizes are 8 devices and 32 microbatches, or those that you give; F, I and W take equally long, and messages no
     time. The bubble is the share of a step in which the busiest device idles. The peak is a share of 1F1B's first
-    device, with equal stages, without what waits for W. Asynchronous schedules update weights in the middle of a step,
+    device, with equal stages, without inputs kept for W. Asynchronous schedules update weights in the middle of a step,
     so they train differently from all others.
 
     Examples:

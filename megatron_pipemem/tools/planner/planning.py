@@ -208,7 +208,7 @@ class _Planner:
     def best(self, count: int) -> list[Way]:
         """Return the next ``count`` plans, the fastest first; fewer if no entry is left.
 
-        Plans with slices that nobody has asked for are kept if they are enough faster than the fastest plan without slices.
+        Plans with slices that were not requested are kept if they are enough faster than the fastest plan without slices.
         """
         plans: list[Way] = []
         sliced: list[Way] = []  # until the fastest plan without slices is known

@@ -39,7 +39,7 @@ class _Lane:
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """A step whose middle repeats: what it runs before the block, in the block, and after it, in the order of the waits."""
+    """A step whose middle repeats: its actions before, in and after the block, in the order of the waits."""
 
     schedule: Schedule
     dependencies: Dependencies
@@ -48,7 +48,7 @@ class Repetition:
     block: Sequence[Step]
     after: Sequence[Step]
     lanes: Sequence[_Lane]
-    depth: int  # the number of blocks before a block, for whose results the block or what follows waits
+    depth: int  # the number of blocks before a block for whose results the block, or an action after it, waits
 
     @classmethod
     def of(cls, shorter: Schedule, longer: Schedule, waits: Callable[[], Dependencies]) -> Repetition | None:
@@ -204,7 +204,7 @@ def _cut(regions: Sequence[tuple[range, int]], dependencies: Dependencies) -> li
 
 
 def _depth(lanes: Sequence[_Lane], dependencies: Dependencies) -> int | None:
-    """Return how many blocks before a block have results for which it waits, or what follows it; at least 1.
+    """Return the number of blocks before a block for whose results it, or an action after it, waits; at least 1.
 
     It is ``None`` if the block waits for an action after it, or for others than the block before it does.
     """

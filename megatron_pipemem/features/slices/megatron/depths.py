@@ -1,4 +1,4 @@
-"""Multi-token prediction in sequence slices: at its end, what is rolled to the left gets the next slice's first tokens.
+"""Multi-token prediction in sequence slices: tensors that roll to the left take the next slice's first tokens at their end.
 
 Hidden states are used at their own positions only, so no slice waits for a later one. Tokens, positions, labels and masks
 of whole sequences are known to the stage. A loss is divided by the tokens of the whole sequence.
@@ -17,9 +17,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.runtime import SlicePart
 
 _OF_LAYER = ("input_ids", "position_ids")
-"""What a layer of multi-token prediction rolls, in its order."""
+"""The arguments that a layer of multi-token prediction rolls, in its order."""
 _OF_LOSS = ("labels", "loss_mask")
-"""What the losses of all depths roll, in their order."""
+"""The arguments that the losses of all depths roll, in their order."""
 
 
 class SlicedDepths:
@@ -57,7 +57,7 @@ class SlicedDepths:
         self._names = iter([name for name in _OF_LAYER if name in self._whole])
 
     def roll(self, roll_tensor: Callable, tensor: torch.Tensor, part: SlicePart) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a slice of what Megatron's ``roll_tensor`` returns for the whole sequence, and the sum of the whole."""
+        """Return a slice of the result of Megatron's ``roll_tensor`` for the whole sequence, and the sum of that result."""
         name = next(self._names, None)
         if name is None:
             self._names = cycle(_OF_LOSS)

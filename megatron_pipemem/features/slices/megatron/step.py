@@ -54,7 +54,7 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 class _SliceEnds(BaseException):
     """Leave the forward step after the model has returned logits: only the step of the last slice goes on, with all of them.
 
-    With losses the step comes to its end. Megatron's own step measures stragglers, and would log an exception.
+    A step that computes losses runs to its end. Megatron's own step measures stragglers, and would log an exception.
     """
 
 
@@ -157,7 +157,7 @@ class SlicedModel:
         return bound.args, bound.kwargs
 
     def roll(self, roll_tensor: Callable, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what Megatron's ``roll_tensor`` is to return for the slice that runs now; ``None`` if none runs."""
+        """Return the result of Megatron's ``roll_tensor`` for the slice that runs now; ``None`` if none runs."""
         return None if self._part is None or tensor is None else self._depths.roll(roll_tensor, tensor, self._part)
 
     def _pass_on(self, module: torch.nn.Module, arguments: tuple, output: torch.Tensor):
@@ -283,8 +283,8 @@ class SlicedStage(ChunkStage):
     + i``.
 
     Each slice calls the user's forward step, which reads the same batch each time. With the last slice, the model of the
-    last stage returns its outputs for all slices. So the loss, its report and what the step computes from the outputs are
-    those of whole sequences. The steps of other slices end at the model's logits, or get zeros for losses.
+    last stage returns its outputs for all slices. So the loss, its report and all other results of the step
+    are those of whole sequences. The steps of other slices end at the model's logits, or get zeros for losses.
     """
 
     sliced: SlicedModel = field(kw_only=True)
