@@ -49,9 +49,9 @@ MODEL = replace(load("llama3-70b", Model), sequence=SEQUENCE)
 CLUSTER = load("h100-80g", Cluster)
 SHARDS = Execution(tp=TP, sequence_parallel=True, implementation="transformer_engine")
 EXECUTIONS = {
-    "gathered": replace(SHARDS, weight_inputs="gathered"),
+    "gathered": replace(SHARDS, wgrad_inputs="gathered"),
     "shards": SHARDS,
-    "shards, head in I": replace(SHARDS, early_weights="head"),
+    "shards, head in I": replace(SHARDS, early_wgrad="head"),
     "no sequence parallelism": replace(SHARDS, sequence_parallel=False),
 }
 EXPERTS = Execution(ep=8, implementation="transformer_engine")
@@ -104,7 +104,7 @@ def early_bytes() -> list[tuple[str, ...]]:
     lines = []
     for name, execution in MIXTURES.items():
         model = replace(load(name, Model), sequence=SEQUENCE)
-        kept = [layer_bytes(model, replace(execution, early_weights=setting), model.main_kind) for setting in EARLY[:2]]
+        kept = [layer_bytes(model, replace(execution, early_wgrad=setting), model.main_kind) for setting in EARLY[:2]]
         lines.append((name, *(f"{nbytes / 2**20:.0f}" for nbytes in (kept[0].saved, *(k.after_input for k in kept)))))
     return lines
 
@@ -114,7 +114,7 @@ def early_shares(devices: int = 8) -> list[tuple[str, ...]]:
     lines = []
     for name, execution in MIXTURES.items():
         model = replace(load(name, Model), sequence=SEQUENCE)
-        costs = [from_formulas(model, replace(execution, early_weights=setting), CLUSTER).costs() for setting in EARLY]
+        costs = [from_formulas(model, replace(execution, early_wgrad=setting), CLUSTER).costs() for setting in EARLY]
         for schedule in SCHEDULES[1:]:
             ours, first = build(schedule, devices), build("1f1b", devices)
             held = [max(peaks(ours, prices)) / max(peaks(first, prices)) for prices in (None, *costs)]
@@ -135,7 +135,7 @@ def ways(name: str, devices: int) -> dict[str, Held]:
     """Return what `zb-h1` holds, as published and with the changes of `WAYS`."""
     model, execution = public(name)
     published, first = build("zb-h1", devices), build("1f1b", devices)
-    early = replace(execution, early_weights="head,experts_fc2" if model.experts else "head")
+    early = replace(execution, early_wgrad="head,experts_fc2" if model.experts else "head")
     costs, of_early = (from_formulas(model, cut, CLUSTER).costs() for cut in (execution, early))
     whole = max(peaks(first, costs))
 

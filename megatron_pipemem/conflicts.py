@@ -35,7 +35,7 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "searched slices": lambda request: max(request.slice_counts) > 1,
     "slices": lambda request: request.slices > 1,
     "pairs": lambda request: request.pairs,
-    "layerwise": lambda request: request.random == LAYERWISE,
+    "layerwise": lambda request: request.rng == LAYERWISE,
     "graphs": lambda request: request.graphs,
     "search": lambda request: request.searches,
     "recomputation": lambda request: request.may_recompute,
@@ -68,7 +68,7 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "offload": "this package cannot add offload or recomputation to Megatron's own schedule; name another one, for "
         "example --pipemem-schedule 1f1b, or use Megatron's own flags",
         "vocabulary": "Megatron's own schedules have no passes for a cut vocabulary; use a schedule of this package, "
-        "or pass --pipemem-vocab-parallel off",
+        "or pass --pipemem-vocab-cut off",
         "single queue": "--pipemem-single-queue orders schedules of this package, and stock is Megatron's own; leave one of "
         "them out",
         "weights": "--pipemem-microbatch-costs orders microbatches for schedules of this package, and stock is Megatron's own; "
@@ -78,22 +78,22 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
     },
     "pieces": {
         "whole vocabulary": "--pipemem-vocab-piece-tokens needs an LM head that is cut over the pipeline; pass "
-        "--pipemem-vocab-parallel 1, 2 or auto, or leave --pipemem-vocab-piece-tokens out",
+        "--pipemem-vocab-cut 1, 2 or auto, or leave --pipemem-vocab-piece-tokens out",
     },
     "vocabulary": {
         "offload": "offload and recomputation are not planned together with vocabulary passes; pass "
-        "--pipemem-vocab-parallel off, or --pipemem-offload off and --pipemem-recompute none with Megatron's --recompute-*",
+        "--pipemem-vocab-cut off, or --pipemem-offload off and --pipemem-recompute none with Megatron's --recompute-*",
     },
     "asynchronous": {
         "offload": _NOT_IN_FLIGHT + "--pipemem-offload off and --pipemem-recompute none",
-        "vocabulary": _NOT_IN_FLIGHT + "--pipemem-vocab-parallel off",
+        "vocabulary": _NOT_IN_FLIGHT + "--pipemem-vocab-cut off",
         "profile": _NOT_IN_FLIGHT + "--pipemem-costs unit or a file",
         "weights": "schedule {schedule!r} runs forwards of the next step, whose microbatches have no costs yet; drop "
         "--pipemem-microbatch-costs, or use a synchronous schedule",
     },
     "overlap": {
         "vocabulary": _NEEDS_BARRIER
-        + "all ranks compute every microbatch's logits together; pass --pipemem-vocab-parallel off",
+        + "all ranks compute every microbatch's logits together; pass --pipemem-vocab-cut off",
         "host": _NEEDS_BARRIER
         + "offloaded activations are counted per whole step; pass --pipemem-offload off, and use a "
         "schedule that does not offload by itself",
@@ -122,11 +122,11 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "asynchronous": _NOT_WITH_PAIRS.format("asynchronous schedules", "use a synchronous schedule"),
         "offload": _NOT_WITH_PAIRS.format("offload and recomputation by the schedule", "pass --pipemem-offload off"),
         "host": _NOT_WITH_PAIRS.format("offload", "use a schedule that does not offload by itself"),
-        "vocabulary": _NOT_WITH_PAIRS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
+        "vocabulary": _NOT_WITH_PAIRS.format("a cut vocabulary", "pass --pipemem-vocab-cut off"),
         "overlap": _NOT_WITH_PAIRS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
         "weights": _NOT_WITH_PAIRS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
         "slices": _NOT_WITH_PAIRS.format("sequence slices", "use a schedule without slices"),
-        "layerwise": _NOT_WITH_PAIRS.format("random numbers per layer", "pass --pipemem-random stock"),
+        "layerwise": _NOT_WITH_PAIRS.format("random numbers per layer", "pass --pipemem-rng stock"),
     },
     "graphs": {
         "asynchronous": _NOT_WITH_GRAPHS.format("asynchronous schedules", "use a synchronous schedule"),
@@ -135,7 +135,7 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "recomputation": _NOT_WITH_GRAPHS.format(
             "recomputation by the schedule", "use a schedule that does not recompute"
         ),
-        "vocabulary": _NOT_WITH_GRAPHS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
+        "vocabulary": _NOT_WITH_GRAPHS.format("a cut vocabulary", "pass --pipemem-vocab-cut off"),
         "profile": _NOT_WITH_GRAPHS.format("measured costs of the passes", "pass --pipemem-costs unit or a file"),
         "overlap": _NOT_WITH_GRAPHS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
         "weights": _NOT_WITH_GRAPHS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
@@ -144,7 +144,7 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         ),
         "slices": _NOT_WITH_GRAPHS.format("sequence slices", "use a schedule without slices"),
         "pairs": _NOT_WITH_GRAPHS.format("forwards and backwards in pairs", "drop --overlap-moe-expert-parallel-comm"),
-        "layerwise": _NOT_WITH_GRAPHS.format("random numbers per layer", "pass --pipemem-random stock"),
+        "layerwise": _NOT_WITH_GRAPHS.format("random numbers per layer", "pass --pipemem-rng stock"),
         "search": _NOT_WITH_GRAPHS.format("a searched schedule", "name a family or a schedule file"),
     },
 }
@@ -220,7 +220,7 @@ def check(request: Request) -> Request:
         from megatron_pipemem.schedule.schedule_file import schedule_of_file
 
         file = schedule_of_file(name, None if cap is None or request.plans_offload else cap.amount)
-        check_barriers(name, file.vocabulary_barriers, request.vocab_parallel)
+        check_barriers(name, file.vocabulary_barriers, request.vocab_cut)
         request = replace(request, file=file)
         if file.vocabulary_barriers:
             request = request.decided(file.vocabulary_barriers)
@@ -263,16 +263,16 @@ def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) 
         raise UnsupportedError("bad-choice", f"period of a search must be true or false, not {shortened(period)}")
 
 
-def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Refuse a schedule with vocabulary passes of another algorithm than the flag ``vocab_parallel`` asks for.
+def check_barriers(name: str, barriers: int, vocab_cut: str) -> None:
+    """Refuse a schedule with vocabulary passes of another algorithm than the flag ``vocab_cut`` asks for.
 
     A schedule with 0 barriers has no vocabulary passes yet, so those of any algorithm can be added.
     """
-    if barriers and vocab_parallel not in (AUTO, str(algorithm_of(barriers))):
+    if barriers and vocab_cut not in (AUTO, str(algorithm_of(barriers))):
         raise UnsupportedError(
             "conflicting-options",
-            f"{name} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "
-            f"{algorithm_of(barriers)}, not {vocab_parallel}",
+            f"{name} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-cut "
+            f"{algorithm_of(barriers)}, not {vocab_cut}",
         )
 
 

@@ -58,7 +58,7 @@ CODES = {
     "not-json": "A file is not JSON. The message names line and column.",
     "not-on-cpu": "A layer or kernel exists on GPUs only. Pass the flag that the message names.",
     "not-yaml": "A file or an override is not YAML. The message names the place.",
-    "old-key": "A key of an earlier version. The message has the one to write.",
+    "old-key": "A key or flag of an earlier version. The message has the one to write.",
     "other-model": "A profile is of another model than the run's. Profile the run's.",
     "other-version": "A function of Megatron-Core or Transformer Engine is missing or has changed. Install a tested version.",
     "plan-differs": "A flag contradicts the file of `--pipemem-plan`. Leave the flag out, or plan with it.",
@@ -141,7 +141,7 @@ CODES = {
     "unsupported-placement": "A feature needs stages on other devices. Use another schedule, or leave the feature out.",
     "unsupported-setting": "A setting of Megatron excludes the schedule. Change it as the message says.",
     "vocabulary-forward-step": "The forward step hides tokens or losses from the vocabulary passes. The message says which.",
-    "vocabulary-model": "Head or embedding cannot be cut over the pipeline. Pass `--pipemem-vocab-parallel off`.",
+    "vocabulary-model": "Head or embedding cannot be cut over the pipeline. Pass `--pipemem-vocab-cut off`.",
     # During a run
     "batch-changes": "The number of microbatches changes while some are in flight. Drop `--rampup-batch-size`.",
     "cannot-profile": "The layers cannot be measured here. Give `--formulas`, or profile as the message says.",

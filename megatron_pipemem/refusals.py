@@ -263,7 +263,7 @@ VOCABULARY = Refusals(
         "it computes in",
         "init_model_with_meta_device": "the shards take their first values from the whole matrices",
     },
-    ", or pass --pipemem-vocab-parallel off",
+    ", or pass --pipemem-vocab-cut off",
 )
 _COUNTS = "counts the tokens of every expert of a layer in a step, and with two replicas of the layer each counts half; drop it"
 _TWO_QUANTISED = "ranks cannot exchange quantised weights, so the replicas would begin with different values"
@@ -376,16 +376,14 @@ SLICED = Refusals(
 )
 VOCABULARY_SLICED = Refusals(
     " in sequence slices with vocabulary parallelism",
-    {
-        "mtp_num_layers": "the cut head gets the labels of all depths for whole sequences; pass --pipemem-vocab-parallel off"
-    },
+    {"mtp_num_layers": "the cut head gets the labels of all depths for whole sequences; pass --pipemem-vocab-cut off"},
     ", or take a schedule without sequence slices",
 )
 LAYERWISE_SLICED = Refusals(
     " in sequence slices with layerwise random numbers",
     {
         "hidden_dropout": "a slice draws a mask of its own, where stock draws one for the whole sequence, and with sequence "
-        "parallelism for other tokens of it on each rank; pass --hidden-dropout 0, or --pipemem-random stock",
+        "parallelism for other tokens of it on each rank; pass --hidden-dropout 0, or --pipemem-rng stock",
     },
     ", or take a schedule without sequence slices",
 )

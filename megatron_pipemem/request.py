@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_bytes, parse_c
 from megatron_pipemem.schedule.options import (
     AUTO,
     COUNT,
-    EARLY_WEIGHTS,
+    EARLY_WGRAD,
     MESSAGE_SHAPES,
     OFF,
     OFFLOAD,
@@ -32,12 +32,12 @@ from megatron_pipemem.schedule.options import (
     STOCK,
     TOKENS,
     VOCABULARY,
-    WEIGHT_INPUTS,
+    WGRAD_INPUTS,
     RandomStreams,
     SliceCut,
     VocabularyCut,
-    WeightInputs,
-    early_weights,
+    WgradInputs,
+    early_wgrad,
     searched_placements,
     slice_counts,
 )
@@ -74,6 +74,17 @@ class Flag:
     """Whether the flag is given once for every ``KEY=VALUE``."""
     page: str = ""
     """The page of the documents about the flag."""
+
+
+FORMER_NAMES = MappingProxyType(
+    {
+        "early_weights": "early_wgrad",
+        "random": "rng",
+        "vocab_parallel": "vocab_cut",
+        "weight_inputs": "wgrad_inputs",
+    }
+)
+"""The names of fields by those of earlier versions, which are refused."""
 
 
 @cache
@@ -135,7 +146,7 @@ def _sent(flag: str, value: Any) -> str | int:
 
 
 def _early(flag: str, value: Any) -> str:
-    early_weights(value, 0, 0)  # refuses other modules
+    early_wgrad(value, 0, 0)  # refuses other modules
     return value
 
 
@@ -209,7 +220,7 @@ class ScheduleOptions:
     options: dict[str, Any] = _field(
         {}, "option of the schedule, for example group_size=6", "KEY=VALUE", name="--pipemem-option", repeated=True
     )
-    vocab_parallel: VocabularyCut = _field(
+    vocab_cut: VocabularyCut = _field(
         OFF,
         "cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in flight) "
         "or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: off, 1 or 2, chosen by the "
@@ -217,24 +228,24 @@ class ScheduleOptions:
         choices=VOCABULARY,
         page="vocabulary.md",
     )
-    weight_inputs: WeightInputs = _field(
+    wgrad_inputs: WgradInputs = _field(
         AUTO,
         "how inputs of linear layers are kept until W under sequence parallelism: sharded: this rank's shard, which is "
         "gathered again for W; gathered: the whole input; auto (default): sharded if the tensor-parallel ranks share a "
         "node",
-        choices=WEIGHT_INPUTS,
+        choices=WGRAD_INPUTS,
         page="../benchmarks/notes/gpus.md#what-waits-for-w",
     )
-    early_weights: str = _field(
+    early_wgrad: str = _field(
         AUTO,
         "modules whose weight gradients are computed in I, so that their inputs are not kept until W; auto (default): the "
         "second matrix of experts that are narrower than the model, and W of all modules run earlier where a rank would "
         "otherwise hold more than any rank under 1f1b",
-        f"auto|none|{','.join(EARLY_WEIGHTS)}",
+        f"auto|none|{','.join(EARLY_WGRAD)}",
         read=_early,
         page="../benchmarks/notes/gpus.md#what-waits-for-w",
     )
-    random: RandomStreams = _field(
+    rng: RandomStreams = _field(
         STOCK,
         "source of initial weights and dropout: stock: Megatron's streams of every rank; layerwise: the seed, the "
         "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
@@ -394,7 +405,7 @@ class Request(ScheduleOptions):
     def decided(self, barriers: int) -> Request:
         """Return a copy of the request with 1 or 2 vocabulary barriers, or with an uncut vocabulary (0)."""
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
-        return replace(self, vocab_parallel=cut)
+        return replace(self, vocab_cut=cut)
 
     def without_offload(self) -> Request:
         """Return a copy without offload, recomputation and cap, if the request asks for offload or recomputation, or itself.
@@ -412,7 +423,7 @@ class Request(ScheduleOptions):
     @property
     def barriers(self) -> int:
         """Return the number of vocabulary barriers; 0 if the vocabulary is not cut, or ``auto`` is not decided yet."""
-        return 0 if self.vocab_parallel in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(self.vocab_parallel)]
+        return 0 if self.vocab_cut in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(self.vocab_cut)]
 
     @property
     def outputs(self) -> list[Path]:
@@ -423,7 +434,7 @@ class Request(ScheduleOptions):
     @property
     def cuts_vocabulary(self) -> bool:
         """Return whether embedding and LM head are, or may be, cut over the pipeline's ranks."""
-        return self.vocab_parallel != OFF
+        return self.vocab_cut != OFF
 
     @property
     def searches_period(self) -> bool:

@@ -115,7 +115,7 @@ WORDS = {
     "searched slices": "several numbers of `slices`",
     "slices": "sequence slices",
     "pairs": "`--overlap-moe-expert-parallel-comm`",
-    "layerwise": "`--pipemem-random layerwise`",
+    "layerwise": "`--pipemem-rng layerwise`",
     "graphs": "a CUDA graph per pass",
     "search": "`auto`",
     "recomputation": "recomputation by the schedule",
@@ -150,7 +150,7 @@ FLAGS = {
         "plan",
         "overlap-steps",
         "single-queue",
-        "random",
+        "rng",
         "slice-cut",
     ),
     "Memory": (
@@ -158,10 +158,10 @@ FLAGS = {
         "offload-option",
         "host-memory",
         "recompute",
-        "vocab-parallel",
+        "vocab-cut",
         "vocab-piece-tokens",
-        "weight-inputs",
-        "early-weights",
+        "wgrad-inputs",
+        "early-wgrad",
     ),
     "Data and reports": ("microbatch-costs", "message-shapes", "trace"),
 }
@@ -224,7 +224,7 @@ def _memory(implementation: str) -> Costs:
 def _peaks(run: Timeline) -> list[float]:
     """Return the peak in activation units, and then its share of 1F1B's bytes for each implementation of layers.
 
-    W of a family's schedule run earlier as with ``--pipemem-early-weights auto``.
+    W of a family's schedule run earlier as with ``--pipemem-early-wgrad auto``.
     """
     device_peaks, is_family = [run.peak], any(run.schedule.name == known.name for known in families())
     for layers in LAYERS.values():

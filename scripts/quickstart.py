@@ -3,7 +3,7 @@
 ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR] [--verbose]
 
 Every run starts from scratch, with dropout, and reads the same text: the sources of Python's own asyncio package.
-Initial weights and dropout are drawn by layer (--pipemem-random layerwise), so they do not depend on the layer's rank.
+Initial weights and dropout are drawn by layer (--pipemem-rng layerwise), so they do not depend on the layer's rank.
 Losses are compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently. Their losses are
 compared with a run of their update rule in one process. Results are in OUTPUT/summary.json, with a log and pictures of
 every run.
@@ -73,7 +73,7 @@ TRAINING = {
     "--lr-decay-style": "constant",
     "--clip-grad": 0,
     "--seed": 1234,
-    "--pipemem-random": "layerwise",
+    "--pipemem-rng": "layerwise",
     "--eval-iters": 1,
     "--eval-interval": 1000,
     "--log-interval": 1,

@@ -391,7 +391,7 @@ def train(case: Case) -> list[str]:
     if case.passes:
         more = {"cuda_graph_warmup_steps": STEPS - 2}
     if not stock:
-        megatron_pipemem.enable(case.schedule, vocab_parallel=case.vocabulary, pairs=case.pairs, graphs=case.passes)
+        megatron_pipemem.enable(case.schedule, vocab_cut=case.vocabulary, pairs=case.pairs, graphs=case.passes)
     try:
         open_pipelines(devices, chunks, experts=2 if case.experts else 1, graph=case.graph)
         config = make_config(size, devices, chunks, case.layers, finalize_model_grads_func=finalize_model_grads, **more)

@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS
 
 EARLIER_WEIGHTS = (
     "W run earlier than in the schedule as published, because a rank would otherwise hold more bytes than any rank under "
-    "1f1b; --pipemem-early-weights none changes it"
+    "1f1b; --pipemem-early-wgrad none changes it"
 )
 """The note on a schedule whose W have moved (``with_earlier_weights``)."""
 

@@ -75,7 +75,7 @@ FEATURES = (
     FeatureSpec("graphs", lambda request: request.graphs),
     FeatureSpec("pairs", lambda request: request.pairs),
     FeatureSpec("vocabulary", lambda request: request.cuts_vocabulary),
-    FeatureSpec("layerwise", lambda request: request.random == LAYERWISE, Position.LAST),
+    FeatureSpec("layerwise", lambda request: request.rng == LAYERWISE, Position.LAST),
 )
 """All features of this package, in the order in which a step calls their extensions."""
 

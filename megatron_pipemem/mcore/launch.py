@@ -26,7 +26,7 @@ from megatron_pipemem.logs import logger, show_log, tell
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.part_costs import prices_of
 from megatron_pipemem.refusals import flag_values
-from megatron_pipemem.request import Request, flags_of
+from megatron_pipemem.request import FORMER_NAMES, Request, flags_of
 from megatron_pipemem.runtime.first_failure import watch_job
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
@@ -126,6 +126,10 @@ def _resembles_ours(argument: str) -> bool:
 def _check_known(flag: str, flags: list[str]) -> None:
     """Raise an UnsupportedError if ``flag``, which no parser took, begins like or resembles a ``--pipemem-*`` flag."""
     ours = flag.startswith("--pipemem")
+    new_name = FORMER_NAMES.get(flag.removeprefix("--pipemem-").replace("-", "_"))
+    if ours and new_name is not None:
+        new_flag = flags_of(Request)[new_name].name
+        raise UnsupportedError("old-key", f"{flag} is a flag of an earlier version; write {new_flag}")
     if flag.startswith("-") and (near := get_close_matches(flag, flags, n=1, cutoff=0.6 if ours else _NEAR)):
         raise UnsupportedError("unknown-flag", f"unknown flag {flag}; did you mean {near[0]}?")
     if ours:
@@ -168,7 +172,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
         check_devices_of_file(file, p)
     check_gates(Wish(request, flag_values(flags)))
     placements = cut_flags.possible_placements(flags, request.schedule, request.options, p, layers, file)
-    pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_parallel == OFF)
+    pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_cut == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.given_pattern(flags)[1]
     if layout.is_cut(written):
         cut_flags.check_experts(flags, written, placements[0])

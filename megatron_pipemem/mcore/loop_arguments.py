@@ -58,7 +58,7 @@ def iteration_and_seed() -> tuple[int, int]:
         raise UnsupportedError(
             "needs-megatron-loop",
             "layerwise random numbers need the seed and the iteration of Megatron's own training loop, and this program does "
-            "not use it; leave random='layerwise' out, and begin from a checkpoint to compare schedules",
+            "not use it; leave rng='layerwise' out, and begin from a checkpoint to compare schedules",
         )
     seed = arguments.seed
     if arguments.data_parallel_random_init:

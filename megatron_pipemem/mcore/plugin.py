@@ -128,7 +128,7 @@ def _pricing(run: _ExtensionParts) -> list[Extension]:
     pricing: list[Extension] = []
     request, programs = run.request, run.programs
     splits = request.family is not None and request.family.splits_backward
-    if splits and request.early_weights == AUTO and not request.plans_offload:
+    if splits and request.early_wgrad == AUTO and not request.plans_offload:
         from megatron_pipemem.mcore.step.predicted_bytes import PredictedBytes
 
         pricing.append(PredictedBytes(request))

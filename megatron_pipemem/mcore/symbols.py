@@ -112,7 +112,7 @@ class Symbol:
 
     def _tested(self) -> str:
         if self._is_of_te:
-            return "install a version of the support matrix, or pass --pipemem-weight-inputs gathered, which needs none of it"
+            return "install a version of the support matrix, or pass --pipemem-wgrad-inputs gathered, which needs none of it"
         return f"megatron_pipemem is tested with megatron-core {', '.join(TESTED_VERSIONS)}; install one of these"
 
     @property
@@ -269,7 +269,7 @@ _FILES_OF_RANKS = ("checkpoints of `--ckpt-format torch`",)
 _REPORTED = ("reports and traces",)
 _OVERLAPPED = ("steps without a barrier",)
 _ASYNCHRONOUS = ("asynchronous schedules",)
-_LAYERWISE = ("`--pipemem-random layerwise`",)
+_LAYERWISE = ("`--pipemem-rng layerwise`",)
 _LOGGED = ("numbers in the log",)
 _REDUCED = ("sums of gradients during a step",)
 

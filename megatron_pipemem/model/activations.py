@@ -488,7 +488,7 @@ def _input_is_shard(matrix: Matrix, execution: Execution) -> bool:
 
     W then gathers the input again.
     """
-    kept = execution.weight_inputs == "sharded" or execution.implementation == "local"
+    kept = execution.wgrad_inputs == "sharded" or execution.implementation == "local"
     return kept and _is_gathered(matrix, "columns")
 
 
@@ -497,7 +497,7 @@ def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
 
     A gradient that is quantised while it is gathered is kept whole.
     """
-    return execution.weight_inputs == "sharded" and execution.fp8 == "none" and _is_gathered(matrix, "rows")
+    return execution.wgrad_inputs == "sharded" and execution.fp8 == "none" and _is_gathered(matrix, "rows")
 
 
 def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:

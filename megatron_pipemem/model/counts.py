@@ -26,7 +26,7 @@ from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.layout import PATTERN_ARGUMENT
 from megatron_pipemem.model.model import Execution, Model, Sublayer
 from megatron_pipemem.part_costs import Passes
-from megatron_pipemem.schedule.options import EarlyWeights, early_weights
+from megatron_pipemem.schedule.options import EarlyWgrad, early_wgrad
 
 SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
 DELTA_RULE = 8  # likewise of a gated delta net
@@ -72,10 +72,10 @@ class Matrix:
         return self.inputs / ((self.ranks or tp) if self.cut == "rows" else 1)
 
 
-def early_modules(model: Model, execution: Execution) -> frozenset[EarlyWeights]:
+def early_modules(model: Model, execution: Execution) -> frozenset[EarlyWgrad]:
     """Return the modules of a model whose weight gradients pass I computes, and not W."""
     width = model.expert_width / execution.expert_tp if model.experts else 0
-    return early_weights(execution.early_weights, model.hidden, width)
+    return early_wgrad(execution.early_wgrad, model.hidden, width)
 
 
 @lru_cache(maxsize=1024)

@@ -437,8 +437,8 @@ class Execution(Limited):
     rotary_percent: Part = 1.0  # share of a head's channels that rotary embeddings rotate
     tp_overlap: bool = False  # tensor-parallel messages run during the matrix products that send or need them
     # the form in which inputs that sequence parallelism gathers are kept for W
-    weight_inputs: Literal["sharded", "gathered"] = "sharded"
-    early_weights: str = "auto"  # modules whose weight gradients are computed in I (see options.early_weights)
+    wgrad_inputs: Literal["sharded", "gathered"] = "sharded"
+    early_wgrad: str = "auto"  # modules whose weight gradients are computed in I (see options.early_wgrad)
     frozen: tuple[Trainable, ...] = ()  # parts without gradients
     adapters: CountOrZero = (
         0  # rank of a low-rank adapter on each linear layer, whose own weights are frozen; 0 for none

@@ -34,13 +34,13 @@ MESSAGE_SHAPES = ("step", "message")
 """When ranks learn the shapes of messages that differ: all at the start of a step, or each from a header before it."""
 SHARDED: Final = "sharded"
 GATHERED: Final = "gathered"
-WeightInputs = Literal["auto", "sharded", "gathered"]
-WEIGHT_INPUTS: tuple[WeightInputs, ...] = get_args(WeightInputs)
+WgradInputs = Literal["auto", "sharded", "gathered"]
+WGRAD_INPUTS: tuple[WgradInputs, ...] = get_args(WgradInputs)
 """The part of a linear layer's gathered input or output gradient that is kept for W under sequence parallelism: this
 rank's shard, or the whole tensor. ``auto`` keeps the shard if the tensor-parallel ranks share a node. A shard is gathered
 again while other W compute."""
-EarlyWeights = Literal["head", "experts_fc1", "experts_fc2"]
-EARLY_WEIGHTS: tuple[EarlyWeights, ...] = get_args(EarlyWeights)
+EarlyWgrad = Literal["head", "experts_fc1", "experts_fc2"]
+EARLY_WGRAD: tuple[EarlyWgrad, ...] = get_args(EarlyWgrad)
 """Modules whose weight gradients may be computed in I: the LM head, and the two matrices of routed experts."""
 
 SliceCut = Literal["tokens", "flops"]
@@ -69,10 +69,10 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[EarlyWeights]:
+def early_wgrad(text: str, hidden: int, expert_width: float) -> frozenset[EarlyWgrad]:
     """Return the modules whose weight gradients are computed in I.
 
-    ``text`` is ``auto``, ``none``, or some of ``EARLY_WEIGHTS`` with commas between. ``hidden`` is the model's hidden
+    ``text`` is ``auto``, ``none``, or some of ``EARLY_WGRAD`` with commas between. ``hidden`` is the model's hidden
     size. ``expert_width`` is the hidden size within a routed expert on one rank; 0 without experts.
 
     ``auto`` chooses the second matrix of experts that are narrower than the model. Per token, this matrix keeps
@@ -84,13 +84,13 @@ def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[Earl
     if text == AUTO:
         return frozenset(("experts_fc2",) if 0 < expert_width < hidden else ())
     named = [] if text == "none" else text.split(",")
-    if unknown := [kind for kind in named if kind not in EARLY_WEIGHTS]:
+    if unknown := [kind for kind in named if kind not in EARLY_WGRAD]:
         raise UnsupportedError(
             "bad-choice",
-            f"early_weights {shortened(unknown[0])} is not one of {', '.join(EARLY_WEIGHTS)}; give some of these with commas "
+            f"early_wgrad {shortened(unknown[0])} is not one of {', '.join(EARLY_WGRAD)}; give some of these with commas "
             "between, or auto or none",
         )
-    return frozenset(kind for kind in EARLY_WEIGHTS if kind in named)
+    return frozenset(kind for kind in EARLY_WGRAD if kind in named)
 
 
 def _value(text: str) -> object:

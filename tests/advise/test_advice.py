@@ -64,14 +64,14 @@ def test_proposals_hold_what_they_promise_at_the_planners_prices():
     advice = advise(NEAR, names=FEW)
     check_proposals(advice)
     ways = {way.order.name: way for way in advice.proposals.values()}
-    assert {name: way.run.schedule.early_weights for name, way in ways.items()} == {
+    assert {name: way.run.schedule.early_wgrad for name, way in ways.items()} == {
         "zb-h1": "auto", "zbv": "auto", "v-half": "head"
     }  # fmt: skip
     assert {name for name, way in ways.items() if way.has_earlier_weights} == {"zb-h1"}
     cut = LLAMA.parallelism
     allowed = {key: [getattr(cut, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
     for name, way in ways.items():
-        run = replace(NEAR, schedule=replace(LLAMA.schedule, early_weights=way.run.schedule.early_weights))
+        run = replace(NEAR, schedule=replace(LLAMA.schedule, early_wgrad=way.run.schedule.early_wgrad))
         named = {"schedule": [name], "recompute": [run.schedule.recompute], "variant": ["plain"]}
         (planned,) = plan(run, memory=1e13, limits=Limits({**allowed, **named}), search_seconds=0).plans
         assert (way.seconds, way.peaks) == (planned.seconds, planned.peaks)

@@ -56,12 +56,11 @@ def test_a_cap_in_bytes_is_kept(pipemem, costs):
 
 def test_the_head_of_a_profile_is_cut_over_all_devices(pipemem_json, costs):
     there, cut = (
-        pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", costs, "--vocab-parallel", way)
-        for way in ("off", "1")
+        pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", costs, "--vocab-cut", way) for way in ("off", "1")
     )
     assert cut["makespan"] < there["makespan"]  # llama3-8b's head takes as long as 1.7 layers
     assert cut["ideal"] == pytest.approx(_seconds_of_model(costs) * 8 / 4, rel=0.02)
-    pipemem_json("simulate", "v-half", "-p", 4, "-m", 8, "--costs", costs, "--vocab-parallel", "auto")
+    pipemem_json("simulate", "v-half", "-p", 4, "-m", 8, "--costs", costs, "--vocab-cut", "auto")
 
 
 def test_a_file_of_an_earlier_version_prices_its_own_cut(tmp_path, pipemem_json, refuses):

@@ -109,7 +109,7 @@ SETTABLE = ["chunks", "seconds", "effort", "placement", "seed", "k", "group_size
 TYPICAL = {
     "costs": st.sampled_from(PRICES) | JUNK,
     "offload": st.sampled_from(["half", "full", "auto", "1", "99"]) | JUNK,
-    "vocab_parallel": st.sampled_from(["1", "2", "auto"]) | JUNK,
+    "vocab_cut": st.sampled_from(["1", "2", "auto"]) | JUNK,
     "options": st.sampled_from(SET) | st.tuples(st.sampled_from(SETTABLE), JUNK).map("=".join),
     "overrides": st.tuples(st.sampled_from([*KEYS, ""]), JUNK).map("=".join),
     "output": st.sampled_from(["a.html", "a.json", "a.x", "a", "a.yaml", "old.out/x.png"]) | JUNK,
@@ -274,7 +274,7 @@ DONE = asdict(Result(0, {"a": 1}, "done", None, 0, 2, 0.5, 9.0, (1, 2), (1, 2), 
 
 JSON_COSTS = changed(COSTS).map(json.dumps)
 NO_JSON = st.text(max_size=20) | st.sampled_from(["[" * 5000, "{", "1" * 5000, "NaN", '{"forward": Infinity}'])
-MORE_COSTS = st.sampled_from([[], ["--memory-cap", "9B"], ["--offload", "auto"], ["--vocab-parallel", "1"]])
+MORE_COSTS = st.sampled_from([[], ["--memory-cap", "9B"], ["--offload", "auto"], ["--vocab-cut", "1"]])
 PRICED_1F1B = ("simulate", "1f1b", "-p", "2", "-m", "3", "--costs", "costs.json")
 FEW = ("--set", "cluster.nodes=1", "--set", "cluster.devices_per_node=2")
 OF_GRIDS = {"index_json": st.just(INDEX) | changed(INDEX), "result_json": changed(DONE)}

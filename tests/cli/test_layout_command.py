@@ -48,11 +48,11 @@ def test_a_run_is_weighed_with_its_memory_and_its_own_layout(pipemem, pipemem_js
 
 def test_where_the_head_is_cut_the_even_split_is_the_best(pipemem, pipemem_json):
     ask = ("layout", "llama3-8b", "-p", 4, "--schedule", "v-half", "-m", 8)
-    whole, cut = pipemem_json(*ask), pipemem_json(*ask, "--vocab-parallel", "2")
+    whole, cut = pipemem_json(*ask), pipemem_json(*ask, "--vocab-cut", "2")
     assert not whole["even_is_as_good"] and whole["layouts"]["best"]["layers"] != [4] * 8
     assert cut["even_is_as_good"] and cut["layouts"]["best"]["layers"] == [4] * 8
-    assert cut["layouts"]["best"]["flags"].endswith("--pipemem-schedule v-half --pipemem-vocab-parallel 2")
-    assert "even split is the best layout found" in " ".join(pipemem(*ask, "--vocab-parallel", "2").stdout.split())
+    assert cut["layouts"]["best"]["flags"].endswith("--pipemem-schedule v-half --pipemem-vocab-cut 2")
+    assert "even split is the best layout found" in " ".join(pipemem(*ask, "--vocab-cut", "2").stdout.split())
 
 
 def test_hybrid_models_get_a_pattern(pipemem_json):

@@ -70,8 +70,8 @@ simulate v-half -p 4 -m 8 --layers 7 | too-few-layers --layers 7 8
 simulate 1f1b -p 4 -m 8 --head-cost 1e308 | bad-number --head-cost 1e308 1e+30
 simulate 1f1b -p 4 -m 8 --head-cost much | bad-number --head-cost much
 simulate 1f1b -p 4 -m 8 --head-cost 2layers | needs-option --layers --head-cost 2layers
-simulate 1f1b -p 4 -m 8 --vocab-parallel auto | needs-option --head-cost --vocab-parallel auto
-simulate chimera -p 2 -m 2 --vocab-parallel 1 | unsupported-placement head embedding 2
+simulate 1f1b -p 4 -m 8 --vocab-cut auto | needs-option --head-cost --vocab-cut auto
+simulate chimera -p 2 -m 2 --vocab-cut 1 | unsupported-placement head embedding 2
 simulate 1f1b -p 4 -m 8 --memory-cap 0 | bad-number "memory cap" 0
 simulate 1f1b -p 4 -m 8 --memory-cap 1e308 | bad-number "memory cap" 1e308
 simulate auto -p 4 -m 8 --memory-cap 6gb | bad-number "memory cap" 6gb 6GiB
@@ -95,7 +95,7 @@ simulate 1f1b -p 2 -m 4 --attention-share 0.3 | needs-option --attention-share 0
 show 1f1b -p 2 -m 4 --attention-share 0.3 | needs-option --attention-share 0.3
 simulate seq1f1b -p 2 -m 4 --slice-cut flops | needs-option --attention-share --slice-cut flops
 simulate seq1f1b -p 2 -m 4 --slice-cut time | bad-choice --slice-cut time
-simulate seq1f1b -p 2 -m 4 --attention-share 0.3 --vocab-parallel auto --head-cost 1 | conflicting-options --vocab-parallel
+simulate seq1f1b -p 2 -m 4 --attention-share 0.3 --vocab-cut auto --head-cost 1 | conflicting-options --vocab-cut
 pareto -p 2 -m 4 --seconds -1 | bad-number --seconds -1
 pareto -p 2 -m 4 --seconds nan | bad-number --seconds nan
 pareto -p 4 -m 4 --layers 3 | too-few-layers --layers 3
@@ -150,7 +150,7 @@ layout TINY -p 1 | no-pipeline
 layout TINY --tp 2 | conflicting-options --tp
 layout lama3-8b -p 4 | no-file "'lama3-8b'" "'llama3-8b'"
 layout llama3-8b -p 4 --beside Et|tL | bad-layout "'Et|tL'" 32
-layout llama3-8b -p 4 --vocab-parallel 3 | bad-type pipemem_vocab_parallel "'3'"
+layout llama3-8b -p 4 --vocab-cut 3 | bad-type pipemem_vocab_cut "'3'"
 layout llama3-8b -p 4 --tp 5 | does-not-divide tp 5 32
 run nope.py | no-file nope.py
 

@@ -102,7 +102,7 @@ def test_the_shell_completes_names_of_schedules(pipemem, monkeypatch, command):
 
 def test_the_shell_completes_commands_and_their_options(pipemem, monkeypatch):
     assert complete(pipemem, monkeypatch, "pipemem s") == ["schedules", "simulate", "show"]
-    assert complete(pipemem, monkeypatch, "pipemem simulate 1f1b --vocab") == ["--vocab-parallel"]
+    assert complete(pipemem, monkeypatch, "pipemem simulate 1f1b --vocab") == ["--vocab-cut"]
 
 
 def test_files_and_auto_are_offered_where_they_are_taken(tmp_path, monkeypatch):

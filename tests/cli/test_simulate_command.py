@@ -216,7 +216,7 @@ def test_algorithms_trade_a_microbatch_for_the_head(pipemem_json):
     off = pipemem_json(*SIZE, "--head-cost", 3)
     assert off["makespan"] == (8 + 3) * 3 + 8 * 3 and "vocabulary_barriers" not in off
     for algorithm, barriers in ((1, 2), (2, 1)):
-        answer = pipemem_json(*SIZE, "--head-cost", 3, "--vocab-parallel", algorithm)
+        answer = pipemem_json(*SIZE, "--head-cost", 3, "--vocab-cut", algorithm)
         assert answer["vocabulary_barriers"] == barriers
         assert answer["peak_activation"] == (4 + barriers) / 4
         assert answer["makespan"] <= (8 + 3) * 3 + 8 * 3 / 4
@@ -225,12 +225,12 @@ def test_algorithms_trade_a_microbatch_for_the_head(pipemem_json):
 
 
 def test_auto_says_why(pipemem_json):
-    large = pipemem_json(*SIZE, "--head-cost", 6, "--layers", 32, "--vocab-parallel", "auto")
+    large = pipemem_json(*SIZE, "--head-cost", 6, "--layers", 32, "--vocab-cut", "auto")
     assert large["vocabulary_barriers"] == 1 and "Algorithm 2" in large["vocabulary_reason"]
-    small = pipemem_json(*SIZE, "--head-cost", 0.01, "--vocab-parallel", "auto")
+    small = pipemem_json(*SIZE, "--head-cost", 0.01, "--vocab-cut", "auto")
     assert small["vocabulary_barriers"] == 0 and "not worth" in small["vocabulary_reason"]
     size = ("simulate", "v-half", "-p", 4, "-m", 8, "--head-cost", 0.4)
-    moved = pipemem_json(*size, "--layers", 64, "--vocab-parallel", "auto")
+    moved = pipemem_json(*size, "--layers", 64, "--vocab-cut", "auto")
     assert moved["vocabulary_barriers"] == 0
     assert moved["vocabulary_reason"].startswith("moving layers away from the last stage")
     assert moved["vocabulary_reason"].endswith("layers per stage: 7, 9, 9, 8, 8, 8, 8, 7")

@@ -55,7 +55,7 @@ elif IS_REFUSED:
 elif PLACE == "kernel":
     training_loop.forward_step = blocked_forward_step
 if PLACE == "vocabulary":  # tensor-parallel ranks are not side by side
-    megatron_pipemem.enable("v-half", vocab_parallel="1")
+    megatron_pipemem.enable("v-half", vocab_cut="1")
     initialize = parallel_state.initialize_model_parallel
     parallel_state.initialize_model_parallel = lambda **sizes: initialize(
         **sizes | {"pipeline_model_parallel_size": 2}, tensor_model_parallel_size=2, order="pp-tp-cp-ep-dp"

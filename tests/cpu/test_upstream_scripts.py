@@ -27,7 +27,7 @@ def test_pretrain_hybrid_trains_alike_under_stock_and_a_v(torchrun, tmp_path):
             *("--spec", "megatron_pipemem.tools.cpu.hybrid_layers", "hybrid_stack_spec", "--mock-data"),
             *("--vocab-size", "99", "--clip-grad", "1000"),
             *("--hybrid-layer-pattern", "*-*|-*-" if schedule == "stock" else "*-*-*-"),
-            *("--pipemem-schedule", schedule, "--pipemem-random", "layerwise", "--pipemem-report", str(report)),
+            *("--pipemem-schedule", schedule, "--pipemem-rng", "layerwise", "--pipemem-report", str(report)),
         )
         assert result.returncode == 0, result.stdout
         losses[schedule] = json.loads(report.read_text())["losses"]

@@ -43,13 +43,13 @@ PADDED = (*CAPACITY, "--moe-pad-expert-input-to-capacity")
 EVALUATION = ("--eval-iters", "1", "--eval-interval", "2", "--split", "50,30,20", "--train-iters", "3")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 SELECTIVE = ("--recompute-granularity", "selective")
-DROPOUT = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+DROPOUT = ("--pipemem-rng", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 RESUMED = ("--train-iters", "4", "--override-opt_param-scheduler")
 SIX = ("--global-batch-size", "6")  # three microbatches of each of two data-parallel ranks
 
 # The plugin's.
 BY_FLOPS = ("--pipemem-slice-cut", "flops")
-VOCABULARY = "--pipemem-vocab-parallel"
+VOCABULARY = "--pipemem-vocab-cut"
 RECOMPUTED = ("--pipemem-recompute", "full")
 SMALL_TENSORS = ("--pipemem-offload-option", "min_bytes=1KiB")
 OFFLOADED = ("--pipemem-offload", "full", *SMALL_TENSORS)

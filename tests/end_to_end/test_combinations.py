@@ -44,7 +44,7 @@ OF_STOCK = (
     {"recomputed": RECOMPUTE, "attention recomputed": SELECTIVE},
     {"per token": ("--calculate-per-token-loss",), "masks": ("--reset-position-ids", "--eod-mask-loss")},
     {"bf16": ("--bf16",), "fused gradients": FUSION},
-    {"dropout": ("--hidden-dropout", "0.1", "--pipemem-random", "layerwise"), "cut": ("--num-layers", "6", *ACCOUNTED)},
+    {"dropout": ("--hidden-dropout", "0.1", "--pipemem-rng", "layerwise"), "cut": ("--num-layers", "6", *ACCOUNTED)},
 )
 SCHEDULES = (
     "1f1b interleaved gpipe zb-h1 zb-h2 gis zbv v-half v-min po-f 1f1b-v dualpipe-v chimera seq1f1b auto".split()
@@ -55,7 +55,7 @@ OURS = (
     {"vocabulary 1": (VOCABULARY, "1"), "vocabulary 2": (VOCABULARY, "2")},
     {"slices": ("--pipemem-option", "slices=2", *BY_FLOPS)},
     {"one queue": ("--pipemem-single-queue",), "measured": ("--pipemem-costs", "profile")},
-    {"early": ("--pipemem-early-weights", "head,experts_fc1"), "headers": ("--pipemem-message-shapes", "message")},
+    {"early": ("--pipemem-early-wgrad", "head,experts_fc1"), "headers": ("--pipemem-message-shapes", "message")},
 )
 OTHER_SUMS = {"chimera", "seq1f1b", "vocabulary 1", "vocabulary 2", "slices"}
 

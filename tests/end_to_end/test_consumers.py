@@ -166,7 +166,7 @@ def test_a_vision_language_model_trains_as_under_stock(run, schedule, case):
 @pytest.mark.parametrize(
     ("schedule", "settings", "code"),
     [
-        ("zb-h1", {"vocab_parallel": 1}, "vocabulary-model"),
+        ("zb-h1", {"vocab_cut": 1}, "vocabulary-model"),
         ("seq1f1b", {"options": {"slices": 2}}, "slices-model"),
     ],
 )

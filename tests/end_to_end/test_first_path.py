@@ -49,7 +49,7 @@ def test_profile_then_pareto_then_run(equals_stock, costs):
     for choice in families:
         assert choice["makespan"] == pytest.approx(answer("simulate", choice["schedule"], *size)["makespan"])
     # With bytes, a run moves W where a rank would hold more than 1F1B, which simulate does not.
-    run, _ = equals_stock("v-half", ours=("--pipemem-costs", str(costs), "--pipemem-early-weights", "none"))
+    run, _ = equals_stock("v-half", ours=("--pipemem-costs", str(costs), "--pipemem-early-wgrad", "none"))
     (plan,) = run.plans
     assert plan["planned_makespan"] == pytest.approx(answer("simulate", "v-half", *size)["makespan"])
 
@@ -66,7 +66,7 @@ def test_auto_searches_for_the_stages_that_the_run_has(train_small, costs):
 
 
 def test_the_head_of_the_file_is_cut_with_the_vocabulary(train_small, costs):
-    run = train_small("v-half", "--pipemem-vocab-parallel", "1", "--pipemem-costs", str(costs))
+    run = train_small("v-half", "--pipemem-vocab-cut", "1", "--pipemem-costs", str(costs))
     (plan,) = run.plans
     layer = sum(json.loads(costs.read_text())["parts"]["layers"]["*-"]["seconds"].values())
     head = sum(json.loads(costs.read_text())["parts"]["last"]["seconds"].values())

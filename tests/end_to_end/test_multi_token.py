@@ -61,7 +61,7 @@ def test_one_set_of_shards_predicts_all_tokens(train_small, name):
 @pytest.mark.parametrize("early", ["none", "head"])
 def test_a_tied_head_takes_part_in_one_sum(equals_stock, early):
     """Megatron cannot say what such a stage has in checkpoints, so both begin with the values that it draws."""
-    equals_stock("zb-h1", *TIED, ours=("--pipemem-early-weights", early), initialise=False)
+    equals_stock("zb-h1", *TIED, ours=("--pipemem-early-wgrad", early), initialise=False)
 
 
 def test_two_replicas(equals_stock):

@@ -81,8 +81,8 @@ def test_lengths_that_differ_stop_stocks_interleaved_schedule_on_two_ranks(show)
     [
         ("v-half", 2, 1, {"recompute": "full"}),
         ("zb-h1", 1, 1, {**WEIGHED, **OFFLOADED}),
-        ("v-half", 2, 1, {"vocab_parallel": "2"}),
-        ("zb-h1", 1, 2, {"vocab_parallel": "2"}),
+        ("v-half", 2, 1, {"vocab_cut": "2"}),
+        ("zb-h1", 1, 2, {"vocab_cut": "2"}),
     ],
 )
 def test_bytes_of_microbatches_that_differ_are_predicted(show, tmp_path, schedule, chunks, tp, settings):
@@ -98,7 +98,7 @@ def test_bytes_of_microbatches_that_differ_are_predicted(show, tmp_path, schedul
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "tp", "settings"),
-    [("zb-h1", 1, 2, {"vocab_parallel": "2"}), ("chimera", 1, 1, {}), ("v-half", 2, 2, WEIGHED)],
+    [("zb-h1", 1, 2, {"vocab_cut": "2"}), ("chimera", 1, 1, {}), ("v-half", 2, 2, WEIGHED)],
 )
 def test_microbatches_that_differ_train_as_stock_but_for_the_order_of_sums(show, schedule, chunks, tp, settings):
     """With a cut vocabulary, two replicas of the model, or in another order. Losses come in the order of the iterator."""
@@ -126,7 +126,7 @@ def test_a_model_that_is_cut_wrongly_is_refused_on_every_rank(ranks, schedule, c
     "case",
     [
         {"schedule": "zb-h1", "chunks": 1},
-        {"schedule": "v-half", "chunks": 2, "settings": {"vocab_parallel": "1"}},
+        {"schedule": "v-half", "chunks": 2, "settings": {"vocab_cut": "1"}},
         {"schedule": "auto", "chunks": 2, "apart": True},
     ],
     ids=lambda case: case["schedule"],
@@ -147,7 +147,7 @@ OURS = {"schedule": "zb-h1"}
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        ({**OURS, "random": "layerwise"}, "rank 1 has --pipemem-random layerwise where rank 0 has stock"),
+        ({**OURS, "rng": "layerwise"}, "rank 1 has --pipemem-rng layerwise where rank 0 has stock"),
         ({"schedule": "v-half"}, "rank 1 has --pipemem-schedule v-half where rank 0 has zb-h1"),
         (None, "not enabled on rank 1"),
     ],
@@ -193,7 +193,7 @@ def test_slices_of_a_forward_step_that_computes_from_logits(show):
 def test_three_ranks_and_logits_without_labels(show, schedule, chunks, algorithm, hybrid, options):
     """Without ``megatron.training``, and without DDP; 64 rows over 3 ranks; both classes of models; logits of slices joined."""
     stock = show(size=3, hybrid=hybrid)
-    settings = {"vocab_parallel": algorithm, "options": options}
+    settings = {"vocab_cut": algorithm, "options": options}
     cut = show(size=3, hybrid=hybrid, schedule=schedule, chunks=chunks, ddp=chunks == 2, settings=settings)
     assert len(set(stock["losses"])) > 10
     assert numbers(cut["losses"]) == pytest.approx(numbers(stock["losses"]), rel=5e-6)

@@ -199,7 +199,7 @@ def test_recomputes_as_stock(equals, mode):
     equals("v-half", *DEFAULTS, ours=("--pipemem-recompute", mode))
 
 
-KEPT = ("--pipemem-early-weights", "none")
+KEPT = ("--pipemem-early-wgrad", "none")
 """Every W at its place: W would run earlier where gathered tensors wait."""
 # The model predicts a further token, and all microbatches share a table of rotary embeddings.
 SHARDED = (*DEFAULTS, *LLAMA, *TP_AND_SP, "+--no-rope-fusion", "--mtp-num-layers", "1")
@@ -213,7 +213,7 @@ def test_shards_wait_for_w_also_where_activations_leave(equals):
 
 
 def test_gathered_tensors_wait_for_w_if_a_run_asks_for_it(equals):
-    gathered, _ = equals("zb-h1", *SHARDED, ours=("--pipemem-weight-inputs", "gathered", *KEPT))
+    gathered, _ = equals("zb-h1", *SHARDED, ours=("--pipemem-wgrad-inputs", "gathered", *KEPT))
     shards, _ = equals("zb-h1", *SHARDED, ours=KEPT)
     # Where the most waits for W.
     assert gathered.counted_peaks[-1] > 1.05 * shards.counted_peaks[-1]
@@ -224,7 +224,7 @@ def test_early_weights_of_grouped_experts_hold_less_for_w(equals):
     flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *narrow)
     peaks = []
     for early in ("none", "head,experts_fc1,experts_fc2"):
-        run, _ = equals("zb-h1", *flags, ours=("--pipemem-early-weights", early), nbytes=None)
+        run, _ = equals("zb-h1", *flags, ours=("--pipemem-early-wgrad", early), nbytes=None)
         peaks.append(max(run.counted_peaks))
     assert peaks[0] > peaks[1]
 

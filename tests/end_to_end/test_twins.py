@@ -68,7 +68,7 @@ TABLES = {
         "layout": ("v-half", (), ("--pipemem-layout", "auto")),
         "overlapped steps": ("zbv", OVERLAPPED, ("--pipemem-overlap-steps",)),
         "single queue": ("v-half", (), ("--pipemem-single-queue",)),
-        "early weights": ("zb-h1", (UNTIED,), ("--pipemem-early-weights", "head")),
+        "early weights": ("zb-h1", (UNTIED,), ("--pipemem-early-wgrad", "head")),
     },
     "replicas": {"gems": ("gems", EVALUATION, ()), "dualpipe": ("dualpipe", EVALUATION, ())},
     "pairs": {"shared experts": ("v-half", test_pairs.FLAGS, test_pairs.OVERLAP)},

@@ -80,7 +80,7 @@ def test_trains_as_stock(equals_stock, name):
 
 
 def test_evaluates_without_training_as_stock(train_small):
-    flags = (*EVALUATION[:-2], "--skip-train", "--pipemem-random", "layerwise")
+    flags = (*EVALUATION[:-2], "--skip-train", "--pipemem-rng", "layerwise")
     run, stock = (train_small(schedule, *flags) for schedule in ("v-half", "stock"))
     assert run.validation == stock.validation != [] == run.losses
 

@@ -43,7 +43,7 @@ def test_every_point_starts(grid, monkeypatch):
     kinds: dict[object, Run] = {}
     for point in points:
         cut, choice = point.run.parallelism, point.run.schedule
-        asked = (choice.name, choice.vocab_parallel, choice.recompute, choice.offload)
+        asked = (choice.name, choice.vocab_cut, choice.recompute, choice.offload)
         fewest = cut.pp if choice.name == STOCK else family(choice.name).fewest_microbatches(cut.pp)
         short = replace(cut, global_batch=fewest * cut.micro_batch * cut.dp)
         kinds.setdefault((short, *asked, repr(point.run.flags)), replace(point.run, parallelism=short))

@@ -46,14 +46,14 @@ dp=3 tp=2 pp=2 micro_batch=2 sequence_parallel=true | --tensor-model-parallel-si
 --micro-batch-size 2, --sequence-parallel
 global_batch=24 ep=2 etp=1 cp=2 | --global-batch-size 24, --expert-model-parallel-size 2, --expert-tensor-parallel-size 1, \
 --context-parallel-size 2
-schedule=interleaved chunks=2 pipemem_costs=profile pipemem_random=layerwise pipemem_microbatch_costs=FLOPs | \
---pipemem-schedule interleaved, --pipemem-option=chunks=2, --pipemem-costs profile, --pipemem-random layerwise, \
+schedule=interleaved chunks=2 pipemem_costs=profile pipemem_rng=layerwise pipemem_microbatch_costs=FLOPs | \
+--pipemem-schedule interleaved, --pipemem-option=chunks=2, --pipemem-costs profile, --pipemem-rng layerwise, \
 --pipemem-microbatch-costs FLOPs
-schedule=seq1f1b slices=4 pipemem_memory_cap=0.9 pipemem_vocab_parallel=2 | --pipemem-schedule seq1f1b, \
---pipemem-option=slices=4, --pipemem-memory-cap 0.9, --pipemem-vocab-parallel 2
+schedule=seq1f1b slices=4 pipemem_memory_cap=0.9 pipemem_vocab_cut=2 | --pipemem-schedule seq1f1b, \
+--pipemem-option=slices=4, --pipemem-memory-cap 0.9, --pipemem-vocab-cut 2
 schedule=stock chunks=2 | --pipemem-schedule stock, --num-virtual-stages-per-pipeline-rank 2
-pipemem_offload=off pipemem_vocab_parallel='off' |
-pipemem_offload=false pipemem_vocab_parallel=false |
+pipemem_offload=off pipemem_vocab_cut='off' |
+pipemem_offload=false pipemem_vocab_cut=false |
 cluster.switches=[[0,1],[2,3]] |
 cluster.switches=[[0,1],[2,3]] pipemem_offload=half | --pipemem-offload half, \
 --pipemem-offload-option=switches=[[0,1],[2,3]]
@@ -132,7 +132,8 @@ def test_a_file_changes_arguments_of_its_base(tmp_path):
     ("text", "code", "values"),
     [
         ("parallelism: {tp: 2}", "old-key", ("parallelism.tp", "tp")),
-        ("schedule: {vocab_parallel: 2}", "old-key", ("schedule.vocab_parallel", "pipemem_vocab_parallel")),
+        ("schedule: {vocab_parallel: 2}", "old-key", ("schedule.vocab_parallel", "pipemem_vocab_cut")),
+        ("pipemem_random: layerwise", "old-key", ("pipemem_random", "pipemem_rng")),
         ("schedule: {name: zbv}", "old-key", ("schedule.name",)),
         ("training: {iterations: 3}", "old-key", ("training.iterations", "train_iters")),
         ("megatron: {clip-grad: 1}", "old-key", ("megatron.clip-grad", "clip_grad")),

@@ -76,7 +76,7 @@ def test_touches_no_more_than_the_schedule_needs(stock):
 
 @pytest.mark.parametrize("name", ["stock", "v-half"])
 def test_layers_draw_for_themselves_where_that_is_asked(name, stock):
-    megatron_pipemem.enable(name, random="layerwise")
+    megatron_pipemem.enable(name, rng="layerwise")
     assert all(now is not before for now, before in zip(bindings()[LAYERWISE], stock[LAYERWISE], strict=True))
     assert schedules.forward_step is not stock[2]
 

@@ -85,6 +85,8 @@ REFUSED = r"""
 --pipemem-schedule | bad-syntax
 --pipemem-schedule none.csv | no-file none.csv
 v-half --pipemem-colour red | unknown-flag --pipemem-colour
+v-half --pipemem-vocab-parallel=2 | old-key --pipemem-vocab-cut
+zb-h1 --pipemem-early-weights none | old-key --pipemem-early-wgrad
 v-half --pipemem-memory-cap lots | bad-number 'lots'
 v-half --pipemem-memory-cap 6GiB | unit-mismatch 6.00GiB auto
 v-half --pipemem-slice-cut flops | no-slices --pipemem-option 4
@@ -98,19 +100,19 @@ auto --pipemem-option chunks=2.5 | bad-number chunks
 interleaved --pipemem-option chunks | bad-syntax KEY=VALUE
 interleaved --pipemem-option chunks= | bad-syntax KEY=VALUE
 po-h --pipemem-option chunks=abc | bad-number chunks
-1f1b --pipemem-vocab-parallel 3 | bad-choice 1 2
-1f1b --pipemem-vocab-piece-tokens 16 | needs-option --pipemem-vocab-parallel 1 2
-1f1b --pipemem-vocab-piece-tokens 0 --pipemem-vocab-parallel 2 | bad-number 1
+1f1b --pipemem-vocab-cut 3 | bad-choice 1 2
+1f1b --pipemem-vocab-piece-tokens 16 | needs-option --pipemem-vocab-cut 1 2
+1f1b --pipemem-vocab-piece-tokens 0 --pipemem-vocab-cut 2 | bad-number 1
 1f1b --pipemem-vocab-piece-tokens x | bad-number
 stock --pipemem-overlap-steps | not-for-stock
 stock --pipemem-microbatch-costs tokens | not-for-stock
 pipedream --pipemem-overlap-steps | conflicting-features
 pipedream-2bw --pipemem-microbatch-costs tokens | conflicting-features
 pipedream-2bw --pipemem-offload full | conflicting-features --pipemem-offload
-pipedream-2bw --pipemem-vocab-parallel 1 | conflicting-features --pipemem-vocab-parallel
+pipedream-2bw --pipemem-vocab-cut 1 | conflicting-features --pipemem-vocab-cut
 pipedream-2bw --pipemem-costs profile | conflicting-features --pipemem-costs
 pipedream-2bw --pipemem-option update_every=8 | has-own-flag --global-batch-size
-zbv --pipemem-overlap-steps --pipemem-vocab-parallel 1 | no-overlap --pipemem-vocab-parallel
+zbv --pipemem-overlap-steps --pipemem-vocab-cut 1 | no-overlap --pipemem-vocab-cut
 zbv --pipemem-overlap-steps --pipemem-offload full | no-overlap --pipemem-offload
 zbv --pipemem-overlap-steps --pipemem-microbatch-costs tokens | no-overlap --pipemem-microbatch-costs
 chimera --pipemem-overlap-steps | no-overlap chimera
@@ -244,7 +246,7 @@ LAYERS = "--num-layers 30"
         ("v-half", "--hybrid-override-pattern M*-M*-M*-M*-|M*-M*-M*-M*-", 8),
         ("auto", LAYERS, 8),
         ("auto --pipemem-option placement=linear --pipemem-option seconds=0 --pipemem-memory-cap 0.8", LAYERS, 4),
-        ("zb-h1 --pipemem-vocab-parallel auto", LAYERS, 4),
+        ("zb-h1 --pipemem-vocab-cut auto", LAYERS, 4),
         ("pipedream-2bw", LAYERS, 4),
         ("seq1f1b --pipemem-option slices=4", LAYERS, 4),
     ],

@@ -63,8 +63,8 @@ WISHES = {
     "PER_MICROBATCH": (Request("pipedream"), Request("pipedream-2bw"), {"overlap_grad_reduce": True}),
     "REPLICAS": (Request("chimera"), Request("1f1b"), {"qk_clip": True}),
     "VOCABULARY": (
-        Request("1f1b", vocab_parallel="1"),
-        Request("1f1b", vocab_parallel="auto"),
+        Request("1f1b", vocab_cut="1"),
+        Request("1f1b", vocab_cut="auto"),
         {"fp32_residual_connection": True},
     ),
     "SLICED": (
@@ -74,12 +74,12 @@ WISHES = {
     ),
     "FUSED_ROTARY": (Request("seq1f1b"), Request("1f1b"), {"multi_latent_attention": True, "apply_rope_fusion": True}),
     "VOCABULARY_SLICED": (
-        Request("seq1f1b", vocab_parallel="1"),
+        Request("seq1f1b", vocab_cut="1"),
         Request("seq1f1b"),
         {"mtp_num_layers": 1},
     ),
-    "LAYERWISE": (Request("stock", random="layerwise"), Request("stock"), {"use_te_rng_tracker": True}),
-    "LAYERWISE_SLICED": (Request("seq1f1b", random="layerwise"), Request("seq1f1b"), {"hidden_dropout": 0.1}),
+    "LAYERWISE": (Request("stock", rng="layerwise"), Request("stock"), {"use_te_rng_tracker": True}),
+    "LAYERWISE_SLICED": (Request("seq1f1b", rng="layerwise"), Request("seq1f1b"), {"hidden_dropout": 0.1}),
     "DELAYED_SCALING": (Request("1f1b", recompute="full"), Request("1f1b"), ENGINE | LATE_SCALES),
     "SPLIT_BACKWARD": (Request("v-half"), Request("1f1b"), ENGINE | {"tp_comm_overlap": True}),
 }
@@ -202,12 +202,12 @@ FREE = "--pipemem-overlap-steps --rerun-mode disabled"
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        ("v-half --pipemem-vocab-parallel 1 --fp32-residual-connection", "unsupported-setting", ()),
+        ("v-half --pipemem-vocab-cut 1 --fp32-residual-connection", "unsupported-setting", ()),
         ("chimera --qk-clip", "unsupported-setting", ("qk_clip",)),
         ("pipedream-2bw --use-distributed-optimizer", "unsupported-setting", ("--use-distributed-optimizer",)),
         ("pipedream", "unsupported-setting", ("--clip-grad", 0)),
         ("seq1f1b --attention-dropout 0.1", "unsupported-setting", ("--attention-dropout", 0)),
-        ("1f1b --pipemem-random layerwise --te-rng-tracker", "unsupported-setting", ("use_te_rng_tracker",)),
+        ("1f1b --pipemem-rng layerwise --te-rng-tracker", "unsupported-setting", ("use_te_rng_tracker",)),
         ("zb-h2 --pipemem-overlap-steps", "unsupported-setting", ("--rerun-mode",)),
         (f"zb-h2 {FREE}", None, ()),
         (f"zb-h2 {FREE} --qk-clip --clip-grad 0", None, ()),

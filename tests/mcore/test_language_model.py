@@ -123,8 +123,8 @@ for found in walk_packages(pipemem.__path__, "megatron_pipemem."):
     if not found.name.endswith(("__main__", ".warm")) and found.name not in needing:
         importlib.import_module(found.name)
 for schedule, settings in (
-    ("v-half", {{"random": "layerwise"}}),
-    ("1f1b", {{"vocab_parallel": "2"}}),
+    ("v-half", {{"rng": "layerwise"}}),
+    ("1f1b", {{"vocab_cut": "2"}}),
     ("chimera", {{"offload": "full"}}),
     ("seq1f1b", {{}}),
     ("pipedream-2bw", {{}}),

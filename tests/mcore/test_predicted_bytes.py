@@ -70,7 +70,7 @@ def test_the_described_model_keeps_as_many_bytes(name):
 @pytest.mark.parametrize(("together", "kept"), [(True, "sharded"), (False, "gathered")])
 def test_gathered_inputs_wait_where_ranks_are_on_several_hosts(together, kept):
     _, execution = described(step_of(*MODELS["llama"]), Request("zb-h1"), together)
-    assert execution.weight_inputs == kept
+    assert execution.wgrad_inputs == kept
 
 
 @pytest.fixture

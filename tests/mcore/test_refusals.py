@@ -31,7 +31,7 @@ def test_layerwise_dropout_is_refused_in_slices():
         context=SimpleNamespace(config=config),
     )
     with refused("unsupported-setting", "--hidden-dropout", kind=UnsupportedError):
-        SequenceSlices(Request("seq1f1b", random="layerwise")).prepare(step)
+        SequenceSlices(Request("seq1f1b", rng="layerwise")).prepare(step)
 
 
 class FullyShardedDataParallel(torch.nn.Linear):

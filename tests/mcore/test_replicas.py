@@ -96,7 +96,7 @@ def test_one_microbatch_after_another_goes_both_ways(p, m):
 
 
 def test_vocabulary_passes_are_refused_before_the_model_is_built():
-    source = Programs(Request("gems", vocab_parallel="2"))
+    source = Programs(Request("gems", vocab_cut="2"))
     with refused("unsupported-placement", kind=UnsupportedError):
         source.placement(4, 1)
 

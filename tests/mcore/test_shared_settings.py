@@ -79,9 +79,9 @@ def settings(schedule: str = "zb-h1", **others: object) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("flag", "others"),
     [
-        ("--pipemem-random", {"random": "layerwise"}),
+        ("--pipemem-rng", {"rng": "layerwise"}),
         ("--pipemem-recompute", {"recompute": "full"}),
-        ("--pipemem-vocab-parallel", {"vocab_parallel": "1"}),
+        ("--pipemem-vocab-cut", {"vocab_cut": "1"}),
         ("--pipemem-trace", {"trace": "out"}),
         ("--pipemem-memory-cap", {"memory_cap": 1.0}),
         ("train_steps", {"train_steps": 3}),

@@ -129,14 +129,14 @@ def test_a_search_keeps_to_the_placement_and_the_cap():
     ("flags", "settings"),
     [
         ((), {}),
-        (("--vocab-parallel", "2"), {"vocab_parallel": "2"}),
+        (("--vocab-cut", "2"), {"vocab_cut": "2"}),
         (("--offload", "auto"), {"offload": "auto", "offload_options": {"ratio": 1.0}}),
     ],
 )
 def test_a_run_and_the_command_line_find_the_same_order(flags, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(run_programs, "microbatches_of_the_run", lambda: 4)
-    file, cap = tmp_path / "auto.csv", "1.1" if "vocab_parallel" in settings else "0.5"
+    file, cap = tmp_path / "auto.csv", "1.1" if "vocab_cut" in settings else "0.5"
     asked = ["simulate", "auto", "-p", "3", "-m", "4", "--memory-cap", cap, *flags, "--json"]
     told = pipemem(*asked)
     run = programs_of("auto", cap, **settings).plan(Shape(3, 2, 4), "start")

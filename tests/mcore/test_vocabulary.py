@@ -198,20 +198,20 @@ def test_ranks_without_an_iterator_get_none():
 
 def test_a_file_with_passes_and_another_cut_are_refused(tmp_path):
     file = tmp_path / "order.csv"
-    plan = programs_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
+    plan = programs_of("1f1b", None, "unit", {}, vocab_cut="2").plan(Shape(4, 1, 6), "")
     file.write_text(plan.schedule.to_csv())
-    with refused("conflicting-options", "--pipemem-vocab-parallel", 2, kind=UnsupportedError):
-        programs_of(str(file), None, "unit", {}, vocab_parallel="off")
-    with refused("conflicting-options", "--pipemem-vocab-parallel", 2, 1, kind=UnsupportedError):
-        programs_of(str(file), None, "unit", {}, vocab_parallel="1")
-    kept = programs_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(Shape(4, 1, 6), "").schedule
+    with refused("conflicting-options", "--pipemem-vocab-cut", 2, kind=UnsupportedError):
+        programs_of(str(file), None, "unit", {}, vocab_cut="off")
+    with refused("conflicting-options", "--pipemem-vocab-cut", 2, 1, kind=UnsupportedError):
+        programs_of(str(file), None, "unit", {}, vocab_cut="1")
+    kept = programs_of(str(file), None, "unit", {}, vocab_cut="auto").plan(Shape(4, 1, 6), "").schedule
     assert kept == replace(plan.schedule, name="order.csv")
 
 
 def test_the_cut_is_told_about_pieces(monkeypatch):
     told, chunk = [], SimpleNamespace(config=SimpleNamespace(cross_entropy_loss_fusion=False))
     monkeypatch.setattr(build, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
-    flags = "--pipemem-schedule 1f1b --pipemem-vocab-parallel 1".split()
+    flags = "--pipemem-schedule 1f1b --pipemem-vocab-cut 1".split()
     for pieces in ([], ["--pipemem-vocab-piece-tokens", "16"]):
         source = programs_for(take_flags([*flags, *pieces])[0])
         build.cut_model(source, [chunk], source.placement(4, 1), None)
@@ -223,7 +223,7 @@ def test_a_fused_loss_has_no_effect_where_the_vocabulary_is_cut(monkeypatch, cap
     chunk = SimpleNamespace(config=SimpleNamespace(cross_entropy_loss_fusion=True))
     for ways, logged in (("off", False), ("2", True)):
         caplog.clear()
-        source = programs_of("1f1b", None, "unit", {}, vocab_parallel=ways)
+        source = programs_of("1f1b", None, "unit", {}, vocab_cut=ways)
         with caplog.at_level("INFO"):
             build.cut_model(source, [chunk], source.placement(4, 1), None)
         assert ("--cross-entropy-loss-fusion" in caplog.text) == logged
@@ -231,9 +231,9 @@ def test_a_fused_loss_has_no_effect_where_the_vocabulary_is_cut(monkeypatch, cap
 
 def test_the_cap_holds_for_the_schedule_with_passes():
     shape = Shape(4, 1, 12)
-    assert programs_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary_barriers == 1
+    assert programs_of("1f1b", 1.25, "unit", {}, vocab_cut="2").plan(shape, "").schedule.vocabulary_barriers == 1
     with refused("over-cap", "1.25"):
-        programs_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
+        programs_of("1f1b", 1.0, "unit", {}, vocab_cut="2").plan(shape, "")
 
 
 def model(vocab_size: int, hidden_size: int = 4096, gated: bool = True) -> SimpleNamespace:
@@ -322,7 +322,7 @@ def test_auto_keeps_a_layout_where_moving_layers_is_best_and_cutting_little_bett
 def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {"seconds": 0.3, "placement": "linear"} if schedule == "auto" else {}
-    source = programs_of(schedule, cap, "unit", options, vocab_parallel="auto")
+    source = programs_of(schedule, cap, "unit", options, vocab_cut="auto")
     ways = source.ways(source.placement(4, 1), 1)
     assert set(ways) == allowed
     assert all(
@@ -358,7 +358,7 @@ def hooked_node(embedding):
 def test_what_shards_would_lose_is_refused(change):
     embedding = torch.nn.Embedding(6, 4)
     change(embedding)
-    with refused("vocabulary-model", "--pipemem-vocab-parallel off", kind=UnsupportedError):
+    with refused("vocabulary-model", "--pipemem-vocab-cut off", kind=UnsupportedError):
         build._matrix(embedding, "embedding")
 
 

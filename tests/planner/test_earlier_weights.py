@@ -29,12 +29,12 @@ CLUSTER = load("h100-80g", Cluster)
 MODELS = sorted(path.stem for path in (SHIPPED / Model.config_folder).glob("*.yaml"))
 
 
-def run_of(name: str, devices: int, schedule: str = "zb-h1", early_weights: str = "auto") -> Run:
+def run_of(name: str, devices: int, schedule: str = "zb-h1", early_wgrad: str = "auto") -> Run:
     model = load(name, Model)
     sizes = {"tp": 4, "dp": 2, "ep": 8, "etp": 1} if model.experts else {"tp": 8}
     cut = Parallelism(pp=devices, sequence_parallel=True, **sizes).with_microbatches(2 * devices)
     cluster = replace(CLUSTER, nodes=cut.ranks // CLUSTER.devices_per_node)
-    return Run(model, cluster, cut, ScheduleChoice(name=schedule, early_weights=early_weights))
+    return Run(model, cluster, cut, ScheduleChoice(name=schedule, early_wgrad=early_wgrad))
 
 
 def shares(run: Run) -> tuple[float, float]:
@@ -107,21 +107,21 @@ def test_plans_and_advice_say_that_w_run_earlier_and_keep_auto():
     timeline = simulate(with_earlier_weights(order, way.step.costs), way.step.costs)
     assert (way.makespan, way.peaks) == (timeline.makespan, way.step.held(timeline.peaks))
     assert way.makespan > simulate(order, way.step.costs).makespan
-    assert way.share_of_1f1b == pytest.approx(1.0) and way.run.schedule.early_weights == "auto"
+    assert way.share_of_1f1b == pytest.approx(1.0) and way.run.schedule.early_wgrad == "auto"
     assert [cells[0] for cells, _ in _table([way], None, None)._rows] == ["zb-h1, W earlier"]
     assert _name(as_it_stands(run)).endswith(", W earlier")
 
 
 @pytest.mark.parametrize("asked", ["none", "head", "experts_fc2"])
 def test_a_users_choice_stays(asked):
-    run = run_of("llama3-70b", 8, early_weights=asked)
+    run = run_of("llama3-70b", 8, early_wgrad=asked)
     (way,) = plan(run, memory=1e13, limits=only(run), search_seconds=0).plans
-    assert way.run.schedule.early_weights == asked and not way.has_earlier_weights
+    assert way.run.schedule.early_wgrad == asked and not way.has_earlier_weights
 
 
 def test_the_memory_and_the_layouts_of_a_run_are_those_with_earlier_w():
     run = run_of("llama3-70b", 8)
-    auto, none = (replace(run, schedule=replace(run.schedule, early_weights=text)) for text in ("auto", "none"))
+    auto, none = (replace(run, schedule=replace(run.schedule, early_wgrad=text)) for text in ("auto", "none"))
     of_auto, of_none = predicted_memory(auto), predicted_memory(none)
     assert of_auto is not None and of_none is not None and max(of_auto.device) < max(of_none.device)
     even = balance(auto).even

@@ -32,7 +32,7 @@ from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.launch.feasibility import feasible, refused_settings
 from megatron_pipemem.tools.planner import variants as variants_module
-from megatron_pipemem.tools.planner.early_weights import moves_weights
+from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.planning import SEARCHED, WAITS, plan

@@ -316,7 +316,7 @@ CROSSED = {
     "hybrid plain": (HYBRID, EXECUTIONS["plain"]),
     "hybrid tp2-sp, transformer engine": (
         HYBRID,
-        replace(EXECUTIONS["tp2-sp"], implementation="transformer_engine", weight_inputs="gathered"),
+        replace(EXECUTIONS["tp2-sp"], implementation="transformer_engine", wgrad_inputs="gathered"),
     ),
     **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{

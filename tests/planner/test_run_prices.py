@@ -35,7 +35,7 @@ def under(**choice):
 
 @pytest.mark.parametrize(("algorithm", "barriers"), [("1", 2), ("2", 1)])
 def test_a_cut_vocabulary_is_in_every_price_of_a_run(algorithm, barriers):
-    run = under(vocab_parallel=algorithm)
+    run = under(vocab_cut=algorithm)
     step = run_step(run, PLACEMENT, LAYERS)
     timeline = simulate(with_barriers(SCHEDULE, barriers, step.costs), step.costs)
     way = as_it_stands(run)
@@ -66,9 +66,9 @@ def test_steps_without_a_barrier_take_their_period():
     assert way.gain_without_barrier == pytest.approx(simulate(SCHEDULE, costs).makespan / way.makespan)
 
 
-@pytest.mark.parametrize("choice", [{}, {"vocab_parallel": "1"}, {"vocab_parallel": "2"}, {"overlap_steps": True}])
+@pytest.mark.parametrize("choice", [{}, {"vocab_cut": "1"}, {"vocab_cut": "2"}, {"overlap_steps": True}])
 def test_the_planner_gives_the_same_run_the_same_price(choice):
-    variant = f"vocabulary-{choice['vocab_parallel']}" if "vocab_parallel" in choice else "plain"
+    variant = f"vocabulary-{choice['vocab_cut']}" if "vocab_cut" in choice else "plain"
     sizes = {key: [getattr(BASE.parallelism, key)] for key in ("tp", "pp", "dp", "micro_batch")}
     limits = Limits({**sizes, "schedule": ["v-half"], "recompute": ["none"], "variant": [variant]})
     run = replace(BASE, schedule=ScheduleChoice(overlap_steps="overlap_steps" in choice))
@@ -78,21 +78,20 @@ def test_the_planner_gives_the_same_run_the_same_price(choice):
 
 
 def test_megatrons_own_schedules_are_compared_without_what_this_package_adds():
-    assert all(way.run.schedule == ScheduleChoice() for way in priced_with(under(vocab_parallel="2"), "1f1b", None))
-    choices = ({"vocab_parallel": "2"}, {"offload": "full"}, {"overlap_steps": True})
+    assert all(way.run.schedule == ScheduleChoice() for way in priced_with(under(vocab_cut="2"), "1f1b", None))
+    choices = ({"vocab_cut": "2"}, {"offload": "full"}, {"overlap_steps": True})
     alone = [way.seconds for way in priced_with(under(), "1f1b", None)]
     for choice in choices:
         assert [way.seconds for way in priced_with(under(**choice), "1f1b", None)] == alone
         assert all(
-            way.run.schedule
-            == replace(under(**choice).schedule, name="zbv", early_weights=way.run.schedule.early_weights)
+            way.run.schedule == replace(under(**choice).schedule, name="zbv", early_wgrad=way.run.schedule.early_wgrad)
             for way in priced_with(under(**choice), "zbv", None)
         )
-    assert [way.variant for way in priced_with(under(vocab_parallel="2"), "zbv", None)] == ["vocabulary-2"]
+    assert [way.variant for way in priced_with(under(vocab_cut="2"), "zbv", None)] == ["vocabulary-2"]
     with refused("not-for-stock", kind=UnsupportedError):
-        as_it_stands(replace(under(vocab_parallel="2"), schedule=ScheduleChoice("stock", vocab_parallel="2")))
+        as_it_stands(replace(under(vocab_cut="2"), schedule=ScheduleChoice("stock", vocab_cut="2")))
 
 
 def test_families_that_cannot_have_what_a_run_adds_are_left_out():
-    assert list(priced_with(under(vocab_parallel="2"), "chimera", None)) == []
+    assert list(priced_with(under(vocab_cut="2"), "chimera", None)) == []
     assert len(list(priced_with(under(), "chimera", None))) == 1

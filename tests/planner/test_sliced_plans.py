@@ -295,7 +295,7 @@ def test_slices_of_a_configuration():
 
 @pytest.mark.parametrize(("algorithm", "barriers"), [("off", 0), ("1", 2), ("2", 1)])
 def test_what_a_run_of_slices_holds(algorithm: str, barriers: int):
-    run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4, vocab_parallel=algorithm))
+    run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4, vocab_cut=algorithm))
     placement, layers = Placement.v_shape(2), (2, 2, 2, 2)
     plain, step = sliced_step(run, placement, layers), run_step(run, placement, layers)
     middle = slice(4, 12)
@@ -306,7 +306,7 @@ def test_what_a_run_of_slices_holds(algorithm: str, barriers: int):
     base = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
     timeline = simulate(with_barriers(base, barriers, step.costs), step.costs)
     assert predicted_memory(run).device == pytest.approx(step.held(timeline.peaks))
-    whole = replace(run, schedule=ScheduleChoice("v-half", vocab_parallel=algorithm))
+    whole = replace(run, schedule=ScheduleChoice("v-half", vocab_cut=algorithm))
     assert max(predicted_memory(run).device) < max(predicted_memory(whole).device)
 
 

@@ -171,13 +171,13 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     run = replace(RUN, cluster=cluster, parallelism=cut, schedule=ScheduleChoice("1f1b"))
     whole, away, shared, spread = (
         predicted_memory(replace(run, schedule=replace(run.schedule, **more)))
-        for more in ({}, {"offload": "full"}, {"vocab_parallel": "1"}, {"vocab_parallel": "auto"})
+        for more in ({}, {"offload": "full"}, {"vocab_cut": "1"}, {"vocab_cut": "auto"})
     )
     assert away.device[0] < whole.device[0] and away.host[0] > 0 == max(whole.host)
     # Its parameters leave the ends for all ranks; the two microbatches more that wait come on top.
     assert shared.device[3] < whole.device[3] and shared.device[1] > whole.device[1]
     assert max(spread.device) <= min(max(shared.device), max(whole.device))
-    both = replace(run, schedule=replace(run.schedule, offload="full", vocab_parallel="1"))
+    both = replace(run, schedule=replace(run.schedule, offload="full", vocab_cut="1"))
     assert "not planned together with vocabulary passes" in feasible(both)
     between = (max(away.device) + max(whole.device)) / 2 / GIB
     small = replace(run, cluster=replace(cluster, memory_gib=between))
@@ -281,7 +281,7 @@ def test_what_predicts_ahead_stays_with_the_head_in_a_v_and_where_the_head_is_cu
     loaded = replace(run, model=replace(run.model, vocabulary=1_000_000))
     assert price(loaded, Placement.linear(4)).layers[-1] == 0
     assert price(loaded, Placement.v_shape(4)).layers[-1] >= 1
-    loaded = replace(loaded, schedule=ScheduleChoice("1f1b", vocab_parallel="2"))
+    loaded = replace(loaded, schedule=ScheduleChoice("1f1b", vocab_cut="2"))
     plain, ahead = (run_step(replace(loaded, model=model), Placement.linear(4)) for model in (MODEL, run.model))
     assert ahead.layers[-1] >= 1
     costs = [step.costs.vocabulary for step in (plain, ahead)]

@@ -91,7 +91,7 @@ def test_sequences_and_vocabulary_stay_whole():
     asked = run("qwen3-vl-8b")
     assert "whole sequences" in why_not_sliced(replace(asked, schedule=ScheduleChoice(name="auto", slices=2)))
     with refused("vocabulary-model"):
-        predicted_memory(replace(asked, schedule=ScheduleChoice(name="zb-h1", vocab_parallel="1")))
+        predicted_memory(replace(asked, schedule=ScheduleChoice(name="zb-h1", vocab_cut="1")))
     answer = plan(asked, limits=Limits({"schedule": ["zb-h1"], "pp": [4], "tp": [4], "dp": [1]}))
     assert answer.plans and all("vocabulary" not in way.variant for way in answer.plans)
 

@@ -135,8 +135,8 @@ def test_a_run_moves_w_of_a_named_schedule_by_its_predicted_bytes():
 def test_files_cut_heads_and_runs_that_free_memory_otherwise_keep_every_w():
     schedule = build_schedule("zb-h1", num_devices=4, num_microbatches=8)
     assert choose(Request("mine.csv", file=schedule), SHAPE, KNOWN).schedule is schedule
-    cut = choose(Request("zb-h1", vocab_parallel="2").decided(1), SHAPE, KNOWN)
-    assert cut.schedule == choose(Request("zb-h1", vocab_parallel="2").decided(1), SHAPE, Knowledge()).schedule
+    cut = choose(Request("zb-h1", vocab_cut="2").decided(1), SHAPE, KNOWN)
+    assert cut.schedule == choose(Request("zb-h1", vocab_cut="2").decided(1), SHAPE, Knowledge()).schedule
     again = Request("zb-h1", recompute="full")
     known = replace(KNOWN, costs=Costs(memory=PREDICTED))
     assert choose(again, SHAPE, known).schedule == choose(again, SHAPE, replace(known, predicted=None)).schedule

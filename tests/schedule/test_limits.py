@@ -58,7 +58,7 @@ def test_all_else_is_refused_by_one_error(limit, value, words):
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: Request("1f1b", vocab_parallel="1", vocab_piece_tokens="x"),
+        lambda: Request("1f1b", vocab_cut="1", vocab_piece_tokens="x"),
         lambda: Request("1f1b", offload_options={"ratio": "x"}),
         lambda: check_effort("x"),
         lambda: add_virtual_stages(*take_flags("--num-layers x --pipemem-schedule 1f1b".split())),

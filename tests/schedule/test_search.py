@@ -496,7 +496,7 @@ def test_numbers_of_slices() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"offload": "full"}, {"recompute": "full"}, {"vocab_parallel": "2"}, {"options": {"slices": 2, "period": True}}],
+    [{"offload": "full"}, {"recompute": "full"}, {"vocab_cut": "2"}, {"options": {"slices": 2, "period": True}}],
 )
 def test_what_slices_are_not_searched_with(asked: dict[str, object]) -> None:
     with refused("conflicting-features", kind=UnsupportedError):

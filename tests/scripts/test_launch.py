@@ -126,7 +126,7 @@ pipeline_model_parallel_layout=Et*2|t*2|t*2|t*2L | needs-chunks 8
 schedule=auto model.hybrid_layer_pattern='*-*-*-*-' hybrid_layer_pattern='*-|*-*|-*-' | needs-chunks 0.75 3
 model.hybrid_layer_pattern='*-*-*-*-' hybrid_layer_pattern='M*|M*|M*' | conflicting-options model
 iterations_to_skip=[3] | unsupported-setting --iterations-to-skip
-schedule=stock pipemem_vocab_parallel=2 | not-for-stock
+schedule=stock pipemem_vocab_cut=2 | not-for-stock
 pipemem_microbatch_costs=flop | bad-choice
 pipemem_microbatch_costs=gone.json | no-file gone.json
 OVERLAPPED rerun_mode=report_stats | unsupported-setting --rerun-mode
@@ -139,7 +139,7 @@ SLICED model.attention_dropout=0.1 model.hidden_dropout=0.1 | unsupported-settin
 SLICED pipemem_overlap_steps=true | conflicting-options
 recompute_granularity=selective recompute_modules=[activation] | unsupported-setting
 ALL_MODULES schedule=stock | unsupported-setting
-pipemem_offload=full pipemem_recompute=full pipemem_vocab_parallel=1 | conflicting-features
+pipemem_offload=full pipemem_recompute=full pipemem_vocab_cut=1 | conflicting-features
 ASYNCHRONOUS pipemem_offload=full | conflicting-features --pipemem-offload
 ASYNCHRONOUS clip_grad=1.0 | unsupported-setting --clip-grad 0
 ASYNCHRONOUS clip_grad=null | unsupported-setting --clip-grad 0
@@ -189,8 +189,8 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("schedule=auto", "pipemem_memory_cap=6GiB", "pipemem_option={seconds: 1}"),
         ("schedule=1f1b", "pipemem_offload=full", "pipemem_memory_cap=0.6"),
         ("recompute_granularity=selective", "recompute_modules=[mlp]", "model.add_bias_linear=false"),
-        (*SLICED, "pipemem_vocab_parallel=1"),
-        (*SLICED, "pipemem_vocab_parallel=auto"),
+        (*SLICED, "pipemem_vocab_cut=1"),
+        (*SLICED, "pipemem_vocab_cut=auto"),
     ],
 )
 def test_what_a_run_takes_is_not_refused(changes):

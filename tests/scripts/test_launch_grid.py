@@ -157,7 +157,7 @@ def test_a_point_that_cannot_be_started_here_fails_alone(store, write_grid, tmp_
 
 
 def test_filters_read_values_as_runs_do(write_grid):
-    product = {"pipemem_vocab_parallel": [1, 2], "pipemem_memory_cap": [1.5, 2], "lr": [0.1, 0.2]}
+    product = {"pipemem_vocab_cut": [1, 2], "pipemem_memory_cap": [1.5, 2], "lr": [0.1, 0.2]}
 
     def kept(**filters) -> set:
         points = load_points(write_grid(product=product, **filters))
@@ -165,13 +165,13 @@ def test_filters_read_values_as_runs_do(write_grid):
 
     everything = kept()
     assert len(everything) == 8
-    assert kept(exclude=[{"pipemem_vocab_parallel": 2}]) == {point for point in everything if point[0] == 1}
+    assert kept(exclude=[{"pipemem_vocab_cut": 2}]) == {point for point in everything if point[0] == 1}
     assert kept(only=[{"pipemem_memory_cap": [1.5]}]) == {point for point in everything if point[1] == 1.5}
     assert kept(exclude=[{"pipemem_offload": "off", "lr": 0.1}]) == {point for point in everything if point[2] == 0.2}
     assert kept(only=[{"model": "tiny-gpt"}]) == everything
     for pattern, reason in (
         ({"rl": 0.1}, ("unknown-key", "exclude.rl")),
-        ({"pipemem_vocab_parallel": 7}, ("bad-filter", 7, "cpu.yaml", "pipemem_vocab_parallel", 1, 2)),
+        ({"pipemem_vocab_cut": 7}, ("bad-filter", 7, "cpu.yaml", "pipemem_vocab_cut", 1, 2)),
         ({"pp": "four"}, ("bad-filter", "four")),
     ):
         with refused(*reason, kind=ConfigError):

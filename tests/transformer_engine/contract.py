@@ -358,7 +358,7 @@ def _planned(sequence_parallel: bool, kept: str) -> None:
         sequence_parallel=sequence_parallel,
         attention="unfused",
         implementation="transformer_engine",
-        weight_inputs=kept,
+        wgrad_inputs=kept,
     )
     freed = -_changes_by_a_layer(GPT, execution, AttnBackend.unfused)[Kind.W]
     assert freed == layer_bytes(GPT, execution).after_input, (freed, layer_bytes(GPT, execution))

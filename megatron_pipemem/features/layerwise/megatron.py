@@ -205,7 +205,7 @@ class LayerwiseRandom(Extension):
             raise UnsupportedError(
                 "enabled-too-late",
                 "layerwise random numbers need a GPTModel or a HybridModel that was built after enable(), and this "
-                f"{type(unwrap_model(model)).__name__} is not one; build it after enable(), or leave --pipemem-random out",
+                f"{type(unwrap_model(model)).__name__} is not one; build it after enable(), or leave --pipemem-rng out",
             )
         number = self._number
         later, microbatch = (0, int(kwargs["current_microbatch"])) if number is None else divmod(number, self._batch)
@@ -228,7 +228,7 @@ def _check(config) -> None:
         use_te_rng_tracker=not isinstance(tracker, random.CudaRNGStatesTracker),
         is_inference_rng_tracker=tracker.is_inference_rng_tracker,
     )
-    check_gates(Wish(Request(STOCK, random=LAYERWISE), of_several(of_tracker, config)))
+    check_gates(Wish(Request(STOCK, rng=LAYERWISE), of_several(of_tracker, config)))
 
 
 def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:

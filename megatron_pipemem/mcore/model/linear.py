@@ -39,7 +39,7 @@ from megatron_pipemem.runtime.weight_gradients import (
     remember,
     shard_of,
 )
-from megatron_pipemem.schedule.options import EarlyWeights, early_weights
+from megatron_pipemem.schedule.options import EarlyWgrad, early_wgrad
 
 logger = logging.getLogger(__name__)
 
@@ -304,19 +304,19 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12]
 """Names of routed experts' weights, for experts that are single modules or one grouped module."""
 
 
-def early_modules(setting: str, config: Any) -> frozenset[EarlyWeights]:
-    """Return the modules whose weight gradients pass I computes, not W, by the setting ``early_weights``.
+def early_modules(setting: str, config: Any) -> frozenset[EarlyWgrad]:
+    """Return the modules whose weight gradients pass I computes, not W, by the setting ``early_wgrad``.
 
-    The result depends on the model's size (``options.early_weights``).
+    The result depends on the model's size (``options.early_wgrad``).
     """
     if not getattr(config, "num_moe_experts", None):
-        return early_weights(setting, 0, 0)
+        return early_wgrad(setting, 0, 0)
     ranks = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     width = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / ranks
-    return early_weights(setting, config.hidden_size, width)
+    return early_wgrad(setting, config.hidden_size, width)
 
 
-def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.Tensor]:
+def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWgrad]) -> list[torch.Tensor]:
     """Mark the weights of these modules so that pass I computes their gradients; return the newly marked weights."""
     weights = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
     return mark(weights, EARLY)

@@ -63,17 +63,17 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_replacements(
-    weight_inputs: str, on_one_host: Callable[[dist.ProcessGroup], bool] = lambda group: False
+    wgrad_inputs: str, on_one_host: Callable[[dist.ProcessGroup], bool] = lambda group: False
 ) -> Replacements:
     """Return the replacements by which linear layers keep this rank's shard of a gathered tensor until W.
 
-    The tensor is an input or an output gradient, and W gathers it again. ``weight_inputs`` is one of
-    ``options.WEIGHT_INPUTS``; for ``gathered`` there are no replacements. With ``auto``, shards are kept for process
+    The tensor is an input or an output gradient, and W gathers it again. ``wgrad_inputs`` is one of
+    ``options.WGRAD_INPUTS``; for ``gathered`` there are no replacements. With ``auto``, shards are kept for process
     groups whose ranks are on one host.
     """
-    if weight_inputs == GATHERED:
+    if wgrad_inputs == GATHERED:
         return []
-    keeps = on_one_host if weight_inputs == AUTO else lambda group: True
+    keeps = on_one_host if wgrad_inputs == AUTO else lambda group: True
     return [(GATHER_GRADIENT, sharded_gradients(keeps)), *transformer_engine.sharded_replacements(keeps)]
 
 
@@ -112,11 +112,11 @@ class SplitBackward(Extension):
             replaced.append((LINEAR, countable_linear))
         if splits:
             replaced.append((LOOKUP, split_embedding))
-            replaced += sharded_replacements(self._request.weight_inputs, self._is_on_one_host)
+            replaced += sharded_replacements(self._request.wgrad_inputs, self._is_on_one_host)
         return replaced
 
     def prepare(self, step: Step) -> None:
-        if self._request.may_split and self._request.weight_inputs == AUTO:
+        if self._request.may_split and self._request.wgrad_inputs == AUTO:
             self._compare_hosts(step.groups)
         self._note(attach_ddp_hooks(step.chunks), GRADIENT_READY)
         new = [chunk for chunk in step.chunks if chunk not in self._prepared]  # not in every step anew
@@ -126,7 +126,7 @@ class SplitBackward(Extension):
         self._leave_to_autograd(step.chunks, bool(new))
         for module in (module for chunk in new for module in transformer_engine.delayed_modules(chunk)):
             self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
-        self._note(mark_early(new, early_modules(self._request.early_weights, step.context.config)), EARLY)
+        self._note(mark_early(new, early_modules(self._request.early_wgrad, step.context.config)), EARLY)
         self._check = None  # that of a step that failed is of no use
         if self._request.may_split and not step.forward_only:
             unchecked = [chunk for chunk in step.chunks if chunk not in self._checked]

@@ -61,7 +61,7 @@ class PredictedBytes(Extension):
 
         group = step.groups.tp
         is_alone = group is None or group.size() == 1
-        shards = self._request.weight_inputs == AUTO and (is_alone or is_on_one_host(group))
+        shards = self._request.wgrad_inputs == AUTO and (is_alone or is_on_one_host(group))
 
         def predict() -> MemoryDeltas | str:
             try:
@@ -98,7 +98,7 @@ def _pieces(chunk: torch.nn.Module) -> int | None:
 def described(step: Step, request: Request, shards: bool) -> tuple[Model, Execution]:
     """Return the model of a step and its settings; raise a PipememError if the bytes of such a model are unknown.
 
-    ``shards`` decides for ``--pipemem-weight-inputs auto`` whether shards of inputs wait for W.
+    ``shards`` decides for ``--pipemem-wgrad-inputs auto`` whether shards of inputs wait for W.
     """
     config: Any = step.context.config
     groups = step.groups
@@ -106,9 +106,9 @@ def described(step: Step, request: Request, shards: bool) -> tuple[Model, Execut
     if config.recompute_granularity is not None:
         recompute = config.recompute_granularity
         modules = tuple(name for name in config.recompute_modules or () if name in get_args(Recomputable))
-    weight_inputs = request.weight_inputs
-    if weight_inputs == AUTO:
-        weight_inputs = SHARDED if shards else GATHERED
+    wgrad_inputs = request.wgrad_inputs
+    if wgrad_inputs == AUTO:
+        wgrad_inputs = SHARDED if shards else GATHERED
     on_gpu = device_of(step.chunks).type == "cuda"
     precision, implementation = _PRECISIONS.get(config.params_dtype, "fp32"), config.transformer_impl
     attention, fused_softmax = attention_of(
@@ -137,8 +137,8 @@ def described(step: Step, request: Request, shards: bool) -> tuple[Model, Execut
             config.moe_expert_capacity_factor,
             config.moe_pad_expert_input_to_capacity,
         ),
-        weight_inputs=weight_inputs,
-        early_weights=request.early_weights,
+        wgrad_inputs=wgrad_inputs,
+        early_wgrad=request.early_wgrad,
     )
     return _model_of(step), execution
 

@@ -365,7 +365,7 @@ def _check_counts(
 def load_and_simulate(name: str, question: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
     """Return the schedule with its LM head, its simulated timeline, and the reason why ``auto`` placed the head there.
 
-    The reason is empty unless ``--vocab-parallel`` is ``auto``.
+    The reason is empty unless ``--vocab-cut`` is ``auto``.
     """
     loaded = load_schedule(name, question, costs=prices, offload=question.offload, host_memory=question.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
@@ -389,8 +389,8 @@ def _with_attention(loaded: Loaded, prices: Costs, question: Question) -> Costs:
     share, slices = question.attention_share, loaded.schedule.units.parts
     if share is None or slices == 1:
         return prices
-    if loaded.request.searches or question.vocab_parallel != OFF:
-        chooser = "auto searches with" if loaded.request.searches else "--vocab-parallel chooses for"
+    if loaded.request.searches or question.vocab_cut != OFF:
+        chooser = "auto searches with" if loaded.request.searches else "--vocab-cut chooses for"
         raise UnsupportedError(
             "conflicting-options",
             f"--attention-share {share:g} makes slices differ, but {chooser} equal slices; leave one of the two out",
@@ -418,12 +418,12 @@ def check_attention(question: Question, schedules: Iterable[Schedule]) -> None:
 def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loaded, Costs, str]:
     schedule, reason = loaded.schedule, ""
     check_layers(question.layers, schedule.placement.model_stages)
-    algorithm: str = question.vocab_parallel
+    algorithm: str = question.vocab_cut
     if algorithm == "auto":
         seconds = head_seconds(question, prices, schedule)
         if seconds is None:
             raise UnsupportedError(
-                "needs-option", "--vocab-parallel auto compares the head with the layers; give --head-cost"
+                "needs-option", "--vocab-cut auto compares the head with the layers; give --head-cost"
             )
         # As in a run: the model is placed before the head is priced.
         loaded = replace(loaded, knowledge=replace(loaded.knowledge, placement=schedule.placement))

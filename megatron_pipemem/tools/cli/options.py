@@ -87,7 +87,7 @@ class Prices:
         ),
     ] = "1,1,1"
     p2p: Annotated[float | None, typer.Option(help="Seconds of one message between two devices.")] = None
-    vocab_parallel: Annotated[
+    vocab_cut: Annotated[
         Literal["off", "1", "2", "auto"],
         typer.Option(
             help="Cut the LM head over all devices: by Algorithm 1 (two barriers) or 2 (one barrier) of arXiv 2411.05288, or "

@@ -293,7 +293,7 @@ def layout_command(
         str | None,
         typer.Option(help="`stock` for Megatron's 1F1B or, with --chunks, interleaved; or one of `pipemem schedules`."),
     ] = None,
-    vocab_parallel: Annotated[
+    vocab_cut: Annotated[
         str | None, typer.Option(metavar="off|1|2", help="Cut embedding and head over all pipeline ranks.")
     ] = None,
     cluster: ClusterName = None,
@@ -326,7 +326,7 @@ def layout_command(
         "chunks": chunks,
         "dp": dp,
         "schedule": schedule,
-        "pipemem_vocab_parallel": vocab_parallel,
+        "pipemem_vocab_cut": vocab_cut,
         "cluster": cluster,
         "seq_length": sequence,
     }, microbatches)  # fmt: skip
@@ -406,8 +406,8 @@ def _paste(run: Run, way: Way) -> str:
         flags["pipemem-schedule"] = choice.name
     elif not of_layout and cut.chunks:
         flags[VIRTUAL_STAGES] = cut.chunks
-    if choice.vocab_parallel != OFF:
-        flags["pipemem-vocab-parallel"] = choice.vocab_parallel
+    if choice.vocab_cut != OFF:
+        flags["pipemem-vocab-cut"] = choice.vocab_cut
     return shlex.join(words(flags | of_layout))
 
 

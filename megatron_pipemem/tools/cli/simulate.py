@@ -110,7 +110,7 @@ def simulate(
 
     The lower bound holds for every order of the same placement within the memory cap. Without a cap, it holds for
     orders with no higher peak than this schedule. For ``auto`` it holds for every placement tried. With several
-    replicas, or with ``--vocab-parallel``, it is the busiest device's work.
+    replicas, or with ``--vocab-cut``, it is the busiest device's work.
 
     A costs file may give microbatches different weights. It may also give each slice of a schedule with sequence slices
     its own price: lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such prices from
@@ -136,7 +136,7 @@ def simulate(
         # hide the exchange of the experts' tokens behind computing
         pipemem simulate dualpipe-v -p 8 -m 32 --exchange-share .4
         # price a large vocabulary
-        pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
+        pipemem simulate 1f1b -p 8 -m 32 --vocab-cut auto --head-cost 2.5layers --layers 32
     """
     if len(names) > 1:
         if single_queue or steps > 1:
@@ -155,7 +155,7 @@ def simulate(
         if steps > 1:
             check_steps(loaded.schedule, steps, question.yes)
             facts |= _without_barrier(loaded, timeline.costs, steps)
-    if loaded.schedule.vocabulary_barriers or question.vocab_parallel != "off":
+    if loaded.schedule.vocabulary_barriers or question.vocab_cut != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
     if reason:
         facts["vocabulary_reason"] = reason
@@ -438,7 +438,7 @@ def pareto(
     of 1F1B's bytes for the same model if ``--costs FILE`` has bytes (``pipemem profile``). Otherwise they are in
     activation units, and assume equal stages that hold no more between I and W than between F and I.
 
-    With ``--vocab-parallel auto`` every schedule is listed three times: with the head on the last stage, and cut over
+    With ``--vocab-cut auto`` every schedule is listed three times: with the head on the last stage, and cut over
     all devices by either algorithm. Asynchronous families and families with two replicas of the weights are left out,
     because they train differently or hold more weights. So are families that offload or cut microbatches into slices.
 
@@ -455,7 +455,7 @@ def pareto(
     prices = _in_shares(parse_costs(price_options.costs, price_options.p2p), price_options, devices, microbatches)
     in_bytes = prices.memory is not None
     cap_values = useful_caps(devices) if caps is None else _parse_caps(caps)
-    switch = price_options.vocab_parallel
+    switch = price_options.vocab_cut
     barriers = {"off": (0,), "auto": (0, 1, 2)}.get(switch) or (BARRIERS_OF_ALGORITHM[int(switch)],)
 
     def priced(schedule: Schedule) -> Costs:
@@ -507,7 +507,7 @@ def _in_shares(costs: Costs, price_options: Prices, devices: int, microbatches: 
 
     They are in units if the costs have no bytes, or if the vocabulary is cut.
     """
-    if price_options.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
+    if price_options.vocab_cut != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
 

@@ -15,7 +15,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.arguments import NAMES
 from megatron_pipemem.model.model import BY_ACTION
-from megatron_pipemem.request import Request, flags_of
+from megatron_pipemem.request import FORMER_NAMES, Request, flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.config.arguments import flags_of_attributes, frozen_flags, setters
 from megatron_pipemem.tools.config.runs import ADAPTERS, FREEZES, RECOMPUTE_FLAG, Parallelism, Run, ScheduleChoice
@@ -75,6 +75,9 @@ def place_of(key: str) -> tuple[str, ...]:
     if first in _SECTIONS or first == "precision" or (first == "schedule" and inner):
         old = f"is a key of an earlier version; write {_new_name(first, '.'.join(inner))}"
         raise ConfigError("old-key", old, key=key)
+    former = first.removeprefix("pipemem_")
+    if former != first and former in FORMER_NAMES:
+        raise ConfigError("old-key", f"is a key of an earlier version; write pipemem_{FORMER_NAMES[former]}", key=key)
     if first in FIELDS:
         return (first, *inner)
     if first in NAMES:
@@ -85,7 +88,7 @@ def place_of(key: str) -> tuple[str, ...]:
 def _new_name(section: str, field: str) -> str:
     old = f"{section}.{field}".rstrip(".")
     if section == "schedule":
-        return KEYS.get(("schedule", field), f"pipemem_{field}")
+        return KEYS.get(("schedule", field), f"pipemem_{FORMER_NAMES.get(field, field)}")
     return _OLD.get(old, field.replace("-", "_") or "its keys")
 
 

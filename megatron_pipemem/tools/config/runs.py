@@ -46,7 +46,7 @@ from megatron_pipemem.schedule.options import (
     SHARDED,
     STOCK,
     Offload,
-    early_weights,
+    early_wgrad,
 )
 from megatron_pipemem.schedule.registry import family, register_module
 from megatron_pipemem.tools.config.cluster import Cluster
@@ -154,8 +154,8 @@ class ScheduleChoice(ScheduleOptions, Limited):
         is_fixed = self.name == STOCK or self.name.endswith(FILE_SUFFIX)
         fixed = f"is {self.slices}, but schedule {self.name} has no option slices; name one that has, or auto"
         refuse_if((self.slices or 1) > 1 and is_fixed, "no-slices", "slices", fixed)
-        with _at("early_weights"):
-            early_weights(self.early_weights, 0, 0)
+        with _at("early_wgrad"):
+            early_wgrad(self.early_wgrad, 0, 0)
         with _at("module"):
             if self.module is not None:
                 register_module(self.module)
@@ -295,16 +295,16 @@ class Run:
             rotary_percent=float(str(self.flags.get("rotary-percent", 1.0))),
             expert_load=self._expert_load(),
             tp_overlap=choice.name == STOCK and bool(self.flags.get(TP_OVERLAP)),
-            weight_inputs=self._weight_inputs(),
-            early_weights=choice.early_weights,
+            wgrad_inputs=self._wgrad_inputs(),
+            early_wgrad=choice.early_wgrad,
             frozen=tuple(part for part, flag in FREEZES.items() if self.flags.get(flag)),
             adapters=int(str(self.flags.get(ADAPTERS, 0))),
         )
 
-    def _weight_inputs(self) -> Literal["sharded", "gathered"]:
-        if self.schedule.weight_inputs == AUTO:
+    def _wgrad_inputs(self) -> Literal["sharded", "gathered"]:
+        if self.schedule.wgrad_inputs == AUTO:
             return SHARDED if self.parallelism.tp <= self.cluster.devices_per_node else GATHERED
-        return self.schedule.weight_inputs
+        return self.schedule.wgrad_inputs
 
     def _expert_load(self) -> float:
         """Return the load of the fullest rank's experts (``fullest_load``)."""

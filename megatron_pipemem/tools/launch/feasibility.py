@@ -156,7 +156,7 @@ def _schedules(run: Run) -> None:
         check_stock_groups(run)
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
     if schedule is not None:
-        check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
+        check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_cut)
         check_replicas(schedule.placement)
         if not schedule.units.are_whole:
             run_slices(run, schedule.units.parts)

@@ -299,7 +299,7 @@ def lone_rank(execution: Execution) -> Iterator[None]:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         patches.install([(LINEAR, linear.split_linear)])
-        patches.install(sharded_replacements(execution.weight_inputs))
+        patches.install(sharded_replacements(execution.wgrad_inputs))
         yield
     finally:
         for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):  # they keep a tensor for good

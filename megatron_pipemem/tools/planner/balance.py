@@ -90,7 +90,7 @@ def balance(
         )
 
     request = _request(run)
-    if request.vocab_parallel != AUTO:
+    if request.vocab_cut != AUTO:
         return weighed(request)
     ways = vocabulary_ways(request, weighed, lambda *_: None)
     return min(ways.values(), key=lambda way: way.best.seconds)

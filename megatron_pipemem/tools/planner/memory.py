@@ -61,7 +61,7 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
     There are several only for ``auto``. One pipeline rank has 0, and a schedule file with vocabulary passes has its own.
     """
-    setting = run.schedule.vocab_parallel
+    setting = run.schedule.vocab_cut
     if run.parallelism.pp == 1:
         return (0,)
     if schedule is not None and schedule.vocabulary_barriers:
@@ -73,7 +73,7 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
 def _least(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     """Return the least bytes of any order with these stages."""
-    choice = replace(run.schedule, vocab_parallel=request.vocab_parallel, slices=None)
+    choice = replace(run.schedule, vocab_cut=request.vocab_cut, slices=None)
     step = run_step(replace(run, schedule=choice), placement, layers)
     kept = tuple(least_held(placement, run.parallelism.microbatches, step.costs))
     if request.offload != OFF:  # the activations of one stage at a time

@@ -44,7 +44,7 @@ from megatron_pipemem.schedule.stream import check_batch, family_window, steady,
 from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.early_weights import moves_weights
+from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED, parameter_bytes
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.tools.planner.replay import (

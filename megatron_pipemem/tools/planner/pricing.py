@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import balance
-from megatron_pipemem.tools.planner.early_weights import with_early_head
+from megatron_pipemem.tools.planner.early_wgrad import with_early_head
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.replay import Order
 from megatron_pipemem.tools.planner.run_prices import priced
@@ -32,8 +32,8 @@ _RECOMPUTE = (
     "recompute_modules",
     "recompute_method",
     "recompute_num_layers",
-    "early_weights",
-    "weight_inputs",
+    "early_wgrad",
+    "wgrad_inputs",
 )
 """The settings of a run's schedule that Megatron's own schedules keep."""
 
@@ -121,7 +121,7 @@ def _with_early_head(way: Way) -> Run | None:
     fullest = max(range(len(way.peaks)), key=way.peaks.__getitem__)
     has_head = way.step.placement.devices[-1] == fullest
     early = early_modules(way.run.model, way.run.execution)
-    is_whole = way.run.schedule.vocab_parallel == OFF  # otherwise the schedule has passes for the head
+    is_whole = way.run.schedule.vocab_cut == OFF  # otherwise the schedule has passes for the head
     if way.is_stock or not (family(way.order.name).splits_backward and has_head and is_whole) or "head" in early:
         return None
     return with_early_head(way.run)

@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Run
-from megatron_pipemem.tools.planner.early_weights import moves_weights
+from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.planning import asynchronous_price
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.replay import (
@@ -99,7 +99,7 @@ class RunPrices:
         """Whether the schedule is synchronous, of whole microbatches, and without added passes."""
         cut_run = _with_slices(run, published.units.parts)
         copies: Offload = AUTO if published.offloads or request.offload != OFF else OFF
-        choice = replace(cut_run.schedule, vocab_parallel=request.vocab_parallel, offload=copies)
+        choice = replace(cut_run.schedule, vocab_cut=request.vocab_cut, offload=copies)
         self._cut = replace(cut_run, schedule=choice)
 
     @property
@@ -177,7 +177,7 @@ def priced(
         return prices.way(layers_of(prices.placement))
 
     request = request_of(run)
-    if request.vocab_parallel != AUTO:
+    if request.vocab_cut != AUTO:
         return way(request)
     return min(vocabulary_ways(request, way, lambda *_: None).values(), key=lambda way: way.seconds)
 

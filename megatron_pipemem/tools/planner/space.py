@@ -35,7 +35,7 @@ OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-ga
 """Flags that the prices of several data-parallel ranks assume, unless the run sets them otherwise."""
 STOCKS_ALONE = (*OVERLAPS, "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
 """Flags that hide messages or move the head's W. Only Megatron's own schedules support these, except for ``EP_OVERLAP``."""
-_KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps", "weight_inputs", "early_weights")
+_KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps", "wgrad_inputs", "early_wgrad")
 _MOST_CHUNKS = 8
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _SLICES: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)

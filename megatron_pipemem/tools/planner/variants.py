@@ -34,7 +34,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 from megatron_pipemem.tools.config.runs import Run, ScheduleChoice
-from megatron_pipemem.tools.planner.early_weights import moves_weights
+from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, gather, logit_bytes
 from megatron_pipemem.tools.planner.repetition import Repetition
 from megatron_pipemem.tools.planner.replay import Order, OrderPrice, Replay, family_schedule, repeating, replay_key
@@ -93,8 +93,8 @@ def run_step(
     ``layers`` has the pieces of every stage, by default from the planner's partition.
     """
     choice = run.schedule
-    if choice.vocab_parallel not in (OFF, AUTO):
-        return _vocabulary_step(BARRIERS_OF_ALGORITHM[int(choice.vocab_parallel)], run, placement, layers, pace)
+    if choice.vocab_cut not in (OFF, AUTO):
+        return _vocabulary_step(BARRIERS_OF_ALGORITHM[int(choice.vocab_cut)], run, placement, layers, pace)
     if choice.offload != OFF:  # copies are planned for whole microbatches
         return _with_offload(run, price(run, placement, layers, pace))
     step = step_of(run, placement, layers, pace)
@@ -103,8 +103,8 @@ def run_step(
 
 def variant_of(run: Run) -> str:
     """Return the name of what a run's schedule adds to an order."""
-    if run.schedule.vocab_parallel not in (OFF, AUTO):
-        return f"vocabulary-{run.schedule.vocab_parallel}"
+    if run.schedule.vocab_cut not in (OFF, AUTO):
+        return f"vocabulary-{run.schedule.vocab_cut}"
     return OFFLOAD if run.schedule.offload != OFF else IN_PAIRS.name if run.pairs else PLAIN
 
 
@@ -250,7 +250,7 @@ def _vocabulary_step(
         raise UnsupportedError(
             "vocabulary-model",
             "the embedding and head of a model with a vision tower cannot be cut over the pipeline; pass "
-            "--pipemem-vocab-parallel off",
+            "--pipemem-vocab-cut off",
         )
     step = step_of(run, placement, layers, pace, shared_ends=True)
     p, execution = placement.num_devices, run.execution
@@ -296,7 +296,7 @@ for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
     register_variant(
         Variant(
             f"vocabulary-{_algorithm}",
-            choice=partial(replace, vocab_parallel=str(_algorithm)),
+            choice=partial(replace, vocab_cut=str(_algorithm)),
             cuts_vocabulary=True,
             apply=partial(_cut_vocabulary, _barriers),
         )

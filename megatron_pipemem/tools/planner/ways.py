@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.early_weights import moves_weights
+from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.replay import Order, OrderPrice, family_schedule, measured, shortest
 from megatron_pipemem.tools.planner.space import hides_messages
 from megatron_pipemem.tools.planner.step import PlannedStep, mfu, price

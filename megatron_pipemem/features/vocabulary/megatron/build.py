@@ -227,7 +227,7 @@ def cut_model(
     if placement.num_devices == 1:
         return
     barriers = programs.request.barriers
-    if programs.request.vocab_parallel == AUTO:
+    if programs.request.vocab_cut == AUTO:
         model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
         assert pg_collection is not None, "they are made before the model"
         layout = layout_of(chunks, placement, pg_collection.pp, layers_in)
@@ -385,12 +385,12 @@ _HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hook
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
     """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut."""
-    check_gates(Wish(Request("1f1b", vocab_parallel="1"), of_config(model.config)))
+    check_gates(Wish(Request("1f1b", vocab_cut="1"), of_config(model.config)))
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(
             "vocabulary-model",
             "multi-token prediction looks up tokens of other context-parallel ranks, which a cut embedding does not get; "
-            "pass --context-parallel-size 1, or --pipemem-vocab-parallel off",
+            "pass --context-parallel-size 1, or --pipemem-vocab-cut off",
         )
     if not isinstance(model, LanguageModule):
         raise _uncuttable(f"a {type(model).__name__} is more than a language model;")
@@ -425,7 +425,7 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
 
 def _uncuttable(reason: str) -> UnsupportedError:
     """Return the error for a model whose vocabulary cannot be cut: the remedy is always to turn the cut off."""
-    return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-parallel off")
+    return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-cut off")
 
 
 @torch.no_grad()

@@ -99,13 +99,13 @@ def share_batch(
             "vocabulary-forward-step",
             "microbatches may differ in shape, and vocabulary parallelism needs their tokens before the step runs; pass "
             "--pipemem-message-shapes step and let the forward step give the model input_ids of shape [b, s], or pass "
-            "--pipemem-vocab-parallel off",
+            "--pipemem-vocab-cut off",
         )
     if None in [*(first or ()), *(last or ())]:
         raise UnsupportedError(
             "vocabulary-forward-step",
             "the forward step does not call the model it is given, or its data come from no iterator, so its "
-            "tokens and labels are unknown; call it with the items of next(), or pass --pipemem-vocab-parallel off",
+            "tokens and labels are unknown; call it with the items of next(), or pass --pipemem-vocab-cut off",
         )
     first_tokens = None if first is None else [call.tokens for call in first if call is not None]
     own_labels = None if last is None else [call.labels for call in last if call is not None]
@@ -126,7 +126,7 @@ def share_batch(
                         "vocabulary-forward-step",
                         f"the forward step passes {name} of shape {actual_shape} to the model where {shape} was expected: "
                         "vocabulary parallelism needs them for every microbatch, of its sequence length and micro-batch size; "
-                        "pass --pipemem-vocab-parallel off",
+                        "pass --pipemem-vocab-cut off",
                     )
                 flat.append(value.flatten())
             shared = torch.cat(flat).to(torch.int64)
@@ -193,7 +193,7 @@ class LastStage(ChunkStage):
                     "vocabulary-forward-step",
                     "the forward step changes the model's token losses before it returns them, but with vocabulary "
                     "parallelism the losses are not known yet; change them in the loss function, or pass "
-                    "--pipemem-vocab-parallel off",
+                    "--pipemem-vocab-cut off",
                 )
             self._awaiting[microbatch] = loss_function, output.dtype, head.further
             head.further = None

@@ -8,7 +8,7 @@ from model_flags import ALL_TO_ALL, OVERLAP, PADDED, SHARED_EXPERTS, SIX, UNTIED
 from test_multi_token import ONE
 
 SECOND, ALL = "experts_fc2", "head,experts_fc1,experts_fc2"
-FLAG = "--pipemem-early-weights"
+FLAG = "--pipemem-early-wgrad"
 
 
 def test_local_experts_and_the_head_hold_less_for_w(equals_stock):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.model.counts import early_modules
-from megatron_pipemem.schedule.options import AUTO, EARLY_WEIGHTS, OFF
+from megatron_pipemem.schedule.options import AUTO, EARLY_WGRAD, OFF
 from megatron_pipemem.tools.config.runs import RECOMPUTE_FLAG, Run
 
 
 def with_early_head(run: Run) -> Run:
     """Return the run with the head among the modules whose weight gradients pass I computes."""
     modules = early_modules(run.model, run.execution)
-    named = ",".join(name for name in EARLY_WEIGHTS if name in modules or name == "head")
-    return replace(run, schedule=replace(run.schedule, early_weights=named))
+    named = ",".join(name for name in EARLY_WGRAD if name in modules or name == "head")
+    return replace(run, schedule=replace(run.schedule, early_wgrad=named))
 
 
 def moves_weights(run: Run) -> bool:
@@ -23,4 +23,4 @@ def moves_weights(run: Run) -> bool:
     """
     choice = run.schedule
     frees = choice.offload != OFF or choice.recomputes_by_action or run.flags.get(RECOMPUTE_FLAG, "none") != "none"
-    return choice.early_weights == AUTO and run.parallelism.pp > 1 and not frees
+    return choice.early_wgrad == AUTO and run.parallelism.pp > 1 and not frees

@@ -10,7 +10,7 @@ from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.model.activations import head_bytes, layer_bytes
 from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.model.model import Execution, Model
-from megatron_pipemem.schedule.options import early_weights
+from megatron_pipemem.schedule.options import early_wgrad
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config.cluster import Cluster
@@ -39,16 +39,16 @@ FOUR = replace(ONE, tp=4, sequence_parallel=True)
     ],
 )
 def test_narrow_experts_are_early_by_default(text, width, modules):
-    assert early_weights(text, 16, width) == modules
+    assert early_wgrad(text, 16, width) == modules
 
 
 @pytest.mark.parametrize("text", ["", "embedding", "auto,head", "head, experts_fc1"])
 def test_other_modules_are_refused(text):
     with pytest.raises(UnsupportedError):
-        early_weights(text, 16, 8)
+        early_wgrad(text, 16, 8)
     with pytest.raises(ConfigError) as refused:
-        ScheduleChoice(name="zb-h1", early_weights=text)
-    assert (refused.value.code, refused.value.key) == ("bad-choice", "early_weights")
+        ScheduleChoice(name="zb-h1", early_wgrad=text)
+    assert (refused.value.code, refused.value.key) == ("bad-choice", "early_wgrad")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_other_modules_are_refused(text):
 def test_a_layer_holds_no_more_for_w_than_after_f(model, execution, early):
     assert len(early_modules(model, execution)) == early
     kept, waiting = (
-        layer_bytes(model, replace(execution, early_weights=text), model.main_kind) for text in ("auto", "none")
+        layer_bytes(model, replace(execution, early_wgrad=text), model.main_kind) for text in ("auto", "none")
     )
     assert kept.saved == waiting.saved
     assert kept.after_input <= kept.saved
@@ -69,7 +69,7 @@ def test_bytes_of_both_matrices():
     """Inputs and output gradients of the tokens that experts get."""
     visits = 4096 * 8
     of = {
-        text: layer_bytes(QWEN, replace(FOUR, early_weights=text), QWEN.main_kind).after_input
+        text: layer_bytes(QWEN, replace(FOUR, early_wgrad=text), QWEN.main_kind).after_input
         for text in ("none", "experts_fc1", "experts_fc2")
     }
     assert of["none"] - of["experts_fc1"] == visits * (4096 + 2 * 1536 / 4) * 2
@@ -78,7 +78,7 @@ def test_bytes_of_both_matrices():
 
 def test_seconds_go_from_w_to_i():
     waiting, early = (
-        prices.layer(QWEN, replace(FOUR, early_weights=text), CLUSTER, QWEN.main_kind).seconds
+        prices.layer(QWEN, replace(FOUR, early_wgrad=text), CLUSTER, QWEN.main_kind).seconds
         for text in ("none", "experts_fc2")
     )
     assert early.forward == waiting.forward
@@ -90,7 +90,7 @@ def test_seconds_go_from_w_to_i():
 
 
 def test_an_early_head_leaves_nothing_to_w():
-    waiting, early = (replace(FOUR, early_weights=text) for text in ("auto", "head"))
+    waiting, early = (replace(FOUR, early_wgrad=text) for text in ("auto", "head"))
     assert head_bytes(LLAMA, waiting).after_input > head_bytes(LLAMA, early).after_input == 0
     assert head_bytes(LLAMA, waiting).saved == head_bytes(LLAMA, early).saved
     seconds = [prices.head(LLAMA, run, CLUSTER).seconds for run in (waiting, early)]
@@ -101,7 +101,7 @@ def test_schedules_hold_their_share_again():
     """Of 1F1B's bytes, on eight pipeline ranks."""
     of = {}
     for text in ("none", "auto"):
-        costs = from_formulas(QWEN, replace(FOUR, ep=8, early_weights=text), CLUSTER).costs()
+        costs = from_formulas(QWEN, replace(FOUR, ep=8, early_wgrad=text), CLUSTER).costs()
         ours, first = (
             max(peaks(build_schedule(name, num_devices=8, num_microbatches=16), costs)) for name in ("zb-h1", "1f1b")
         )
