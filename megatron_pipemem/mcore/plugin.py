@@ -1,4 +1,16 @@
-"""Functions that enable and disable the plugin in this process, and those that training loops call while it is on."""
+"""Functions that enable and disable the plugin in this process, and those that training loops call while it is on.
+
+The way from ``enable()`` to the functions of Megatron that are replaced:
+
+    enable
+      conflicts.requested       the checked settings
+      _Enabled.of               creates features and extensions, and replaces nothing yet
+        features_at             the requested features, by their position in a step
+          FeatureSpec.load      imports ``features/NAME/megatron.py``
+        _ORDER                  the order in which a step calls all extensions, with reasons
+      SharedSettings            compares the settings of all ranks
+      _Enabled.install          replaces the functions that the features name
+"""
 
 from __future__ import annotations
 

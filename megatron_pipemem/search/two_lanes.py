@@ -4,13 +4,17 @@ A device runs *turns*, one after another: a forward, a backward, or a pair of bo
 A backward may be a B. Every other W has no turn. It runs where the device would wait for its next turn, or where the
 memory that it frees is needed. So a move of one turn gives a complete order.
 
-The search is simulated annealing: it moves, joins and splits turns, chiefly those on the critical path, and keeps what
-makes the step shorter, or a little longer. With numba it tries a hundred times as many moves in the same time.
+    device 0, turns:   F0   F1   (F2 B0)   (F3 B1)   B2   B3      (F2 B0): a pair
+    device 0, order:   F0   F1   (F2 I0)   (F3 I1)  W0  I2  W1  I3  W2  W3      if its backwards are I
+
+The search is simulated annealing: it moves, joins and splits turns, chiefly those on the critical path. It keeps a
+change that makes the step shorter, or a little longer. With numba it tries a hundred times as many in the same time.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -28,19 +32,19 @@ NONE = -1
 _FORWARD, _BACKWARD, _WEIGHT, _WHOLE = range(4)
 _KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 _REACH = 8
-"""The most turns that one move passes."""
-_ENOUGH = 0.5
-"""The share of a W's time that a device must wait, if W is to run there."""
+"""The most turns that one change passes."""
+_IDLE_SHARE = 0.5
+"""The share of a W's time that a device must wait for its next turn, if W is to run before it."""
 _DRAWS = 5
-"""The random numbers of one move."""
+"""The random numbers of one change: its turn, kind, distance and order, and the delay that is accepted."""
 _HOT, _COLD = 1e-2, 2e-4
 """The delay that is accepted with a chance of 1/e, at first and at last, as a share of a device's F."""
-_TURNS_TO_MOVE = 3e8
-"""The most moves at effort 1, times the number of turns."""
-_MOVES_OF_A_TURN = 400
-"""The most moves at effort 1, divided by the number of turns."""
-_MOVES_AT_ONCE = 1 << 21
-"""The number of moves times that of turns between two looks at the clock."""
+_MOST_WORK = 3e8
+"""The most changes at effort 1, times the number of turns."""
+_CHANGES_PER_TURN = 400
+"""The most changes at effort 1, divided by the number of turns."""
+_WORK_AT_ONCE = 1 << 21
+"""The number of changes times that of turns between two looks at the clock."""
 
 
 class Lanes(NamedTuple):
@@ -105,12 +109,14 @@ def pair_seconds(lanes: Lanes, microbatches: int, forward: int, backward: int, i
 def simulated(lanes: Lanes, microbatches: int, turns: Turns, times: TurnTimes) -> float:
     """Fill ``times`` with the step of these turns, and return its seconds; -1 if it has a deadlock or exceeds a cap."""
     forward, backward, is_whole, lengths = turns
-    ends, turn_of, cause, waiting, place = times
+    ends, turn_of, causes, waiting, place = times
     devices, most = forward.shape
     stages = len(lanes.device)
     ends[:] = -1.0
-    reached, begun, left = np.zeros_like(lengths), np.zeros_like(lengths), np.zeros_like(lengths)
-    free, level = np.zeros(devices), np.zeros(devices)
+    # Per device: turns that have run, W without a turn that have run, and those whose I has run.
+    reached, begun, queued = np.zeros_like(lengths), np.zeros_like(lengths), np.zeros_like(lengths)
+    free, level = np.zeros(devices), np.zeros(devices)  # seconds, and memory
+    # Devices whose next turn may be ready. Each runs as many turns as it can.
     stack, is_stacked, height = np.arange(devices), np.ones(devices, dtype=np.bool_), devices
     while height:
         height -= 1
@@ -118,9 +124,9 @@ def simulated(lanes: Lanes, microbatches: int, turns: Turns, times: TurnTimes) -
         is_stacked[d] = False
         while reached[d] < lengths[d]:
             p = reached[d]
-            f, b, whole = forward[d, p], backward[d, p], is_whole[d, p]
-            start, why = 0.0, NONE
-            is_ready = True
+            f, b, is_b = forward[d, p], backward[d, p], is_whole[d, p]
+            # When the last input arrives, and the turn that makes it. A function of its own would take twice as long.
+            is_ready, start, cause = True, 0.0, NONE
             if f >= 0:
                 stage = f // microbatches
                 if f % microbatches:
@@ -129,32 +135,31 @@ def simulated(lanes: Lanes, microbatches: int, turns: Turns, times: TurnTimes) -
                     needed = f - microbatches
                     is_ready = ends[0, needed] >= 0
                     start = ends[0, needed] + lanes.lag[stage, 0]
-                    why = lanes.device[stage - 1] * most + turn_of[0, needed]
+                    cause = lanes.device[stage - 1] * most + turn_of[0, needed]
             if b >= 0 and is_ready:
                 stage = b // microbatches
                 is_ready = ends[0, b] >= 0 and (b % microbatches == 0 or ends[1, b - 1] >= 0)
                 if ends[0, b] > start:
-                    start, why = ends[0, b], d * most + turn_of[0, b]
+                    start, cause = ends[0, b], d * most + turn_of[0, b]
                 if stage < stages - 1 and is_ready:
                     needed = b + microbatches
                     is_ready = ends[1, needed] >= 0
                     arrival = ends[1, needed] + lanes.lag[stage, 1]
                     if arrival > start:
-                        start, why = arrival, lanes.device[stage + 1] * most + turn_of[1, needed]
+                        start, cause = arrival, lanes.device[stage + 1] * most + turn_of[1, needed]
             if not is_ready:
                 break
             # All W of a stage run in the order of microbatches: with this one in a B, the earlier ones must have run.
-            last = left[d]
-            if b >= 0 and whole:
-                while last > begun[d] and waiting[d, last - 1] // microbatches != b // microbatches:
-                    last -= 1
-            else:
-                last = begun[d]
-            while begun[d] < left[d]:
+            due = begun[d]
+            if b >= 0 and is_b:
+                due = queued[d]
+                while due > begun[d] and waiting[d, due - 1] // microbatches != b // microbatches:
+                    due -= 1
+            while begun[d] < queued[d]:
                 w = waiting[d, begun[d]]
                 stage = w // microbatches
                 lacks = f >= 0 and level[d] + lanes.change[f // microbatches, 0] > lanes.caps[d]
-                if begun[d] >= last and not lacks and start - free[d] < _ENOUGH * lanes.computing[stage, 2]:
+                if begun[d] >= due and not lacks and start - free[d] < _IDLE_SHARE * lanes.computing[stage, 2]:
                     break
                 free[d] += lanes.computing[stage, 2]
                 level[d] += lanes.change[stage, 2]
@@ -162,38 +167,38 @@ def simulated(lanes: Lanes, microbatches: int, turns: Turns, times: TurnTimes) -
                 place[d, begun[d]] = p
                 begun[d] += 1
             if free[d] >= start:
-                start, why = free[d], d * most + p - 1 if p else NONE
+                start, cause = free[d], d * most + p - 1 if p else NONE
             if f >= 0:
                 level[d] += lanes.change[f // microbatches, 0]
                 if level[d] > lanes.caps[d]:
                     return -1.0
             if b >= 0:
-                level[d] += lanes.change[b // microbatches, 3 if whole else 1]
+                level[d] += lanes.change[b // microbatches, 3 if is_b else 1]
                 if level[d] > lanes.caps[d]:
                     return -1.0
-                if not whole:
-                    waiting[d, left[d]] = b
-                    left[d] += 1
-            end = start + pair_seconds(lanes, microbatches, f, b, whole)
-            free[d], cause[d, p] = end, why
+                if not is_b:
+                    waiting[d, queued[d]] = b
+                    queued[d] += 1
+            end = start + pair_seconds(lanes, microbatches, f, b, is_b)
+            free[d], causes[d, p] = end, cause
             reached[d] += 1
             for kind in range(2):
                 unit = f if kind == 0 else b
                 if unit < 0:
                     continue
                 ends[kind, unit], turn_of[kind, unit] = end, p
-                if kind == 1 and whole:
+                if kind == 1 and is_b:
                     ends[2, unit] = end
-                stage = unit // microbatches + (1 if kind == 0 else -1)
-                if 0 <= stage < stages:
-                    other = lanes.device[stage]
-                    if other != d and not is_stacked[other]:
-                        stack[height], is_stacked[other] = other, True
+                consumer = unit // microbatches + (1 if kind == 0 else -1)
+                if 0 <= consumer < stages:
+                    neighbour = lanes.device[consumer]
+                    if neighbour != d and not is_stacked[neighbour]:
+                        stack[height], is_stacked[neighbour] = neighbour, True
                         height += 1
     for d in range(devices):
         if reached[d] < lengths[d]:
             return -1.0
-        for at in range(begun[d], left[d]):
+        for at in range(begun[d], queued[d]):
             stage = waiting[d, at] // microbatches
             free[d] += lanes.computing[stage, 2]
             ends[2, waiting[d, at]] = free[d]
@@ -244,24 +249,24 @@ def drop_turn(turns: Turns, d: int, p: int) -> None:
 
 
 @as_machine_code
-def change_turn(turns: Turns, d: int, p: int, which: float, where: float, how: float) -> bool:
+def change_turn(turns: Turns, d: int, p: int, kind: float, distance: float, order: float) -> bool:
     """Move turn ``p`` of device ``d``, split it, or join it with another turn; return whether that could be done.
 
-    ``which``, ``where`` and ``how`` are random numbers from 0 to 1.
+    ``kind``, ``distance`` and ``order`` are random numbers from 0 to 1. A ``distance`` below 0.5 leads to later turns.
     """
     count = turns.lengths[d]
-    f, b, whole = turns.forward[d, p], turns.backward[d, p], turns.is_whole[d, p]
-    step = 1 if where < 0.5 else -1
-    reach = 1 + int(where * 2 % 1 * _REACH)
-    if which < 0.4:  # move
+    f, b, is_b = turns.forward[d, p], turns.backward[d, p], turns.is_whole[d, p]
+    step = 1 if distance < 0.5 else -1
+    reach = 1 + int(distance * 2 % 1 * _REACH)
+    if kind < 0.4:  # move
         q = p + step * reach
         if not 0 <= q < count:
             return False
         drop_turn(turns, d, p)
-        place_turn(turns, d, q, f, b, whole)
+        place_turn(turns, d, q, f, b, is_b)
         return True
-    if which > 0.85 and f < 0:
-        turns.is_whole[d, p] = not whole
+    if kind > 0.85 and f < 0:  # B in place of I, or I in place of B
+        turns.is_whole[d, p] = not is_b
         return True
     if f < 0 or b < 0:  # join
         q = p + step
@@ -273,20 +278,17 @@ def change_turn(turns: Turns, d: int, p: int, which: float, where: float, how: f
         forward, backward = max(f, turns.forward[d, q]), max(b, turns.backward[d, q])
         if forward == backward:
             return False
-        stays, goes = (p, q) if how < 0.5 else (q, p)
-        turns.forward[d, stays], turns.backward[d, stays], turns.is_whole[d, stays] = (
-            forward,
-            backward,
-            how * 2 % 1 < 0.5,
-        )
-        drop_turn(turns, d, goes)
+        at, dropped = (p, q) if order < 0.5 else (q, p)
+        turns.forward[d, at], turns.backward[d, at] = forward, backward
+        turns.is_whole[d, at] = order * 2 % 1 < 0.5
+        drop_turn(turns, d, dropped)
         return True
-    if which < 0.7:  # split
+    if kind < 0.7:  # split
         turns.forward[d, p] = NONE
-        place_turn(turns, d, min(p + int(how * 3), count), f, NONE, False)
+        place_turn(turns, d, min(p + int(order * 3), count), f, NONE, False)
         return True
-    if which < 0.85:
-        turns.is_whole[d, p] = not whole
+    if kind < 0.85:
+        turns.is_whole[d, p] = not is_b
         return True
     q = p + 1  # exchange the forwards of two neighbours
     if q == count or turns.backward[d, q] in (NONE, f) or turns.forward[d, q] in (NONE, b):
@@ -307,7 +309,7 @@ def anneal(
     heat: Array,
     draws: Array,
 ) -> None:
-    """Try a move for every row of ``draws``, with the accepted delay in ``heat``.
+    """Try a change for every row of ``draws``, with the accepted delay in ``heat``.
 
     ``turns`` is the present order, with its critical path, which ends with NONE. ``best`` is the fastest order so far.
     ``seconds`` has the makespans of both.
@@ -317,20 +319,21 @@ def anneal(
     while path[length] >= 0:
         length += 1
     for number in range(len(draws)):
-        who, which, where, how, luck = draws[number]
-        if who < 0.8:
-            at = path[int(who / 0.8 * length)]
-        else:
-            who = (who - 0.8) * 5 * devices
-            at = int(who) * most + int(who % 1 * turns.lengths[int(who)])
-        d, p = at // most, at % most
-        before = turns.lengths[d]
+        chosen, kind, distance, order, luck = draws[number]
+        if chosen < 0.8:
+            at = path[int(chosen / 0.8 * length)]
+            d, p = at // most, at % most
+        else:  # any turn
+            device = (chosen - 0.8) * 5 * devices
+            d = int(device)
+            p = int(device % 1 * turns.lengths[d])
+        length_before = turns.lengths[d]
         forward, backward, is_whole = turns.forward[d].copy(), turns.backward[d].copy(), turns.is_whole[d].copy()
         after = -1.0
-        if p < before and change_turn(turns, d, p, which, where, how):
+        if p < length_before and change_turn(turns, d, p, kind, distance, order):
             after = simulated(lanes, microbatches, turns, times)
         if after < 0 or after - seconds[0] > -np.log(luck) * heat[number]:
-            turns.lengths[d] = before
+            turns.lengths[d] = length_before
             turns.forward[d], turns.backward[d], turns.is_whole[d] = forward, backward, is_whole
             continue
         seconds[0], length = after, critical_path(turns, times, path)
@@ -366,13 +369,15 @@ def turns_of(schedule: Schedule) -> Turns:
     for d, order in enumerate(schedule.orders):
         is_second = False
         for action in order:
-            unit, at = action.stage * m + (action.microbatch or 0), lengths[d]
+            if action.kind is Kind.W:
+                continue
+            unit = action.stage * m + (action.microbatch or 0)
+            at = lengths[d] - is_second
             if action.kind is Kind.F:
                 forward[d, at] = unit
-            elif action.kind is not Kind.W:
-                at -= is_second
+            else:
                 backward[d, at], is_whole[d, at] = unit, action.kind is Kind.B
-            lengths[d] += action.kind is not Kind.W and not is_second
+            lengths[d] = at + 1
             is_second = action in schedule.pairs
     return Turns(forward, backward, is_whole, lengths)
 
@@ -382,21 +387,21 @@ def schedule_of(schedule: Schedule, turns: Turns, times: TurnTimes) -> Schedule:
     m, pairs = schedule.num_microbatches, set[Action]()
 
     def order_of(d: int) -> Order:
-        order, ran, count = list[Action](), 0, turns.lengths[d]
-        apart = int(((turns.backward[d] >= 0) & ~turns.is_whole[d])[:count].sum())
-        for p in range(count + 1):
-            while ran < apart and times.place[d, ran] == p:
-                order.append(Action(Kind.W, *divmod(int(times.waiting[d, ran]), m)))
-                ran += 1
-            if p == count:
-                break
+        order, count = list[Action](), turns.lengths[d]
+        num_weights = int(((turns.backward[d] >= 0) & ~turns.is_whole[d])[:count].sum())
+        weights = deque(zip(times.place[d, :num_weights], times.waiting[d, :num_weights].tolist(), strict=True))
+        for p in range(count):
+            while weights and weights[0][0] == p:
+                order.append(Action(Kind.W, *divmod(weights.popleft()[1], m)))
             f, b = int(turns.forward[d, p]), int(turns.backward[d, p])
             if f >= 0:
-                order.append(Action(Kind.F, *divmod(f, m)))
-                pairs.update(order[-1:] if b >= 0 else ())
+                forward = Action(Kind.F, *divmod(f, m))
+                order.append(forward)
+                if b >= 0:
+                    pairs.add(forward)
             if b >= 0:
                 order.append(Action(Kind.B if turns.is_whole[d, p] else Kind.I, *divmod(b, m)))
-        return tuple(order)
+        return (*order, *(Action(Kind.W, *divmod(unit, m)) for _, unit in weights))
 
     orders = tuple(map(order_of, range(schedule.num_devices)))
     return replace(schedule, name=AUTO, orders=orders, pairs=frozenset(pairs))
@@ -405,7 +410,7 @@ def schedule_of(schedule: Schedule, turns: Turns, times: TurnTimes) -> Schedule:
 def improved(
     schedule: Schedule, costs: Costs, caps: Sequence[float] | None, seconds: float, effort: float = 1.0, seed: int = 0
 ) -> Schedule:
-    """Return the fastest schedule with pairs that is found from another one; that one itself if it exceeds the caps.
+    """Return a faster schedule with pairs, searched for from this one; the schedule itself if it exceeds the caps.
 
     Its microbatches are whole and alike, and its placement has one replica. With effort 0 only W move, and the result may be
     slower. The search ends after ``seconds`` of this thread's processor time, or earlier. ``caps`` are those of ``lanes_of``.
@@ -416,22 +421,24 @@ def improved(
     makespan = simulated(lanes, m, turns, times)
     if makespan < 0:
         return schedule
-    best, reached = turns.copy(), np.array([makespan, makespan])
-    share = float(lanes.computing[:, 0].sum() + lanes.exchange[:, 0].sum()) / schedule.num_devices
-    total = int(turns.lengths.sum())
-    moves = int(effort * min(_TURNS_TO_MOVE / total, _MOVES_OF_A_TURN * total))
-    at_once = max(1, _MOVES_AT_ONCE // total) if hasattr(anneal, "py_func") else 1
+    best, makespans = turns.copy(), np.array([makespan, makespan])
+    forward_seconds = float(lanes.computing[:, 0].sum() + lanes.exchange[:, 0].sum()) / schedule.num_devices
+    num_turns = int(turns.lengths.sum())
+    changes = int(effort * min(_MOST_WORK / num_turns, _CHANGES_PER_TURN * num_turns))
+    is_compiled = hasattr(anneal, "py_func")
+    at_once = max(1, _WORK_AT_ONCE // num_turns) if is_compiled else 1
     rng = np.random.default_rng(seed)
     path = np.full(turns.forward.size + 1, NONE)
     critical_path(turns, times, path)
-    if moves:  # compiled outside of the time limit
-        anneal(lanes, m, turns, best, times, path, reached, np.zeros(0), np.zeros((0, _DRAWS)))
+    if changes:  # compiled outside of the time limit
+        anneal(lanes, m, turns, best, times, path, makespans, np.zeros(0), np.zeros((0, _DRAWS)))
     deadline = time.thread_time() + seconds
-    for first in range(0, moves, at_once):
+    for first in range(0, changes, at_once):
         if time.thread_time() > deadline:
             break
-        passed = (first + np.arange(min(at_once, moves - first))) / moves
-        heat = share * _HOT * (_COLD / _HOT) ** passed
-        anneal(lanes, m, turns, best, times, path, reached, heat, 1 - rng.random((len(passed), _DRAWS)))
+        progress = (first + np.arange(min(at_once, changes - first))) / changes  # from 0 to 1
+        heat = forward_seconds * _HOT * (_COLD / _HOT) ** progress
+        draws = 1 - rng.random((len(progress), _DRAWS))
+        anneal(lanes, m, turns, best, times, path, makespans, heat, draws)
     simulated(lanes, m, best, times)
     return schedule_of(schedule, best, times)

@@ -30,16 +30,19 @@ ASSUMED_SHARE = 0.4
 """The share of F and I in which the tokens of experts travel, for costs that do not have it. It is 30 to 50 % in large
 models with many experts on several nodes."""
 
-_BACKWARDS = (Kind.I, Kind.B)
+_CODES = {Kind.F: 0, Kind.I: 1, Kind.B: 1}
 _PATIENCE = (1.0, 0.5, 0.0)
 """The longest time for which an action waits for the other one of its pair, as shares of the seconds that the pair saves. All
 of them are tried."""
 _WAYS = tuple((patience, swaps) for patience in _PATIENCE for swaps in (True, False))
 """The ways in which pairs are chosen: a patience, and whether a forward may change places with the backward before it. The
 first way allows all pairs that the others allow."""
-_TIE = 1e-9  # of two passes: within this, times are equal, so that a pair does not depend on their rounding
-_MOMENTS = 32  # most blocks that a rhythm of pairs may take
-_ROUNDING = 1e-11  # of a time: by so much the sums of some thousand seconds may differ
+_TIE = 1e-9
+"""The share of two passes' seconds within which times are equal, so that a pair does not depend on their rounding."""
+_LONGEST_PERIOD = 32
+"""The most blocks after which the choice of pairs may repeat."""
+ROUNDING = 1e-11
+"""The share of a time by which two sums of some thousand seconds may differ."""
 
 
 def may_pair(schedule: Schedule) -> bool:
@@ -52,12 +55,10 @@ def may_pair(schedule: Schedule) -> bool:
 
 
 def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule], bool] = lambda _: True) -> Timeline:
-    """Return the simulated step of the fastest version of a schedule: of itself, or of one of six with pairs.
+    """Return the simulated step of the fastest version of a schedule: without pairs, or with those of one of six ways.
 
-    Versions with pairs for which ``keeps_cap`` is false are left out.
-
-    In a pair the forward comes first. A forward that is moved before its neighbouring backward for this raises the
-    device's peak.
+    Versions with pairs for which ``keeps_cap`` is false are left out: in a pair the forward comes first, and a forward
+    that changes places with the backward before it raises the device's peak.
     """
     paired = (run.schedule for run in Pairings(schedule, costs).runs())
     versions = [schedule, *filter(keeps_cap, dict.fromkeys(paired))]
@@ -67,7 +68,7 @@ def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule],
 def fastest[T](versions: Sequence[T], seconds: Callable[[T], float]) -> T:
     """Return the first of the versions that take the fewest seconds, up to rounding."""
     least = min(map(seconds, versions))
-    return next(version for version in versions if seconds(version) <= least * (1 + _ROUNDING))
+    return next(version for version in versions if seconds(version) <= least * (1 + ROUNDING))
 
 
 class Blocks(NamedTuple):
@@ -113,9 +114,10 @@ class Pairings:
         """Per node, the device and position of every action that it waits for, and the seconds of the message."""
         self.seconds = [seconds[price] for price in graph.prices]
         self.stops = [lane.stop for lane in lanes]
-        self.codes = [0 if action.kind is Kind.F else 1 if action.kind in _BACKWARDS else 2 for action in self.actions]
+        self.codes = [_CODES.get(action.kind, 2) for action in self.actions]
         """Per node, 0 for a forward, 1 for a backward, 2 for any other. Those of a pair add up to 1."""
-        self.hidden = [self._prices.of(*a) - s for a, s in zip(self.actions, self.seconds, strict=True)]
+        unhidden = [self._prices.of(*action) for action in self.actions]
+        self.hidden = [alone - seconds for alone, seconds in zip(unhidden, self.seconds, strict=True)]
         """Per node, the seconds of its W that its exchanges hide if it runs alone."""
         self._price_of, self._together = graph.prices, dict[tuple[int, int], float]()
 
@@ -138,18 +140,18 @@ class Pairings:
 
 
 class _Moment(NamedTuple):
-    """The state of a run, from which all that follows results."""
+    """The state of a run at the end of a block. All later starts follow from it."""
 
     block: int
     positions: list[int]  # per device, relative to the block
     ends: list[float]  # of the actions for which others may wait
-    hidden: list[float]
+    hidden: list[float]  # per device, as in ``PairedRun``
 
     def delay_after(self, earlier: _Moment) -> float | None:
-        """Return the seconds by which all of it is later; ``None`` if more than the time differs."""
+        """Return the seconds by which this state is later than another; ``None`` if they differ in more than time."""
         if self.positions != earlier.positions:
             return None
-        delay, rounding = self.ends[0] - earlier.ends[0], _ROUNDING * self.ends[0]
+        delay, rounding = self.ends[0] - earlier.ends[0], ROUNDING * self.ends[0]
         pairs = zip(earlier.ends, self.ends, strict=True)
         return delay if all(abs(after - before - delay) <= rounding for before, after in pairs) else None
 
@@ -176,9 +178,9 @@ class _PairingRun:
         self._forwards: list[int] = []  # the nodes of the pairs' forwards
         self._hidden = [0.0] * count
         self._needed_patience, self._has_swaps = 0.0, False
-        self._moments: deque[_Moment] = deque(maxlen=_MOMENTS)
-        self._ruler = next((lane for lane, size in enumerate(self._sizes) if size), -1)
-        self._block = 1  # the next one whose end on the ruler is a moment
+        self._moments: deque[_Moment] = deque(maxlen=_LONGEST_PERIOD)
+        self._pacer = next((lane for lane, size in enumerate(self._sizes) if size), -1)
+        self._block = 1  # the next block after which the state is compared, when the pacer ends it
         self._skipped, self._skipped_hidden = 0.0, [0.0] * count
 
     def result(self) -> PairedRun:
@@ -202,7 +204,7 @@ class _PairingRun:
         hidden, all_hidden = pairings.hidden, self._hidden
         following, waiting = self._following, self._waiting
         runnable: list[tuple[float, int]] = []
-        begin, ruler = inf, self._ruler
+        begin, pacer = inf, self._pacer
 
         def arrival_at(node: int, block: int) -> float | tuple[int, int]:
             """Return when the inputs of an action arrive; if one of them has not run, its device and position."""
@@ -260,7 +262,7 @@ class _PairingRun:
                     for other in waiting[lane].pop(at, ()):
                         queue(other)
             queue(lane)
-            if lane == ruler and len(ends) >= self._begins[lane] + self._block * sizes[lane]:
+            if lane == pacer and len(ends) >= self._begins[lane] + self._block * sizes[lane]:
                 self._skip_blocks()
         return begin
 
@@ -284,7 +286,8 @@ class _PairingRun:
             return None
         swaps = pairings.codes[second] == 0
         forward, backward = (second, first) if swaps else (first, second)
-        of_first, of_second, of_both = (*map(pairings.seconds.__getitem__, both), pairings.together(forward, backward))
+        of_first, of_second = pairings.seconds[first], pairings.seconds[second]
+        of_both = pairings.together(forward, backward)
         saved, wait = of_first + of_second - of_both, together - start
         apart = max(start + of_first, together) + of_second
         rounding = _TIE * (of_first + of_second)
@@ -298,13 +301,13 @@ class _PairingRun:
         return (forward, backward), together + of_both
 
     def _skip_blocks(self) -> None:
-        """Leave out blocks that repeat, if the run is as it was some blocks ago but for the time."""
+        """Leave out blocks that repeat, if the state equals that of some blocks ago except for one delay."""
         rows = list(zip(self._ends, self._begins, self._sizes, strict=True))
         block, self._block = self._block, self._block + 1
-        behind = min((len(ends) - begin) // size for ends, begin, size in rows if size)
-        if behind < 1:
+        ended = min((len(ends) - begin) // size for ends, begin, size in rows if size)
+        if ended < 1:
             return
-        oldest = behind - self._pairings.blocks.depth
+        oldest = ended - self._pairings.blocks.depth
         now = _Moment(
             block,
             [len(ends) - begin - block * size for ends, begin, size in rows],
@@ -312,14 +315,16 @@ class _PairingRun:
             list(self._hidden),
         )
         for earlier in reversed(self._moments):
-            if (delay := now.delay_after(earlier)) is not None:
-                begun = max((len(ends) - begin) // size for ends, begin, size in rows if size) + 2
-                times = max(0, self._further - begun) // (block - earlier.block)
-                self._skipped = times * delay
-                self._skipped_hidden = [
-                    times * (after - before) for before, after in zip(earlier.hidden, now.hidden, strict=True)
-                ]
-                self._further -= times * (block - earlier.block)
-                self._block = self._further + 2  # no further ones are looked for
-                return
+            delay = now.delay_after(earlier)
+            if delay is None:
+                continue
+            begun = max((len(ends) - begin) // size for ends, begin, size in rows if size) + 2
+            period = block - earlier.block
+            times = max(0, self._further - begun) // period
+            hidden = zip(earlier.hidden, now.hidden, strict=True)
+            self._skipped = times * delay
+            self._skipped_hidden = [times * (after - before) for before, after in hidden]
+            self._further -= times * period
+            self._block = self._further + 2  # never reached, so no state is compared again
+            return
         self._moments.append(now)

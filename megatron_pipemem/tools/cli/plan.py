@@ -207,31 +207,54 @@ def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> Fittin
         "than 1F1B's fullest"
     )
     table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
-    contexts = any(way.run.parallelism.cp > 1 for way in plans)
-    first = {name: way for name, way in (("today: ", today), ("tuned: ", stock)) if way is not None}
-    for heading, way in [*first.items(), *(("", way) for way in plans)]:
-        cut, choice = way.run.parallelism, way.run.schedule
-        is_stock = is_stocks(way.run) or (bool(heading) and choice.name == STOCK)
-        name = heading + "stock " * is_stock + way.schedule
-        name += "" if cut.chunks is None else f" v={cut.chunks}"
-        if (choice.slices or 1) > 1:
-            tokens = min(run_slices(way.run, way.slices))
-            name += f" n={choice.slices} of {tokens:,} tokens" + " or more, by FLOPs" * (choice.slice_cut == FLOPS)
-        name += ", W earlier" * way.has_earlier_weights
-        table.add_row(
-            name if way.variant == PLAIN else f"{name} + {way.variant}",
-            *map(str, (cut.tp, cut.pp, cut.dp, cut.cp if contexts else "", cut.micro_batch)),
-            choice.recompute,
-            f"{way.seconds:.4g}",
-            "" if today is None else "-" if way is today else f"{1 - way.seconds / today.seconds:.1%}",
-            f"{way.mfu:.1%}",
-            gibibytes(way.peak),
-            "-" if way.share_of_1f1b is None else f"{way.share_of_1f1b:.2f}",
-            f"{way.idle_rate:.1%}",
-            "" if (gain := way.gain_without_barrier) is None else "none" if gain <= LEAST_GAIN else f"{gain:.3f}",
-            way.binds,
-        )
+    has_contexts = any(way.run.parallelism.cp > 1 for way in plans)
+    for heading, way in (("today: ", today), ("tuned: ", stock)):
+        if way is not None:
+            table.add_row(heading + _name(way, is_own=True), *_values(way, today, has_contexts))
+    for way in plans:
+        table.add_row(_name(way), *_values(way, today, has_contexts))
     return table
+
+
+def _name(way: Way, is_own: bool = False) -> str:
+    """Return the name of a plan's schedule, with its chunks, slices and variant.
+
+    With ``is_own``, it is the user's run or its tuned form, whose ``stock`` may have flags of this package.
+    """
+    choice, chunks = way.run.schedule, way.run.parallelism.chunks
+    is_stock = is_stocks(way.run) or (is_own and choice.name == STOCK)
+    name = f"stock {way.schedule}" if is_stock else way.schedule
+    if chunks is not None:
+        name += f" v={chunks}"
+    if (choice.slices or 1) > 1:
+        tokens = min(run_slices(way.run, way.slices))
+        name += f" n={choice.slices} of {tokens:,} tokens"
+        name += " or more, by FLOPs" if choice.slice_cut == FLOPS else ""
+    if way.has_earlier_weights:
+        name += ", W earlier"
+    return name if way.variant == PLAIN else f"{name} + {way.variant}"
+
+
+def _values(way: Way, today: Way | None, has_contexts: bool) -> Iterator[str]:
+    """Yield the columns of a plan after its name. The one of context parallelism is empty unless a plan has some."""
+    cut = way.run.parallelism
+    yield from map(str, (cut.tp, cut.pp, cut.dp, cut.cp if has_contexts else "", cut.micro_batch))
+    yield way.run.schedule.recompute
+    yield f"{way.seconds:.4g}"
+    if today is None:
+        yield ""
+    else:
+        yield "-" if way is today else f"{1 - way.seconds / today.seconds:.1%}"
+    yield f"{way.mfu:.1%}"
+    yield gibibytes(way.peak)
+    yield "-" if way.share_of_1f1b is None else f"{way.share_of_1f1b:.2f}"
+    yield f"{way.idle_rate:.1%}"
+    without_barrier = way.gain_without_barrier
+    if without_barrier is None:
+        yield ""
+    else:
+        yield "none" if without_barrier <= LEAST_GAIN else f"{without_barrier:.3f}"
+    yield way.binds
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Way | None, Way | None]:

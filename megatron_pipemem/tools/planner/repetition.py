@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from megatron_pipemem.features.pairs.orders import Blocks
+from megatron_pipemem.features.pairs.orders import ROUNDING, Blocks
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Step, Times
 from megatron_pipemem.schedule.schedule import Schedule
-
-_ROUNDING = 1e-11  # of a time: by so much the sums of some thousand seconds may differ
 
 _Row = tuple[Kind, int, int]  # an action
 
@@ -89,8 +87,8 @@ class Repetition:
         )
 
     def _repeats(self, microbatches: int) -> int:
-        repeats, rest = divmod(microbatches - self.schedule.num_microbatches, self.microbatches)
-        assert rest == 0 <= repeats
+        repeats, remainder = divmod(microbatches - self.schedule.num_microbatches, self.microbatches)
+        assert remainder == 0 <= repeats
         return repeats
 
     def makespan(self, costs: Costs, microbatches: int) -> float:
@@ -126,7 +124,7 @@ class Repetition:
         return 0.0
 
     def _move_blocks(self, ends: list[float]) -> None:
-        """Put the ends of the block, and of those before it, in the places of the ones before each."""
+        """Move the ends of the block, and of the blocks before it, to the places one block earlier."""
         for nodes, lane in zip(self.dependencies.lanes, self.lanes, strict=True):
             first = nodes.start + lane.cut - self.depth * lane.size
             stop = first + self.depth * lane.size
@@ -135,7 +133,7 @@ class Repetition:
     def _delay(self, history: Sequence[Sequence[float]], earlier: int, later: int) -> float | None:
         """Return the delay of a block after an earlier one if it and the blocks before it, up to ``depth``, are as late."""
         delay = history[later][0] - history[earlier][0]
-        rounding = _ROUNDING * history[later][0]
+        rounding = ROUNDING * history[later][0]
         for back in range(self.depth):
             pairs = zip(history[earlier - back], history[later - back], strict=True)
             if not all(abs(end - start - delay) <= rounding for start, end in pairs):
@@ -162,7 +160,7 @@ def _periodic_regions(shorter: Schedule, longer: Schedule) -> tuple[int, list[tu
     for units in range(step, more + 1, step):
         sizes = [size * units // more for _, size in regions]
         if all(size * units % more == 0 for _, size in regions) and all(
-            _repeats([order[at] for at in region], size, units)
+            _is_periodic([order[at] for at in region], size, units)
             for order, (region, _), size in zip(longer.orders, regions, sizes, strict=True)
         ):
             return units, [(region, size) for (region, _), size in zip(regions, sizes, strict=True)]
@@ -178,7 +176,7 @@ def _common(few: Iterator[_Row] | Sequence[_Row], many: Iterator[_Row] | Sequenc
     return sum(1 for _ in takewhile(lambda rows: rows[0] == rows[1], zip(few, many, strict=False)))
 
 
-def _repeats(rows: Sequence[_Row], size: int, units: int) -> bool:
+def _is_periodic(rows: Sequence[_Row], size: int, units: int) -> bool:
     """Return whether every row, ``size`` rows later, is the same one of a microbatch that is ``units`` units later."""
     if size == 0:
         return not rows
