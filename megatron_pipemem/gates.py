@@ -92,6 +92,7 @@ _GATES: tuple[tuple[Callable[[Wish], object], Refusals | Rule], ...] = (
     (lambda wish: wish.is_ours and wish.has_graphs, refusals.CAPTURED),
     (lambda wish: wish.is_ours and not wish.request.pairs, refusals.UNPAIRED),
     (lambda wish: wish.request.pairs, refusals.PAIRS),
+    (lambda wish: wish.request.pairs, refusals.DELAYED_PAIRS),
     (lambda wish: wish.is_ours, refusals.PACKED),
     (lambda wish: wish.is_ours, refusals.BIASED_MLPS),
     (lambda wish: wish.is_ours, refusals.SHARED_DOCUMENTS),

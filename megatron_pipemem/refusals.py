@@ -477,6 +477,13 @@ DELAYED_SCALING = Rule(
     "twice; pass --fp8-recipe tensorwise, or --pipemem-recompute none",
     "fp8-delayed-scaling",
 )
+DELAYED_PAIRS = Rule(
+    lambda value_of: _scales_late(value_of) and value_of("recompute_granularity"),
+    "fp8 with delayed scaling does not go with --overlap-moe-expert-parallel-comm and recomputation: a second forward within "
+    "the forward of another microbatch would not update its scales; pass --fp8-recipe tensorwise, or drop "
+    "--recompute-granularity",
+    "fp8-delayed-scaling",
+)
 DELAYED_SCALES = Rule(
     _scales_late,
     "fp8 with delayed scaling does not go without a barrier between steps if gradients are clipped: repeated forwards would "

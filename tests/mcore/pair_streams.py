@@ -6,11 +6,14 @@ of ``PLANTED``, the kinds of hazards that the sanitizer has found.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -18,9 +21,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, transformer_block
 from megatron.core.transformer.moe import token_dispatcher
 from streams import Event, Group, Streams, Work
 
@@ -28,7 +33,7 @@ from megatron_pipemem.features.pairs.megatron import StageInPieces
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.pairs.runtime import Pairs, Pieces
 from megatron_pipemem.mcore.model.linear import split_linear
-from megatron_pipemem.mcore.model.stages import StepContext
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.runtime import transport
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, edges
@@ -36,6 +41,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.tools.cpu.hybrid_layers import hybrid_stack_spec
 
 DEVICES, MICROBATCHES = 2, 4
 SEQUENCE, HIDDEN, VOCABULARY = 16, 32, 64
@@ -83,18 +89,41 @@ PLANTED = {
 }
 
 
+ENTERED: list[int | str] = []
+"""The contexts of quantised numbers that are open: Megatron's number of the layer, or ``off``."""
+CONTEXTS: Counter[tuple] = Counter()
+"""How many exchanges of forwards and backwards ran in which open contexts."""
+
+
+@contextmanager
+def entered(context: int | str) -> Iterator[None]:
+    ENTERED.append(context)
+    yield
+    assert ENTERED.pop() == context
+
+
+def fp8_autocast(enabled: bool) -> object:
+    """As Transformer Engine's: the innermost context counts."""
+    assert not enabled
+    return entered("off")
+
+
 class Exchange(torch.autograd.Function):
     """An all-to-all of two expert-parallel ranks that brings each rank its own tokens back."""
 
     @staticmethod
     def forward(ctx, tokens: torch.Tensor, group: Group) -> torch.Tensor:
+        CONTEXTS["forward", *ENTERED] += 1
         ctx.group, result = group, tokens.clone()
         group.post([tokens], [result], "all_to_all").wait()
         return result
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return Exchange.apply(gradient, ctx.group), None
+        CONTEXTS["backward", *ENTERED] += 1
+        result = gradient.clone()
+        ctx.group.post([gradient], [result], "all_to_all").wait()
+        return result, None
 
 
 class Ends:
@@ -145,13 +174,32 @@ def forward_step(data: object, model: GPTModel):
     return output, lambda output: (output.float().mean(), {})
 
 
-def run_device(schedule: Schedule, device: int, num_layers: int) -> None:
-    """Run a step of one device, whose messages bring whatever their memory holds. ``num_layers`` are those of a stage."""
+def build_gpt(config: TransformerConfig, **ends: bool) -> torch.nn.Module:
+    return GPTModel(
+        config, get_gpt_decoder_block_spec(config, use_transformer_engine=False), VOCABULARY, SEQUENCE, **ends
+    )
+
+
+def build_hybrid(config: TransformerConfig, **ends: bool) -> torch.nn.Module:
+    pattern = "*E" * (config.num_layers // 2)
+    return HybridModel(config, hybrid_stack_spec, VOCABULARY, SEQUENCE, hybrid_layer_pattern=pattern, **ends)
+
+
+def run_device(
+    schedule: Schedule, device: int, num_layers: int, build: Callable = build_gpt, recipe: str | None = None
+) -> None:
+    """Run a step of one device, whose messages bring whatever their memory holds. ``num_layers`` are those of a stage.
+
+    With a ``recipe`` of fp8, layers compute as without, and enter the contexts.
+    """
     config, placement = make_config(num_layers), schedule.placement
+    quantised = copy.copy(config)
+    if recipe is not None:
+        quantised.fp8, quantised.fp8_recipe = "hybrid", recipe
     stages = placement.stages[device]
     last = [stage == placement.num_stages - 1 for stage in stages]
     context = StepContext(
-        config,
+        quantised,
         forward_step,
         schedule.num_microbatches,
         cp_group_size=1,
@@ -161,17 +209,18 @@ def run_device(schedule: Schedule, device: int, num_layers: int) -> None:
         force_all_reduce=False,
         num_tokens=torch.zeros((), dtype=torch.int),
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     ends = Ends(last)
+    kind = StageInPieces if schedule.pairs else ChunkStage
     runners = {}
     for chunk, stage in enumerate(stages):
-        model = GPTModel(config, spec, VOCABULARY, SEQUENCE, pre_process=stage == 0, post_process=last[chunk])
+        model = build(config, pre_process=stage == 0, post_process=last[chunk])
         model.to(torch.bfloat16)
-        runners[stage] = StageInPieces(context, model, None, chunk, len(stages), last[chunk], ends, ())
+        model.decoder.config = quantised
+        runners[stage] = kind(context, model, None, chunk, len(stages), last[chunk], ends, ())
     channels = {edge: Group(f"edge {edge}") for edge in edges(placement) if device in edge}
     pipeline = Pipeline(None, placement, device, range(DEVICES), channels)
     message = MessageFormat((SEQUENCE, 1, HIDDEN), torch.bfloat16, torch.device("cpu"))
-    pairs = [Pairs(schedule.pairs, exchanging)]
+    pairs = [Pairs(schedule.pairs, exchanging)] if schedule.pairs else []
     Executor(lower(schedule), device, runners, Transport(pipeline, message), pairs).run()
 
 
@@ -185,6 +234,18 @@ def kinds(schedule: Schedule, planted: str) -> list[str]:
                 run_device(schedule, device, num_layers=1 if planted else 2)
         kinds_of_faults |= gpu.kinds()
     return sorted(kinds_of_faults)
+
+
+def contexts_of(schedule: Schedule, build: Callable, recipe: str) -> list[tuple]:
+    """Return how many exchanges of the last device's step ran in which open contexts: [direction, contexts, number]."""
+    CONTEXTS.clear()
+    with mock.patch.object(pipeline_utils, "_COMM_STREAM", None), Streams():
+        pipeline_utils.set_streams()
+        with mock.patch.object(token_dispatcher, "all_to_all", exchange_over(Group("experts"))):
+            run_device(schedule, DEVICES - 1, 2, build, recipe)
+    return [
+        (direction, open_contexts, number) for (direction, *open_contexts), number in sorted(CONTEXTS.items(), key=str)
+    ]
 
 
 def exchange_over(group: Group) -> Callable[..., torch.Tensor]:
@@ -203,4 +264,13 @@ def main() -> None:
     alone = build_schedule("dualpipe-v", num_devices=DEVICES, num_microbatches=MICROBATCHES)
     schedule = with_pairs(alone, Costs().with_exchanges(0.4)).schedule
     faults = {fault: kinds(schedule, fault) for fault in PLANTED}
-    json.dump({"pairs": len(schedule.pairs), "early": len(EARLY), "found": faults}, sys.stdout)
+    for module in (transformer_block, hybrid_block):
+        module.get_fp8_context = lambda config, layer_no=-1, is_init=False: entered(layer_no)
+    engine = SimpleNamespace(fp8_autocast=fp8_autocast)
+    sys.modules |= {"transformer_engine": SimpleNamespace(pytorch=engine), "transformer_engine.pytorch": engine}
+    contexts = {
+        f"{build.__name__}, {recipe}": [contexts_of(order, build, recipe) for order in (alone, schedule)]
+        for build, recipe in ((build_gpt, "tensorwise"), (build_hybrid, "tensorwise"), (build_gpt, "delayed"))
+    }
+    shown = {"pairs": len(schedule.pairs), "early": len(EARLY), "found": faults, "contexts": contexts}
+    json.dump(shown, sys.stdout)

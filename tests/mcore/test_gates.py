@@ -53,6 +53,11 @@ WISHES = {
         Request("pipedream-2bw", overlap_steps=True),
         {"optimizer": "muon", "clip_grad": 1.0},
     ),
+    "DELAYED_PAIRS": (
+        Request("1f1b", pairs=True),
+        Request("1f1b"),
+        LATE_SCALES | {"recompute_granularity": "selective"},
+    ),
     "DELAYED_SCALES": (
         Request("1f1b", overlap_steps=True),
         Request("1f1b"),

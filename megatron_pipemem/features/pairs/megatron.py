@@ -8,7 +8,7 @@ where the schedule has W.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -131,7 +131,12 @@ class StageInPieces(ChunkStage):
         backward, self._backward = self._backward, iter(())
         queue = current_queue()
         run_late = partial(self._run_late, queue) if isinstance(queue, LateWeightGradients) else lambda: None
-        pieces = Pieces(get_comm_stream(), run_late, lambda: next(backward, None))
+
+        def alternate() -> None:
+            with _outside_of_quantisation(self.step.config):
+                next(backward, None)
+
+        pieces = Pieces(get_comm_stream(), run_late, alternate)
         output = None
         try:
             with ExitStack() as stack:
@@ -153,6 +158,18 @@ class StageInPieces(ChunkStage):
             # The stream of exchanges made some of them, and does not wait for this use.
             tensor.record_stream(computing)
         queue.run_part()
+
+
+def _outside_of_quantisation(config: Any) -> AbstractContextManager:
+    """Return a context in which layers compute as outside of a forward, where Megatron opens no context of fp8 or fp4.
+
+    A backward that recomputes would otherwise do so in the numbers of another microbatch's layer.
+    """
+    if not (config.fp8 or getattr(config, "fp4", None)):
+        return nullcontext()
+    from transformer_engine.pytorch import fp8_autocast
+
+    return fp8_autocast(enabled=False)
 
 
 def layers_with_experts(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
