@@ -170,6 +170,15 @@ def test_a_known_model_has_the_provider_of_its_class(monkeypatch, name, module):
     assert getattr(provider, layout.PATTERN_ARGUMENT, None) == model.pattern
 
 
+def test_a_hybrid_model_gets_no_virtual_stages(recipes):
+    """Megatron-Bridge's provider refuses them."""
+    facts = recipes["llama3_70b_pretrain_config"]
+    patterned = facts | {"values": facts["values"] | {layout.PATTERN_ARGUMENT: "*-" * 80, "num_layers": 160}}
+    gpt, hybrid = (run_of(own, Context(known_flags(), H100)) for own in (facts, patterned))
+    assert gpt.consumer is BRIDGE and hybrid.run.model.pattern == "*-" * 80
+    assert hybrid.consumer.families == ("1f1b", "zb-h1", "gis")
+
+
 def test_files_and_overrides_change_a_recipe(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("train: {global_batch_size: 32, micro_batch_size: 2}\ndataset: {seq_length: 16}\n")

@@ -160,6 +160,7 @@ def _swift(field: str, value: Any) -> list[str]:
 
 MEGATRON = Consumer(slices=True, pairs=True)
 BRIDGE = Consumer(where="in the recipe", setting=_python, pairs=True)
+BRIDGE_HYBRID = replace(BRIDGE, families=("1f1b", "zb-h1", "gis"))  # its provider refuses virtual stages
 NEMO_RL = Consumer(
     where="at the beginning of NeMo-RL's MegatronPolicyWorkerImpl.__init__",
     setting=_hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides"),

@@ -18,6 +18,7 @@ from megatron_pipemem.model.model import Tower
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.consumers import (
     BRIDGE,
+    BRIDGE_HYBRID,
     IMAGES,
     NEMO_RL,
     SLIME,
@@ -602,7 +603,7 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     if devices is not None:
         launcher = {"processes": str(devices), "nproc-per-node": str(min(devices, context.cluster.devices_per_node))}
     reading = read_flags(flags, launcher, f"{PREFIX}{facts['name']}", context)
-    return replace(reading, consumer=BRIDGE)
+    return replace(reading, consumer=BRIDGE if reading.run.model.pattern is None else BRIDGE_HYBRID)
 
 
 def _add_tower(flags: dict[str, Any], facts: Mapping[str, Any]) -> None:
