@@ -104,9 +104,7 @@ FULL_LANE = {
 }
 RESUMMED = {"--pipemem-microbatch-costs", *(family.name for family in families() if family.replicas > 1)}
 """Flags and schedules that add gradients in another order than stock."""
-UNPREDICTED = {f"variants: {name}" for name in test_variants.UNPREDICTED} | {
-    "slices: further tokens with experts, evaluation"
-}
+UNPREDICTED = {f"variants: {name}" for name in test_variants.UNPREDICTED}
 
 
 @pytest.mark.parametrize(

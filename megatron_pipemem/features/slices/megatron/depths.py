@@ -51,7 +51,7 @@ class SlicedDepths:
         self._derives_labels = "labels" not in self._whole
         labels = self._whole.setdefault("labels", self._whole["input_ids"])
         whole = self._whole.setdefault("loss_mask", torch.ones_like(labels))
-        return _with_sum(whole[:, part.begin : part.end].contiguous(), whole.sum())
+        return _with_sum(_cut(whole, part), whole.sum())
 
     def begin_layer(self, *_: object) -> None:
         self._names = iter([name for name in _OF_LAYER if name in self._whole])
@@ -65,12 +65,17 @@ class SlicedDepths:
         whole = self._whole[name]
         assert tensor.shape == (whole.size(0), part.end - part.begin) and tensor.dtype == whole.dtype, name
         self._whole[name], total = roll_tensor(whole, shifts=-1, dims=-1, packed_seq_params=self._packed)
-        rolled = self._whole[name][:, part.begin : part.end].contiguous()
+        rolled = _cut(self._whole[name], part)
         if name == "loss_mask" and self._derives_labels:
             # Without labels Megatron takes the next tokens, and weighs losses per token by the mask that goes with them.
             self._derives_labels = False
             return _with_sum(rolled, total), total
         return rolled, total
+
+
+def _cut(whole: torch.Tensor, part: SlicePart) -> torch.Tensor:
+    """Return a slice of a tensor that is kept until the next forward. Autograd then keeps no more than the slice."""
+    return whole[:, part.begin : part.end].clone(memory_format=torch.contiguous_format)
 
 
 def _with_sum(mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
