@@ -80,6 +80,10 @@ class Wish:
         return self.request.overlap_steps and not delays and (self.value_of("clip_grad") or 0) > 0
 
     @property
+    def shares_sequences(self) -> bool:
+        return (self.value_of("context_parallel_size") or 1) > 1
+
+    @property
     def uses_transformer_engine(self) -> bool:
         return self.value_of("transformer_impl") == "transformer_engine"
 
@@ -107,6 +111,8 @@ _GATES: tuple[tuple[Callable[[Wish], object], Refusals | Rule], ...] = (
     (lambda wish: wish.request.barriers, refusals.VOCABULARY),
     (lambda wish: wish.slices > 1, refusals.SLICED),
     (lambda wish: wish.slices > 1, refusals.FUSED_ROTARY),
+    (lambda wish: wish.slices > 1 and wish.shares_sequences, refusals.SHARED_SLICES),
+    (lambda wish: wish.slices > 1, refusals.AVERAGED_PARTS),
     (lambda wish: wish.slices > 1 and wish.request.barriers, refusals.VOCABULARY_SLICED),
     (lambda wish: wish.request.rng == LAYERWISE, refusals.LAYERWISE),
     (lambda wish: wish.slices > 1 and wish.request.rng == LAYERWISE, refusals.LAYERWISE_SLICED),

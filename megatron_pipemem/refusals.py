@@ -123,6 +123,8 @@ _SHARDED = (
 _NO_GRAPHS = "; pass --cuda-graph-impl none"
 GRAPHS_OF_LAYERS = "transformer_engine"
 """The value of ``cuda_graph_impl`` with which Transformer Engine captures a graph per layer, microbatch and direction."""
+KEYS_FLAG, GATHERED_KEYS = "cp-comm-type", "all_gather"
+"""The flag of the messages between context-parallel ranks, and the value with which each of them gathers all keys."""
 GRAPH_OF_STEP = "full_iteration"
 """The value of ``cuda_graph_impl`` with which Megatron captures forwards and backwards of a step in one graph."""
 FSDP = (
@@ -356,13 +358,13 @@ ROLLED_BACK = Refusals(
 SLICED = Refusals(
     " in sequence slices",
     {
-        "context_parallel_size": "every rank has a part of the sequence already; pass --context-parallel-size 1",
         "attention_dropout": "dropout masks are drawn for whole sequences, and slices would draw others; pass "
         "--attention-dropout 0",
         "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the sequences",
         "mtp_use_repeated_layer": "the depths of a repeated layer would share the keys of their slices",
         "mtp_standalone": "a stage of multi-token prediction alone sends the hidden states of all depths",
-        "moe_expert_capacity_factor": "later tokens decide which ones an expert drops; drop --moe-expert-capacity-factor",
+        "moe_expert_capacity_factor": "later tokens decide which ones an expert drops, with the policy position too, for which "
+        "torch.topk chooses among equal values; drop --moe-expert-capacity-factor",
         "moe_router_load_balancing_type": "sinkhorn weighs scores by those of later tokens, and quantile_balancing takes "
         "quantiles of whole microbatches; balance experts by aux_loss, seq_aux_loss, global_aux_loss or a bias",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
@@ -373,6 +375,16 @@ SLICED = Refusals(
             kind in (asked or "") for kind in ("quantile_balancing", "sinkhorn")
         )
     },
+)
+SHARED_SLICES = Refusals(
+    " in sequence slices that context-parallel ranks share",
+    {
+        "cp_comm_type": "each rank gathers the keys of a slice and keeps them, because no exchange of Transformer Engine takes "
+        "fewer queries than keys; pass --cp-comm-type all_gather",
+        "mtp_num_layers": "Megatron hands tokens on between the ranks' parts of whole sequences; drop --mtp-num-layers",
+    },
+    ", pass --context-parallel-size 1, or take a schedule without sequence slices",
+    only={"cp_comm_type": lambda kinds: {*_listed(kinds)} != {GATHERED_KEYS}},
 )
 VOCABULARY_SLICED = Refusals(
     " in sequence slices with vocabulary parallelism",
@@ -446,6 +458,11 @@ def _is_packed(value_of: ValueOf) -> bool:
     return bool(value_of("sft") or value_of("dataloader_inter_document_masking"))
 
 
+def _averages_parts(value_of: ValueOf) -> bool:
+    masks = value_of("eod_mask_loss") or _is_packed(value_of)
+    return _is_shared(value_of) and bool(masks) and not value_of("calculate_per_token_loss")
+
+
 def _scales_late(value_of: ValueOf) -> bool:
     return bool(value_of("fp8")) and value_of("fp8_recipe") == "delayed"
 
@@ -464,6 +481,11 @@ SHARED_DOCUMENTS = Rule(
     lambda value_of: value_of("dataloader_inter_document_masking") and not value_of("sft") and _is_shared(value_of),
     "context-parallel ranks would get parts of every sequence, where attention and rotary positions expect parts of "
     "every document; pass --sft, which pads documents, or --context-parallel-size 1",
+)
+AVERAGED_PARTS = Rule(
+    _averages_parts,
+    "each context-parallel rank averages the losses of the tokens that it has and that are not masked, and has other tokens "
+    "in sequence slices; pass --calculate-per-token-loss, or take a schedule without sequence slices",
 )
 FUSED_ROTARY = Rule(
     lambda value_of: value_of("apply_rope_fusion") and (value_of("multi_latent_attention") or _is_packed(value_of)),

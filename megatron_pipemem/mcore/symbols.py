@@ -463,6 +463,13 @@ PROCESS_MTP_LOSS = tuple(
     for models in (GPT_MODELS, HYBRID_MODELS)
 )
 
+SHARE_OF_BATCH = Symbol(
+    "megatron.core.utils",
+    "get_batch_on_this_cp_rank",
+    ("batch", "cp_group"),
+    by_name=True,
+    purposes=("context parallelism in sequence slices",),
+)
 ROLL = Symbol(
     "megatron.core.transformer.multi_token_prediction",
     "roll_tensor",

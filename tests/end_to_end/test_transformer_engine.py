@@ -336,11 +336,12 @@ def test_slices_train_as_whole_sequences(equals, name):
 
 
 @pytest.mark.parametrize(
-    "sequences", rest_nightly(["packed", "whole"], ["packed"], "unfused attention above, with the same mask")
+    "sequences",
+    rest_nightly(["packed", "whole", "shared"], ["packed"], "other parts with local layers in test_slices.py"),
 )
 def test_slices_of_flash_attention_train_as_whole_sequences(train_te, packed, sequences):
     """Of packed documents, the first one of a slice has more keys than queries."""
-    flags = (*FLASH, *LLAMA, *(packed if sequences == "packed" else ()))
+    flags = (*FLASH, *LLAMA, *{"packed": packed, "shared": (*CP2, "all_gather"), "whole": ()}[sequences])
     run, stock = (train_te(*ours, *flags) for ours in (("v-half", "--pipemem-option", "slices=4"), ("stock",)))
     assert_close_training(run, stock, 2e-3, norms=2e-2)  # bf16, which flash attention needs
     assert_predicted_bytes(run)

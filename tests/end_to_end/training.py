@@ -73,6 +73,7 @@ for logging_module in (activation_logging, dgrad_logging):
 def _load_entry() -> ModuleType:
     spec = importlib.util.spec_from_file_location(ENTRY.stem, ENTRY)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[ENTRY.stem] = module  # where the plugin replaces functions that it imports by name
     spec.loader.exec_module(module)
     return module
 

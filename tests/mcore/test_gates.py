@@ -77,6 +77,16 @@ WISHES = {
         Request("auto", options={"slices": "1,2"}),
         {"moe_expert_capacity_factor": 1.0},
     ),
+    "SHARED_SLICES": (
+        Request("seq1f1b"),
+        Request("1f1b"),
+        {"context_parallel_size": 2, "cp_comm_type": ["p2p"]},
+    ),
+    "AVERAGED_PARTS": (
+        Request("seq1f1b"),
+        Request("1f1b"),
+        {"context_parallel_size": 2, "cp_comm_type": ["all_gather"], "sft": True},
+    ),
     "FUSED_ROTARY": (Request("seq1f1b"), Request("1f1b"), {"multi_latent_attention": True, "apply_rope_fusion": True}),
     "VOCABULARY_SLICED": (
         Request("seq1f1b", vocab_cut="1"),
@@ -100,6 +110,7 @@ VALUES = {
     "recompute_modules": ["core_attn", "moe"],
     "cuda_graph_impl": "local",
     "cuda_graph_warmup_steps": 0,
+    "cp_comm_type": "a2a",
     "loss_scale": 128.0,
     "rampup_batch_size": ["4", "4", "100"],
     "step_batch_size_schedule": "0:4 100:8",
@@ -112,6 +123,7 @@ BESIDE = {
     "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
     "ROLLED_BACK": {"clip_grad": 1.0},
     "SPLIT_BACKWARD": ENGINE,
+    "SHARED_SLICES": {"context_parallel_size": 2},
 }
 """Settings with which a table is asked, or that it refuses itself."""
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
@@ -32,6 +33,15 @@ def test_layerwise_dropout_is_refused_in_slices():
     )
     with refused("unsupported-setting", "--hidden-dropout", kind=UnsupportedError):
         SequenceSlices(Request("seq1f1b", rng="layerwise")).prepare(step)
+
+
+def test_capacity_by_position_does_not_keep_the_first_tokens():
+    """So no slice can tell which of its tokens are dropped before the later ones are known."""
+    torch.manual_seed(0)
+    visits = torch.zeros(64, 4, dtype=torch.bool).scatter(1, torch.rand(64, 4).topk(2).indices, True)
+    _, kept = apply_router_token_dropping(visits.float(), visits, 2, 0.8, drop_policy="position")
+    first = visits & (visits.cumsum(dim=0) <= get_capacity(2 * 64, 4, 0.8))
+    assert kept.sum() == first.sum() and not torch.equal(kept, first)
 
 
 class FullyShardedDataParallel(torch.nn.Linear):

@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from refusals import refused
 
 from megatron_pipemem.features.slices.megatron.documents import SlicedDocuments
-from megatron_pipemem.features.slices.runtime import KeyValueCache, SequenceState, SlicePart
+from megatron_pipemem.features.slices.runtime import KeyValueCache, used_keys
 
 
 def cut(number: int, used: list[int], places: list[int] | None = None, **more: object) -> SlicedDocuments:
@@ -17,8 +17,7 @@ def cut(number: int, used: list[int], places: list[int] | None = None, **more: o
     offsets = {f"cu_seqlens_{side}": ends for side in ("q", "kv")}
     offsets |= {f"cu_seqlens_{side}_padded": padded for side in ("q", "kv")}
     packed = PackedSeqParams(**{"qkv_format": "thd", "max_seqlen_q": 6, "max_seqlen_kv": 6} | offsets | more)
-    sequence = SequenceState(12, lambda tensor: None)
-    return SlicedDocuments(packed, SlicePart(number, 4 * number, 4 * number + 4, sequence))
+    return SlicedDocuments(packed, 4 * number, 4 * number + 4, 12)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +30,7 @@ def test_keys_begin_with_the_document_in_which_a_slice_begins(number, queries, k
     assert (documents.seen.cu_seqlens_q.tolist(), documents.seen.cu_seqlens_kv.tolist()) == (queries, keys)
     assert documents.since == keys[0] and documents.positions.tolist() == positions
     assert documents.longest == max(positions) + 1
+    assert documents.as_one.cu_seqlens_q.tolist() == [0, len(positions)]
 
 
 def test_padding_between_documents_is_cut_at_its_own_places():
@@ -61,3 +61,11 @@ def test_gradients_of_keys_that_a_slice_does_not_use_are_ignored():
     grown[1].backward(torch.tensor([[torch.nan], [5.0], [7.0], [8.0]]))
     grown[0].backward(torch.tensor([[1.0], [2.0]]))
     assert [part.grad.flatten().tolist() for part in parts] == [[1.0, 7.0], [7.0, 8.0]]
+
+
+def test_keys_are_used_from_a_document_to_the_end_of_a_part():
+    keys = torch.arange(4.0, requires_grad=True)
+    used = used_keys(keys, 1, 3)
+    assert used.tolist() == [0.0, 1.0, 2.0] and used.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+    used.backward(torch.tensor([torch.nan, 5.0, 6.0]))
+    assert keys.grad.tolist() == [0.0, 5.0, 6.0, 0.0]

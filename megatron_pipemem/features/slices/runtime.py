@@ -72,26 +72,47 @@ class _Append(torch.autograd.Function):
         return ctx.cache.add_gradient(gradient, ctx.begin, ctx.since), None, None, None
 
 
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, keys: torch.Tensor, since: int, end: int) -> torch.Tensor:
+        ctx.tokens, ctx.since, ctx.end = keys.size(0), since, end
+        return keys.detach()[:end]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        whole = gradient.new_zeros(ctx.tokens, *gradient.shape[1:])
+        whole[ctx.since : ctx.end] = gradient[ctx.since :]
+        return whole, None, None
+
+
+def used_keys(keys: torch.Tensor, since: int, end: int) -> torch.Tensor:
+    """Return the keys before ``end``. Their gradient before ``since`` is ignored, because the caller does not use them."""
+    used: torch.Tensor = _Used.apply(keys, since, end)
+    return used
+
+
 @dataclass(eq=False)
 class SequenceState:
     """The tensors that the slices of one microbatch's sequences share in a chunk.
 
-    ``tokens`` is the length of a whole sequence. ``hold`` is called with each tensor that is kept in a cache.
+    ``tokens`` is the number of tokens of a sequence that this rank has, and ``ranks`` that of context-parallel ranks.
+    ``hold`` is called with each tensor that is kept in a cache.
     """
 
     tokens: int
     hold: Callable[[torch.Tensor], object]
+    ranks: int = 1
     has_backward: bool = True
     losses: dict[tuple[torch.nn.Module, str], Any] = field(default_factory=dict)
     """of routers, by the name of the loss"""
     documents: dict[int, Any] = field(default_factory=dict)
-    """packed documents by slice"""
+    """packed documents by slice, and those of this rank's ranges"""
     _caches: dict[tuple[torch.nn.Module, str], KeyValueCache] = field(default_factory=dict)
 
     def cache(self, layer: torch.nn.Module, name: str) -> KeyValueCache:
         """Return the cache of a layer. ``name`` is ``key`` or ``value``."""
         if (layer, name) not in self._caches:
-            self._caches[layer, name] = KeyValueCache(self.tokens, self.hold)
+            self._caches[layer, name] = KeyValueCache(self.tokens * self.ranks, self.hold)
         return self._caches[layer, name]
 
 

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.slices.runtime import SlicePart
 
 
 class SlicedDocuments:
-    """The documents of one slice. ``packed`` are Megatron's ``PackedSeqParams`` of the whole sequence."""
+    """The documents of one slice, from the token ``begin`` up to, but without, ``end``.
 
-    def __init__(self, packed: Any, part: SlicePart):
-        begin, end, tokens = part.begin, part.end, part.sequence.tokens
+    ``packed`` are Megatron's ``PackedSeqParams`` of the whole sequence, which has that many ``tokens``.
+    """
+
+    def __init__(self, packed: Any, begin: int, end: int, tokens: int):
         used = packed.cu_seqlens_q.tolist()
         places = used if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded.tolist()
         _check(packed, used, places, tokens)
@@ -68,6 +69,11 @@ class SlicedDocuments:
             ]
         )
         """the position of every token of the slice within its document"""
+        self.as_one = copy(packed)
+        """the slice as one document, for tables with a row per token that context-parallel ranks share"""
+        self.as_one.cu_seqlens_q = self.as_one.cu_seqlens_kv = offsets([0, end - begin])
+        self.as_one.cu_seqlens_q_padded = self.as_one.cu_seqlens_kv_padded = None
+        self.as_one.max_seqlen_q = self.as_one.max_seqlen_kv = end - begin
 
 
 def _check(packed: Any, used: list[int], places: list[int], tokens: int) -> None:

@@ -8,10 +8,13 @@ of the earlier slices too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +28,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.slices.megatron.context_parallel import ContextRanks
 from megatron_pipemem.features.slices.megatron.depths import SlicedDepths
 from megatron_pipemem.features.slices.megatron.documents import SlicedDocuments
 from megatron_pipemem.features.slices.megatron.routers import SlicedRouters
@@ -32,10 +36,10 @@ from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.slices.runtime import SequenceState, SlicePart
 from megatron_pipemem.gates import StepGates
 from megatron_pipemem.mcore.model.language_model import is_language_model, layers_with_states, model_of_chunk
-from megatron_pipemem.mcore.model.stages import ChunkStage, Tape, counted_before
+from megatron_pipemem.mcore.model.stages import ChunkStage, Tape, counted_before, shadowed
 from megatron_pipemem.mcore.step.batches import zeros_as_output
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import ROLL, Replacements
+from megatron_pipemem.mcore.symbols import ROLL, SHARE_OF_BATCH, Replacements
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.refusals import FUSED_ROTARY
 from megatron_pipemem.request import Request
@@ -72,6 +76,8 @@ class SlicedModel:
         self._depths = SlicedDepths(model)
         self._routers = SlicedRouters(model, lambda: self._part)
         self._part: SlicePart | None = None
+        self.ranks: ContextRanks | None = None
+        """the context-parallel ranks that share slices; ``None`` if the model has a rank alone"""
         self.on_output: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Called with the model's output for a slice; its result takes the output's place."""
 
@@ -106,6 +112,10 @@ class SlicedModel:
             for attention in self._attention:
                 core = attention.core_attention
                 hook(core, self._show_earlier)
+                if self.ranks is not None:
+                    is_local = isinstance(core, DotProductAttention)
+                    alone = {"config": _of_one_rank(core.config)} if is_local else {"cp_group": None}
+                    stack.enter_context(shadowed(core, alone | {"forward": partial(self._attend, core.forward)}))
                 if isinstance(core, DotProductAttention):
                     # The fused kernels know causal masks of as many queries as keys only.
                     change(core.scale_mask_softmax, "scaled_masked_softmax_fusion", False)
@@ -115,6 +125,8 @@ class SlicedModel:
     def running(self, part: SlicePart) -> Iterator[None]:
         """Make the model compute one slice while the block runs."""
         before, self._part = self._part, part
+        if self.ranks is not None:
+            self.ranks.have_split = False
         try:
             yield
         finally:
@@ -133,6 +145,7 @@ class SlicedModel:
                     f"the forward step passes {name} to the model, and {name} cannot be cut into sequence slices; "
                     "leave it out, or take a schedule without slices",
                 )
+        self._check_shared(passed)
         mask = self._depths.start(passed, self._part) if self._model.config.mtp_num_layers else None
         for name in _PER_TOKEN:
             tensor = passed.get(name)
@@ -152,9 +165,22 @@ class SlicedModel:
             if self._model.config.apply_rope_fusion:
                 raise UnsupportedError("slices-attention", FUSED_ROTARY.sentence)
             if number not in sequence.documents:
-                sequence.documents[number] = SlicedDocuments(packed, self._part)
-            passed["packed_seq_params"] = sequence.documents[number].own
+                ends = [(begin * self._num_ranks, end * self._num_ranks), *self._ranges]
+                tokens = sequence.tokens * self._num_ranks
+                sequence.documents[number] = [SlicedDocuments(packed, *place, tokens) for place in ends]
+            of_slice = sequence.documents[number][0]
+            passed["packed_seq_params"] = of_slice.own if self.ranks is None else of_slice.as_one
         return bound.args, bound.kwargs
+
+    def _check_shared(self, passed: Mapping[str, Any]) -> None:
+        """Raise an UnsupportedError if the forward step has shared its batch among ranks by code of its own."""
+        if self.ranks is None or self.ranks.have_split or all(passed.get(name) is None for name in _PER_TOKEN):
+            return
+        raise UnsupportedError(
+            "slices-forward-step",
+            "context-parallel ranks share every sequence slice, and the forward step gives them parts of whole sequences; take "
+            "the parts from get_batch_on_this_cp_rank of megatron.core.utils, or pass --context-parallel-size 1",
+        )
 
     def roll(self, roll_tensor: Callable, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the result of Megatron's ``roll_tensor`` for the slice that runs now; ``None`` if none runs."""
@@ -164,16 +190,33 @@ class SlicedModel:
         return None if self._part is None or self.on_output is None else self.on_output(output)
 
     @property
+    def _num_ranks(self) -> int:
+        return 1 if self.ranks is None else self.ranks.size
+
+    def _attend(self, forward: Callable, *arguments: Any, **named: Any):
+        if self._part is None or self.ranks is None:
+            return forward(*arguments, **named)
+        of_ranges = self._part.sequence.documents.get(self._part.number, [None])[1:]
+        return self.ranks.attend(forward, self._part, of_ranges, *arguments, **named)
+
+    @property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Where this rank's parts of the slice that runs now begin and end in the whole sequence."""
+        assert self._part is not None, "a slice runs"
+        place = self._part.begin, self._part.end
+        return [place] if self.ranks is None else self.ranks.ranges(*place)
+
+    @property
     def _documents(self) -> SlicedDocuments | None:
         """The packed documents of the slice that runs now, which may be a forward or, with recomputation, a backward."""
-        return None if self._part is None else self._part.sequence.documents.get(self._part.number)
+        return None if self._part is None else self._part.sequence.documents.get(self._part.number, [None])[0]
 
     def _move_positions(self, module: torch.nn.Module, arguments: tuple, named: dict):
         if self._part is None:
             return None
         if self._documents is not None:
             return (self._documents.longest, *arguments[1:]), named
-        return arguments, named | {"offset": named.get("offset", 0) + self._part.begin}
+        return arguments, named | {"offset": named.get("offset", 0) + self._part.begin * self._num_ranks}
 
     def _positions_of_documents(self, module: torch.nn.Module, arguments: tuple, output: Any):
         if self._documents is None:
@@ -188,7 +231,10 @@ class SlicedModel:
             return None
         (_, begin, end, sequence), documents = self._part, self._documents
         query, key, value, mask, *remaining = arguments
-        since = 0 if documents is None else documents.since
+        since, rows = 0 if documents is None else documents.since, slice(begin, end)
+        if self.ranks is not None:
+            key, value = self.ranks.gather(key), self.ranks.gather(value)
+            begin, end = begin * self._num_ranks, end * self._num_ranks
         key = sequence.cache(core, "key").append(key, begin, since)
         value = sequence.cache(core, "value").append(value, begin, since)
         if documents is not None:
@@ -201,11 +247,19 @@ class SlicedModel:
             return (query, key, value, mask, *remaining), named
         if mask is None:
             positions = torch.arange(end, device=query.device)
-            mask = positions > positions[begin:, None]  # [queries, keys]; True hides a key
+            queries = torch.cat([positions[first:last] for first, last in self._ranges])
+            mask = positions > queries[:, None]  # [queries, keys]; True hides a key
             mask = mask[None, None]
         else:
-            mask = mask[..., begin:end, :end]
+            mask = mask[..., rows, :end]
         return (query, key, value, mask, *remaining), named
+
+
+def _of_one_rank(config: Any) -> Any:
+    """Return a configuration of attention without context parallelism."""
+    alone = copy(config)
+    alone.context_parallel_size = 1
+    return alone
 
 
 def _check_model(model: torch.nn.Module) -> None:
@@ -297,7 +351,8 @@ class SlicedStage(ChunkStage):
         number, part = divmod(microbatch, len(self.bounds))
         if part == 0:
             data = None if self.data_iterator is None else Tape(self.data_iterator)
-            state = SequenceState(self.bounds[-1][1], self.hold, has_backward=not self.step.forward_only)
+            ranks = self.step.cp_group_size
+            state = SequenceState(self.bounds[-1][1], self.hold, ranks, has_backward=not self.step.forward_only)
             self._open[number] = _OpenSequence(state, data)
         output = super().forward(microbatch, input, will_recompute)
         if self.step.forward_only and part == len(self.bounds) - 1:
@@ -422,9 +477,11 @@ class SequenceSlices(Extension):
         self._gates = StepGates()
         self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
         self._bounds: list[tuple[int, int]] = []
+        self._ranks: ContextRanks | None = None
 
     def prepare(self, step: Step) -> None:
         """Choose the tokens of each slice of this step, and set the shapes of the slices' messages."""
+        self._ranks = None
         if step.program.schedule.units.are_whole:
             return
 
@@ -439,11 +496,15 @@ class SequenceSlices(Extension):
             _check_gradient_hooks(chunk)
             if chunk not in self._models:
                 self._models[chunk] = SlicedModel(chunk)
-        (b, s), config = step.tokens[0], step.context.config
-        ranks = step.groups.tp.size() if config.sequence_parallel else 1
-        share = attention_share(model_of_chunk(unwrap_model(step.chunks[0]), s, mtp_num_layers=0))
-        tokens = slice_tokens(s, step.program.schedule.units.parts, self._request.slice_cut, share, multiple=ranks)
+        (b, s), config, size = step.tokens[0], step.context.config, step.context.cp_group_size
+        # Context-parallel ranks have two parts of a slice.
+        multiple = lcm(step.groups.tp.size() if config.sequence_parallel else 1, 2 if size > 1 else 1)
+        share = attention_share(model_of_chunk(unwrap_model(step.chunks[0]), s * size, mtp_num_layers=0))
+        tokens = slice_tokens(s, step.program.schedule.units.parts, self._request.slice_cut, share, multiple=multiple)
         self._bounds = list(pairwise(accumulate(tokens, initial=0)))  # [2, 3] -> [(0, 2), (2, 5)]
+        self._ranks = ContextRanks(step.groups.cp, self._bounds) if size > 1 else None
+        for chunk in step.chunks:
+            self._models[chunk].ranks = self._ranks
         shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]
         if len(set(shapes)) == 1:
             step.message = replace(step.message, shape=shapes[0])
@@ -451,7 +512,10 @@ class SequenceSlices(Extension):
             step.message = replace(step.message, shape=None, shapes=shapes * len(step.tokens))
 
     def replacements(self) -> Replacements:
-        return [(ROLL, self._roll)]
+        return [(ROLL, self._roll), (SHARE_OF_BATCH, self._share)]
+
+    def _share(self, share_of_batch: Callable, batch: dict[str, Any], *place: Any, **more: Any):
+        return share_of_batch(batch, *place, **more) if self._ranks is None else self._ranks.split(batch)
 
     def _roll(self, roll_tensor: Callable, tensor: torch.Tensor, *place: Any, **more: Any):
         for model in self._models.values():
@@ -481,4 +545,5 @@ class SequenceSlices(Extension):
         with ExitStack() as stack:
             for chunk in step.chunks if not step.program.schedule.units.are_whole else ():
                 stack.enter_context(self._models[chunk].hooked())
+            stack.callback(setattr, self, "_ranks", None)
             yield
