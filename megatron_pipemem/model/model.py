@@ -412,6 +412,8 @@ class Execution(Limited):
     tp: Count = 1
     sequence_parallel: bool = False  # split norms and dropout over the tensor-parallel ranks too
     cp: Count = 1
+    # whether context-parallel ranks gather keys and values before they attend, and form no ring that attention hides
+    gathers_keys: bool = False
     ep: Count = 1  # ranks among which the experts of a layer are divided
     etp: Count | None = None  # tensor-parallel ranks over which an expert is cut; default: tp
     # during the backward: ``selective`` recomputes recompute_modules, ``full`` whole layers

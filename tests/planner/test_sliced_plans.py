@@ -194,7 +194,7 @@ def test_slices_shorter_than_timed_kernels_are_in_doubt():
     [
         {"flags": {"moe-expert-capacity-factor": 1.0}},
         {"model": replace(GROUPED, sequence=2**15, dropout=0.1)},
-        {"parallelism": Parallelism(cp=2, global_batch=2)},
+        {"parallelism": Parallelism(cp=2, global_batch=2), "flags": {"cp-comm-type": "p2p"}},
     ],
 )
 def test_a_plan_says_why_there_can_be_no_slices(changes: dict):
@@ -260,11 +260,53 @@ def test_a_plan_chooses_how_to_cut():
         Limits({"slice_cut": ["time"]}).check(RUN)
 
 
+SHARED = replace(CUT, cp=2, dp=1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_context_parallel_ranks_keep_the_keys_of_whole_sequences(recompute: str):
+    """Each gathers them slice by slice, over links whose bytes are counted here."""
+    n, placement = 4, Placement.linear(2)
+    alone, shared = (
+        sliced_step(sliced(n, cut, recompute), placement, layers=(4, 4)) for cut in (replace(CUT, dp=1), SHARED)
+    )
+    keys = 4 * 2 * (4 // 2) * 128 * 1024 * 2 * 2  # layers, keys and values, groups, channels, tokens, sequences, bytes
+    for kind, (first, others), times in ((Kind.F, (0, 1), 1), (Kind.I, (0, 1), -2), (Kind.I, (3, 1), 1)):
+        for step in (alone, shared):
+            changes = step.costs.memory[kind]
+            assert changes[first] - changes[others] == pytest.approx(times * keys)
+    for step in (alone, shared):
+        total = sum(sum(step.costs.memory[kind][:n]) for kind in (Kind.F, Kind.I, Kind.W))
+        assert total == pytest.approx(0)
+    half = replace(sliced(n, replace(CUT, dp=1), recompute), model=replace(GROUPED, sequence=512))
+    half = sliced_step(half, placement, layers=(4, 4))
+    sent = 4 * CLUSTER.link(2, 2).seconds(keys / 4 / n / 2)  # of a layer and slice to the other rank
+    square = 4 * 4 * 2 * 1024**2 * 16 * 128 / 2 / CLUSTER.flops / 2  # a rank's share of scores and values
+    for at in range(n):
+        pairs = (2 * at + 1) / n**2  # of queries and keys
+        of_half = half.costs.forward[at] - square / 2 * pairs
+        assert shared.costs.forward[at] == pytest.approx(of_half + square * pairs + sent, rel=1e-6)
+
+
+def test_a_plan_combines_slices_with_context_parallelism():
+    run = replace(RUN, model=replace(GROUPED, sequence=2**16), parallelism=Parallelism(cp=2, global_batch=2))
+    limits = {"pp": [4], "dp": [1], "tp": [1], "micro_batch": [1], "variant": ["plain"], "recompute": ["none"]}
+    free, whole = (
+        plan(run, memory=1e13, limits=Limits(limits | more), top=1, search_seconds=0.0).plans[0]
+        for more in ({}, {"slices": [1]})
+    )
+    assert free.slices in (2, 4, 8) and free.seconds < whole.seconds * (1 - LEAST_SLICED_GAIN)
+    flags = " ".join(planned_flags(free.run))
+    assert "--context-parallel-size 2" in flags and "--cp-comm-type all_gather" in flags
+    assert "cp-comm-type" not in " ".join(planned_flags(whole.run))
+    assert doubt_of([free.run]) is None and "2,048 tokens" in doubt_of([with_slices(free.run, 16)])
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"parallelism": replace(CUT, pp=1)}, "several pipeline ranks"),
-        ({"parallelism": replace(CUT, cp=2)}, "context parallelism"),
+        ({"parallelism": replace(CUT, cp=2), "flags": {"cp-comm-type": "a2a"}}, "all_gather"),
         ({"model": replace(GROUPED, mtp_layers=1)}, "plain attention"),
         ({"model": replace(GROUPED, kv_lora_rank=64)}, "plain attention"),
         ({"model": replace(GROUPED, sequence=1026)}, "4 equal slices"),

@@ -280,6 +280,7 @@ class Run:
             tp=cut.tp,
             sequence_parallel=cut.sequence_parallel,
             cp=cut.cp,
+            gathers_keys=cut.cp > 1 and (choice.slices or 1) > 1,
             ep=cut.ep,
             etp=cut.etp,
             recompute=choice.recompute,

@@ -18,6 +18,7 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.model.arguments import arguments_of
 from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
 from megatron_pipemem.model.model import BY_ACTION, Model
+from megatron_pipemem.refusals import GATHERED_KEYS, KEYS_FLAG
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.options import STOCK
@@ -192,6 +193,7 @@ def _parallelism_flags(run: Run) -> Flags:
         "micro-batch-size": cut.micro_batch,
         "global-batch-size": cut.global_batch,
         VIRTUAL_STAGES: cut.chunks if says_chunks else None,
+        **({KEYS_FLAG: GATHERED_KEYS} if run.execution.gathers_keys else {}),
     }
 
 

@@ -142,16 +142,16 @@ def layer(
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
     of_blocks = [(block, _block_messages(model, execution, cluster, Sublayer(block))) for block in kind]
     messages = sum(sum(seconds) for _, seconds in of_blocks)
-    ring = sum(_ring_seconds(model, execution, cluster, Sublayer(block)) for block in kind)
+    of_keys = sum((_key_messages(model, execution, cluster, Sublayer(block)) for block in kind), Passes())
     everything_again = execution.recompute == "full"
     repeated = sum(sum(seconds) for block, seconds in of_blocks if execution.recomputes(*_REPEATS.get(block, ())))
-    repeated += everything_again * (messages + ring)
+    repeated += everything_again * (messages + of_keys.forward)
     tails = _tails(model, execution, kind)
     products = _product_seconds(execution, cluster, plain, tails)
     shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], products)
     exchange = sum(expert for _, (_, expert) in of_blocks)
-    # In the backward, the ring sends keys and values with their gradients, and twice the products hide them.
-    communication = shown + Passes(ring, 2 * ring + repeated)
+    shown += of_keys
+    communication = shown + Passes(input=repeated)
     again = products.forward + moving
     if not everything_again:
         more = flops.input - plain.input
@@ -171,7 +171,7 @@ def layer(
     communication += Passes(weight=gathers)
     again = again * pace.input + repeated
     price = Price(
-        seconds=computing + shown + Passes(ring, 2 * ring + again, gathers),
+        seconds=computing + shown + Passes(input=again, weight=gathers),
         communication=communication,
         exchange=Passes(exchange, exchange),
         again=again,
@@ -413,14 +413,16 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
     return seconds, 0.0
 
 
-def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> float:
-    """Return the seconds of F in which keys and values pass the context-parallel ranks without attention to hide them.
+def _key_messages(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> Passes:
+    """Return the seconds in which context-parallel ranks exchange keys and values without attention to hide them.
 
-    The ranks form a ring (arXiv 2310.01889). Blocks without attention, and one rank, take 0.
+    The ranks form a ring (arXiv 2310.01889). In the backward it sends keys and values with their gradients, and twice the
+    products hide them. Ranks that share sequence slices gather keys and values once, and scatter the sums of gradients.
+    Blocks without attention, and one rank, take 0.
     """
     latents = (Sublayer.SPARSE_ATTENTION, Sublayer.REUSED_INDEX)
     if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION, *latents) or execution.cp == 1:
-        return 0.0
+        return Passes()
     width: float = 2 * execution.key_groups(model) * model.channels
     if block is Sublayer.LATENT_ATTENTION:
         width = model.heads / execution.tp * (model.latent_query_channels + model.v_head_dim)
@@ -428,8 +430,14 @@ def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: S
         width = (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
         width += model.dsa_indexer_head_dim * (block is Sublayer.SPARSE_ATTENTION)
     nbytes = execution.tokens(model) * width * execution.element
-    ring = cluster.link(execution.cp, execution.tp).seconds(nbytes) * (execution.cp - 1)
-    return max(0.0, ring - counts.core_flops(model, execution, block) / cluster.flops)
+    link = cluster.link(execution.cp, execution.tp)
+    if execution.gathers_keys:
+        seconds = gather(nbytes * execution.cp, execution.cp, link)
+        return Passes(seconds, seconds)
+    ring = max(
+        0.0, link.seconds(nbytes) * (execution.cp - 1) - counts.core_flops(model, execution, block) / cluster.flops
+    )
+    return Passes(ring, 2 * ring)
 
 
 _COLOURS = 3

@@ -7,13 +7,15 @@ GPU blocks, and its messages have the same latency. Only attention differs:
   ``x1^2 - x0^2`` of the time of the whole sequence. Of ``n`` equal slices, the last one takes ``2 n - 1`` times as long
   as the first;
 * F of a microbatch's first slice allocates all its keys and values, ``2 groups head_dim s b e / tp`` bytes per layer. I
-  of its last slice, the first to run backward, allocates all their gradients. I of the first slice frees both.
+  of its last slice, the first to run backward, allocates all their gradients. I of the first slice frees both. With
+  context parallelism every rank has those of the whole sequence, and gathers them slice by slice.
 
 The other tensors that F keeps scale with tokens. Buffers are those of a slice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -24,12 +26,12 @@ from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.model import counts
 from megatron_pipemem.model.model import Execution, Model, Sublayer
 from megatron_pipemem.part_costs import Passes
-from megatron_pipemem.refusals import flag_values
+from megatron_pipemem.refusals import GATHERED_KEYS, KEYS_FLAG, flag_values
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.options import AUTO, TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.tools.config.runs import Run
+from megatron_pipemem.tools.config.runs import Parallelism, Run
 from megatron_pipemem.tools.planner import prices
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.step import PlannedStep, price
@@ -50,7 +52,7 @@ class Attention:
     """
 
     seconds: Passes = Passes()  # for the whole sequence, the part of F and I that grows with its square
-    keys: float = 0.0  # bytes of keys and values
+    keys: float = 0.0  # bytes of keys and values of this rank's tokens
 
     def __add__(self, other: Attention) -> Attention:
         return Attention(self.seconds + other.seconds, self.keys + other.keys)
@@ -69,7 +71,7 @@ def proposed_slices(run: Run) -> tuple[tuple[int, ...], str | None]:
     reasons = {
         count: why_not_sliced(with_slices(run, count))
         for count in SLICES
-        if run.model.sequence >= count * SHORTEST_SLICE
+        if run.model.sequence >= count * cut.cp * SHORTEST_SLICE
     }
     counts = tuple(count for count, reason in reasons.items() if reason is None)
     return counts, None if counts else next(iter(reasons.values()), None)
@@ -78,12 +80,12 @@ def proposed_slices(run: Run) -> tuple[tuple[int, ...], str | None]:
 def doubt_of(runs: Iterable[Run]) -> str | None:
     """Return a sentence if one of the runs has slices that are shorter than those whose kernels were timed."""
     counts_of_runs = [(run, run.schedule.slices or 1) for run in runs]
-    lengths = [min(run_slices(run, count)) for run, count in counts_of_runs if count > 1]
+    lengths = [min(run_slices(run, count)) // run.parallelism.cp for run, count in counts_of_runs if count > 1]
     if not lengths or min(lengths) >= SHORTEST_SLICE:
         return None
     return (
-        f"kernels were timed from {SHORTEST_SLICE:,} tokens on, so slices of {min(lengths):,} tokens may be slower than their "
-        "price"
+        f"kernels were timed from {SHORTEST_SLICE:,} tokens on, so slices of {min(lengths):,} tokens a rank may be slower than "
+        "their price"
     )
 
 
@@ -101,17 +103,16 @@ def why_not_sliced(run: Run) -> str | None:
         return "slices need several pipeline ranks"
     if model.tower is not None:
         return "slices need a model without a vision tower, because a tower needs whole sequences"
-    if cut.cp > 1:
-        return "slices are of no use with context parallelism, which cuts sequences too"
     if model.mtp_layers or any(
         set(kind) - {Sublayer.ATTENTION, Sublayer.FFN, Sublayer.EXPERTS} for kind in model.kinds
     ):
         return "slices are priced for plain attention alone, without latents, states and multi-token prediction"
-    if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
+    if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * _multiple(cut)):
         return f"{slices} equal slices of a sequence would not have an even number of tokens on every rank"
     try:
         fuses = run.execution.fused_rotations and model.position == "rope"
-        settings = {"attention-dropout": model.dropout, "apply-rope-fusion": fuses}
+        settings: dict[str, object] = {"attention-dropout": model.dropout, "apply-rope-fusion": fuses}
+        settings |= {"context-parallel-size": cut.cp, KEYS_FLAG: GATHERED_KEYS}
         check_gates(Wish(Request("seq1f1b"), flag_values(settings | run.flags)))
         run_slices(run, slices)
     except UnsupportedError as error:
@@ -121,10 +122,13 @@ def why_not_sliced(run: Run) -> str | None:
 
 def run_slices(run: Run, slices: int) -> tuple[int, ...]:
     """Return the number of tokens of each slice of a run's sequences; raise an UnsupportedError if they are too short."""
-    cut = run.parallelism
-    ranks = cut.tp if cut.sequence_parallel else 1
-    share = counts.attention_share(run.model)
-    return slice_tokens(run.model.sequence, slices, run.schedule.slice_cut, share, multiple=ranks)
+    share, multiple = counts.attention_share(run.model), _multiple(run.parallelism)
+    return slice_tokens(run.model.sequence, slices, run.schedule.slice_cut, share, multiple=multiple)
+
+
+def _multiple(cut: Parallelism) -> int:
+    """Return the number of which the tokens of a slice are a multiple. Each context-parallel rank has two equal parts."""
+    return cut.cp * math.lcm(cut.tp if cut.sequence_parallel else 1, 2 if cut.cp > 1 else 1)
 
 
 def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
@@ -173,7 +177,7 @@ def sliced_step(
     forward = _seconds(slices, Kind.F, [s.seconds.forward for s in shared])
     inputs = _seconds(slices, Kind.I, [s.seconds.input for s in shared])
     weights = _seconds(slices, Kind.W, [s.seconds.weight for s in shared])
-    memory = _memory(slices, [s.keys for s in shared], run.execution.recompute == "full")
+    memory = _memory(slices, [s.keys for s in shared], run.execution)
     n = len(slices)
     work = tuple(
         sum(sum(table[stage * n : stage * n + n]) for table in (forward, inputs, weights) for stage in owned)
@@ -274,18 +278,20 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
     return links
 
 
-def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
+def _memory(slices: Sequence[_Slice], keys: Sequence[float], execution: Execution) -> dict[Kind, tuple[float, ...]]:
     """Return the bytes by which F, I and W change the held memory, one value per stage and slice.
 
-    ``keys`` are the bytes of a microbatch's keys and values on each stage. With ``apart``, the bytes of
-    F in ``slices`` do not contain them, because whole layers are recomputed.
+    ``keys`` are the bytes of a microbatch's keys and values on each stage, of the tokens of a rank. The bytes of F in
+    ``slices`` contain them, unless whole layers are recomputed.
     """
+    apart = execution.recompute == "full"
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for stage, cached in enumerate(keys):
+    for stage, of_rank in enumerate(keys):
+        cached = of_rank * execution.cp
         for place, slice_ in enumerate(slices):
             first, last = place == 0, place == len(slices) - 1
             part = slice_.step.costs.memory_changes(slice_.step.placement)
-            own = 0.0 if apart else cached * slice_.share
+            own = 0.0 if apart else of_rank * slice_.share
             changes[Kind.F].append(part[Kind.F][stage] - own + cached * first)
             changes[Kind.I].append(part[Kind.I][stage] + own + cached * last - 2 * cached * first)
             changes[Kind.W].append(part[Kind.W][stage])
