@@ -183,7 +183,7 @@ def test_the_package_requires_what_the_command_line_imports():
     parts = (*tools, "schedule", "search", "families", "features", "choose")
     names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
     others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch", "numba", "pandas", "IPython"}
-    assert {{"yaml": "pyyaml"}.get(name, name) for name in others} == installed
+    assert {{"yaml": "pyyaml", "PIL": "pillow"}.get(name, name) for name in others} == installed
 
 
 def test_schedule_needs_no_third_party_module():

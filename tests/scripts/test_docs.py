@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from commands import pipemem
+from lanes import rest_nightly
 
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
@@ -73,21 +76,38 @@ def test_commands_have_the_options_that_they_are_shown_with():
     assert seen > 30
 
 
-PICTURES = re.compile(r"`pipemem (show [^`]*) --output (docs/images/[\w.]+)`")
+@pytest.fixture(scope="module")
+def pictures():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import doc_pictures
+
+        yield doc_pictures
+    sys.modules.pop("doc_pictures", None)
 
 
-def test_pictures_of_the_documents_are_what_the_commands_beside_them_draw(tmp_path):
-    """Titles, captions, and a hash of texts and shapes stand in the files, so that pixels may differ between machines."""
-    read = pytest.importorskip("PIL.Image").open
+def test_every_picture_is_drawn_by_a_command_and_shown_and_small(pictures):
+    names = [path.name for path in pictures.IMAGES.iterdir()]
+    assert sorted(names) == sorted(pictures.commands())
+    assert all((pictures.IMAGES / name).stat().st_size < 120_000 for name in names)
     documents = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    commands = [command for document in documents for command in PICTURES.findall(document.read_text(encoding="utf-8"))]
-    assert {path for _, path in commands} == {f"docs/images/{path.name}" for path in ROOT.glob("docs/images/*")}
-    for command, path in commands:
-        drawn = tmp_path / Path(path).name
-        assert pipemem(*shlex.split(command), "--output", str(drawn)).exit_code == 0
-        assert read(ROOT / path).text["Description"] == read(drawn).text["Description"], (
-            f"pipemem {command} --output {path}"
-        )
+    shown = [
+        re.findall(r"!\[[^]]+\]\((?:docs/)?images/([\w.]+)\)", path.read_text(encoding="utf-8")) for path in documents
+    ]
+    assert sorted(chain.from_iterable(shown)) == sorted(names)
+
+
+TIMELINES = ("offload.png", "pairs.png", "schedules.png", "slices.png", "steps.png", "vocabulary.png")
+
+
+@pytest.mark.parametrize("name", rest_nightly((*TIMELINES, "pareto.png"), TIMELINES, "tests/report/test_pareto.py"))
+def test_a_picture_is_what_the_command_beside_it_draws(pictures, tmp_path, name):
+    """Titles, captions, and a hash of texts and shapes stand in the file, so that pixels may differ between machines."""
+    read = pytest.importorskip("PIL.Image").open
+    drawn = tmp_path / name
+    assert pipemem(*pictures.commands()[name], "--output", str(drawn)).exit_code == 0
+    same = read(pictures.IMAGES / name).text["Description"] == read(drawn).text["Description"]
+    assert same, f"python scripts/doc_pictures.py {name}"
 
 
 def test_every_shipped_model_and_cluster_is_listed():

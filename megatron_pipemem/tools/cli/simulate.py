@@ -493,7 +493,7 @@ def pareto(
 
     print_answer(facts, shown(), as_json)
     if output is not None:
-        title = f"p = {devices}, m = {microbatches}, costs {price_options.costs}"
+        title = f"Bubble against peak memory: p = {devices}, m = {microbatches}, F, I, W = {price_options.costs}"
 
         def draw() -> None:
             bound = bound_line(timelines, prices, priced)
@@ -533,10 +533,9 @@ def _saving(less: Timeline, more: Timeline) -> str:
 
 
 def _name(schedule: Schedule, cap: float | None) -> str:
-    barriers, chunks = schedule.vocabulary_barriers, schedule.placement.num_chunks
+    barriers = schedule.vocabulary_barriers
     name = schedule.name if cap is None else f"{schedule.name} {cap:.4g}"
-    parts = [name, *([f"{chunks} chunks"] if chunks > 2 else [])]
-    return ", ".join([*parts, *([f"{barriers} barrier{'s' if barriers > 1 else ''}"] if barriers else [])])
+    return f"{name}, {barriers} barrier{'s' if barriers > 1 else ''}" if barriers else name
 
 
 def _point(timeline: Timeline, cap: float | None, is_dominated: bool, work: float) -> picture.Point:
@@ -544,13 +543,17 @@ def _point(timeline: Timeline, cap: float | None, is_dominated: bool, work: floa
 
     ``work`` is the shortest busy time of a busiest device among the compared schedules, in the unit of the costs.
     """
+    family, chunks = _name(timeline.schedule, cap), timeline.schedule.placement.num_chunks
     return picture.Point(
-        _name(timeline.schedule, cap),
+        f"{family}, {chunks} chunks" if chunks > 2 else family,
         timeline.schedule.placement.name,
         timeline.peak,
         1 - work / timeline.makespan if timeline.makespan else 0.0,
         is_dominated,
-        cap is not None,
+        cap,
+        family,
+        chunks,
+        timeline.schedule.name in _OWN,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
@@ -64,11 +64,26 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, kind: str, inste
             metadata = {"Description": _description(figure)} | ({"Date": None} if path.suffix == ".svg" else {})
             with whole_file(path) as beside:
                 figure.savefig(beside, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
+                if path.suffix == ".png":
+                    _reduce_colours(beside, metadata)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             "not-installed", f"a {path.suffix} picture needs {error.name}: pip install {error.name}{instead}"
         ) from error
     return path
+
+
+def _reduce_colours(path: Path, metadata: Mapping[str, str | None]) -> None:
+    """Write a PNG file with 256 colours: that is a third of the bytes, and no difference is seen."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    texts = PngInfo()
+    for key, text in metadata.items():
+        texts.add_text(key, text or "")
+    with Image.open(path) as image:
+        picture = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    picture.save(path, format="png", optimize=True, pnginfo=texts)
 
 
 def _description(figure: Figure) -> str:
@@ -123,7 +138,7 @@ class Label(NamedTuple):
 
     x: float
     y: float
-    text: str
+    text: str  # empty for a point that only keeps names away
     # largest distance to the point, in points; the name is left out if no nearer place is free
     farthest: float = math.inf
     is_main: bool = True  # whether the name is written large
@@ -150,6 +165,9 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
     taken = [(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in groups]
     missing = 0
     for spot, group in groups.items():
+        group = [label for label in group if label.text]
+        if not group:
+            continue
         text = textwrap.fill(", ".join(label.text for label in group), _CHARACTERS)
         name = axes.annotate(
             text, (group[0].x, group[0].y), xytext=(0, 0), textcoords="offset points", ha="left", va="bottom",
