@@ -38,7 +38,6 @@ from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.validator import validate_program
@@ -54,7 +53,6 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PACKAGE = DOCS.parent / "megatron_pipemem"
 CLASSES = DOCS.parent / "tests" / "end_to_end" / "classes_of_models.yaml"
 DOCUMENTS = {
-    "placements": "words.md",
     "classes": "what-runs-where.md",
     "bubbles": "../README.md",
     "costs": "choosing-a-schedule.md",
@@ -294,22 +292,6 @@ def table_of_slices() -> str:
     return "\n".join(rows)
 
 
-def table_of_placements() -> str:
-    """Return the stages of each of four ranks under every placement."""
-    placements = {
-        "linear": Placement.linear(4),
-        "interleaved, 2 chunks": Placement.interleaved(4, 2),
-        "V": Placement.v_shape(4),
-        "wave of 2 Vs": Placement.wave(4, 4),
-        "two replicas": Placement.bidirectional(4),
-    }
-    lines = [["placement", *(f"rank {rank}" for rank in range(4))]]
-    lines += [
-        [name, *(" ".join(map(str, stages)) for stages in placement.stages)] for name, placement in placements.items()
-    ]
-    return _rows(lines)
-
-
 def table_of_pairs() -> str:
     """Return the makespans without pairs and with them, by the share of F and I in which tokens travel."""
     lines = [["schedule", "peak", "peak with pairs", "without", *(f"{share:.0%}" for share in TRAVEL)]]
@@ -492,7 +474,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replaced": list_of_replaced,
     "classes": table_of_classes,
     "pairs": table_of_pairs,
-    "placements": table_of_placements,
     "graphs": table_of_graphs,
 }
 """The tables that need no run, and the functions that compute them."""

@@ -34,7 +34,12 @@ def zbv(num_devices: int, units: Units) -> Schedule:
 
 
 def v_half(num_devices: int, units: Units) -> Schedule:
-    """Build V-Half: forwards take two slots per device down the V, and one per device back. Backwards mirror them."""
+    """Build V-Half from its block."""
+    return build("v-half", v_half_block(num_devices), units)
+
+
+def v_half_block(num_devices: int) -> Block:
+    """Return V-Half's block: forwards take two slots per device down the V, and one back. Backwards mirror them."""
     # p = 4: the slot and the stage of every pass. The next microbatch follows 6 slots later.
     #   device 0: F0 .. .. .. .. .. .. .. .. .. F7 .. .. .. I7 W7 .. .. .. .. .. .. .. .. .. I0 .. .. .. W0
     #   device 1: .. .. F1 .. .. .. .. .. .. F6 .. .. .. .. .. .. I6 W6 .. .. .. .. .. .. I1 W1 .. .. .. ..
@@ -42,7 +47,7 @@ def v_half(num_devices: int, units: Units) -> Schedule:
     #   device 3: .. .. .. .. .. .. F3 F4 .. .. .. .. .. .. .. .. .. .. .. .. I4 W4 I3 W3 .. .. .. .. .. ..
     p, turn = num_devices, 0 if num_devices % 2 else 3
     slots = ((2 * r, 3 * p - 2 - r, 3 * p - 1 + turn + 2 * r, 6 * p - 2 + turn - r) for r in range(p))
-    return _repeated("v-half", slots, p, units)
+    return _v_block(slots, p)
 
 
 def v_min(num_devices: int, units: Units) -> Schedule:
@@ -57,11 +62,11 @@ def v_min(num_devices: int, units: Units) -> Schedule:
     #   device 3: .. .. .. F3 F4 .. .. .. .. .. .. I4 I3 W4 W3 .. .. ..
     p, turn = num_devices, 0 if num_devices % 3 else 2
     slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
-    return _repeated("v-min", slots, p, units)
+    return build("v-min", _v_block(slots, p), units)
 
 
-def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, units: Units) -> Schedule:
-    """Return the schedule of a block, given four start slots per device in this order: F down, F up, I up, I down.
+def _v_block(slots: Iterable[tuple[int, ...]], p: int) -> Block:
+    """Return the block with these four start slots per device, in this order: F down, F up, I up, I down.
 
     "Down" is the device's stage on the way to the last device, and "up" that on the way back to device 0.
     """
@@ -70,8 +75,7 @@ def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, units: Units)
         down, up = device, 2 * p - 1 - device
         passes = (Pass(Kind.F, down), Pass(Kind.F, up), Pass(Kind.I, up), Pass(Kind.I, down))
         starts |= dict(zip(passes, own, strict=True))
-    block = Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
-    return build(name, block, units)
+    return Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
 
 
 def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:

@@ -88,13 +88,20 @@ def pictures():
 
 def test_every_picture_is_drawn_by_a_command_and_shown_and_small(pictures):
     names = [path.name for path in pictures.IMAGES.iterdir()]
-    assert sorted(names) == sorted(pictures.commands())
+    assert sorted(names) == sorted([*pictures.PICTURES, *pictures.commands()])
     assert all((pictures.IMAGES / name).stat().st_size < 120_000 for name in names)
     documents = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     shown = [
-        re.findall(r"!\[[^]]+\]\((?:docs/)?images/([\w.]+)\)", path.read_text(encoding="utf-8")) for path in documents
+        re.findall(r"!\[[^]]+\]\((?:docs/)?images/([\w.-]+)\)", path.read_text(encoding="utf-8")) for path in documents
     ]
     assert sorted(chain.from_iterable(shown)) == sorted(names)
+
+
+def test_pictures_of_ideas_are_those_of_the_code(pictures):
+    """Every byte: they are text, without widths of letters."""
+    drawn = {name: draw() for name, draw in pictures.PICTURES.items()}
+    now = {name: (pictures.IMAGES / name).read_text(encoding="utf-8") for name in drawn}
+    assert [name for name in drawn if drawn[name] != now[name]] == [], "python scripts/doc_pictures.py NAME"
 
 
 TIMELINES = ("offload.png", "pairs.png", "schedules.png", "slices.png", "steps.png", "vocabulary.png")

@@ -43,7 +43,6 @@ RECIPES = "benchmarks/notes/recipes.md"
 
 
 NAMES = (
-    "placements",
     "bubbles",
     "schedules",
     "research",
