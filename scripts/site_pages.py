@@ -64,7 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["notebook.md"] = notebook_page(documents["notebook.md"])
     for name, run in runs.items():
         files.append(File.generated(config, f"gallery/{name}.html", content=page_of_runs([run])))
-    files.append(File.generated(config, "explorer.html", content=explorer_page(schedule_groups(), PYODIDE_URL)))
+    explorer = explorer_page(schedule_groups(), PYODIDE_URL, home="index.html")
+    files.append(File.generated(config, "explorer.html", content=explorer))
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "llms.txt", content=list_for_models(pages)))

@@ -65,6 +65,8 @@ def test_a_value_that_does_not_work_is_told_with_its_code(query, codes):
     answer = explore_data(query)
     error_codes = [told.get("error", "").rpartition("[")[2].rstrip("]") or None for told in answer["facts"]]
     assert error_codes == codes
+    offers = [told.get("instead", "") for told in answer["facts"]]
+    assert offers == ["auto" if code == "over-cap" else "" for code in codes]
     assert [run["name"] for run in answer["runs"]] == ["v-half"] * codes.count(None)
 
 

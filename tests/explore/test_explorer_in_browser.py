@@ -116,6 +116,30 @@ def test_errors_stand_on_the_page(opened):
     assert "[unknown-schedule]" in wrong and "pipemem simulate v-half -p 8 -m 4" in right
 
 
+def test_above_the_cap_the_last_picture_stays_pale_and_auto_is_offered(opened):
+    page = opened("p=4&m=6")
+    stale = "return [...document.querySelectorAll('#runs section')].map(each => each.classList.contains('stale'))"
+    assert page.script(stale) == [False, False]
+    page.press(page.field("cap"), "0.8")
+    assert "[over-cap]" in page.cards()[0] and page.script(stale) == [True, False]
+    page.press(page.field("cap"), Keys.CONTROL, "a", Keys.NULL, "0.5")
+    assert page.script(stale) == [True, True] and page.script("return runs.map(run => run.name)") == ["1f1b", "v-half"]
+    page.press(page.field("m"), Keys.CONTROL, "a", Keys.NULL, "x")
+    assert len(page.cards()) == 1 and page.script(stale) == [True, True]
+    page.press(page.field("m"), Keys.CONTROL, "a", Keys.NULL, "6")
+    page.driver.find_element(By.XPATH, "//button[text()='Take auto']").click()
+    page.settle()
+    assert page.script(stale) == [False, True] and "--memory-cap 0.5" in page.commands()[0]
+    assert page.script("return runs[0].name") == "auto"
+
+
+def test_small_windows_show_a_timeline_without_scrolling(opened, browser):
+    browser.set_window_size(800, 740)  # with the window's own bars, 600 are left
+    bottom, height = opened().script("return [runs[0].canvas.getBoundingClientRect().bottom, innerHeight]")
+    browser.set_window_size(1300, 900)
+    assert bottom <= min(height, 600)
+
+
 def test_picture_schedule_and_times_are_saved(opened, tmp_path):
     page = opened("a=zbv&p=4&m=6&b=")
     if page.driver.name == "firefox":

@@ -17,7 +17,7 @@ from commands import pipemem
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.tools.cli.explore import schedule_groups
 from megatron_pipemem.tools.explore.answers import explore_json
-from megatron_pipemem.tools.explore.serving import _OF_PYODIDE, PYODIDE_URL, ExplorerServer
+from megatron_pipemem.tools.explore.serving import _OF_PYODIDE, PYODIDE_URL, ExplorerServer, explorer_page
 
 
 def get(server: ExplorerServer, path: str, host: str | None = None) -> tuple[int, str]:
@@ -66,6 +66,11 @@ def test_the_command_serves_until_it_is_interrupted():
 def call(*words: object) -> tuple[int, str]:
     done = pipemem("explore", *map(str, words))
     return done.exit_code, done.stderr
+
+
+def test_a_page_leads_back_to_its_documentation():
+    pages = [explorer_page({}, home=home) for home in (None, "../index.html")]
+    assert ["Documentation</a>" in page for page in pages] == [False, True] and '<a href="../index.html">' in pages[1]
 
 
 def test_an_exported_page_is_one_file(tmp_path: Path):

@@ -96,7 +96,9 @@ def test_the_gallery_has_a_picture_of_every_schedule(site):
 
 def test_the_gallery_leads_to_the_explorer(site):
     assert 'href="explorer.html"' in (site / "gallery.html").read_text(encoding="utf-8")
-    assert explorer_page(schedule_groups(), PYODIDE_URL) == (site / "explorer.html").read_text(encoding="utf-8")
+    assert explorer_page(schedule_groups(), PYODIDE_URL, home="index.html") == (site / "explorer.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_notebook_was_executed(site):

@@ -90,12 +90,13 @@ def explore_data(query: Mapping[str, str]) -> dict[str, object]:
             try:
                 timeline = _timeline(name, question)
             except PipememError as error:
-                facts.append({"schedule": name, "error": with_code(error)})
+                can_search = error.code == "over-cap" and name != AUTO
+                facts.append({"schedule": name, "error": with_code(error), "instead": AUTO if can_search else ""})
             else:
                 timelines.append(timeline)
                 facts.append(_facts(name, timeline, question))
     except PipememError as error:
-        facts.append({"schedule": "", "error": with_code(error)})
+        facts.append({"schedule": "", "error": with_code(error), "instead": ""})
     near = cap is not None and cap <= 2 * max((timeline.peak for timeline in timelines), default=0.0)
     return page_data(timelines, cap if cap and near else 1.0) | {"facts": facts}
 

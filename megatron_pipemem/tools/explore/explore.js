@@ -115,17 +115,31 @@ async function answered() {
   addressed = setTimeout(() => history.replaceState(null, "", `#${address()}`), 200);
 }
 
+// A schedule without an answer, for example above the cap, keeps its last picture, pale.
+const remembered = [];
 function present(answer, text) {
-  load(answer);
-  document.getElementById("facts").replaceChildren(...answer.facts.map((facts, i) => card(facts, answer, i, text)));
+  const fresh = [...answer.runs];
+  let slots = answer.facts.map((facts, i) => ({ old: !!facts.error, run: facts.error ? remembered[i]?.run : fresh.shift() }));
+  if (answer.facts.every(facts => !facts.schedule)) slots = remembered.map(({ run }) => ({ old: true, run }));
+  slots.forEach((slot, i) => { remembered[i] = slot; });
+  remembered.length = slots.length;
+  const shown = slots.filter(({ run }) => run), newest = shown.some(({ old }) => !old);
+  load({ ...answer, runs: shown.map(({ run }) => run), ...(newest ? {} : { shared: end, units: data.units }) });
+  shown.forEach(({ old }, i) => panels[i].section.classList.toggle("stale", old));
+  const places = slots.map(slot => shown.indexOf(slot));
+  document.getElementById("facts").replaceChildren(...answer.facts.map((facts, i) => card(facts, answer, places[i], i, text)));
   document.body.classList.toggle("empty", !runs.length);
 }
 
 const address = () => `${query()}${form.elements.side.checked ? "&side" : ""}`.replace(/^&/, "");
 
-function card(facts, answer, index, asked) {
+function card(facts, answer, place, index, asked) {
   const made = element("section", "", { className: facts.error ? "card wrong" : "card" });
   made.append(element("h2", facts.schedule || "These numbers do not work"), element("p", facts.error || facts.summary));
+  if (facts.instead) made.append(element("button", `Take ${facts.instead}`, { type: "button", onclick() {
+    form.elements["ab"[index]].value = facts.instead;
+    update();
+  } }));
   if (facts.error) return made;
   const first = answer.facts.find(each => !each.error), list = element("dl");
   const beside = (value, of) => facts === first || !of ? "" : ` ${(value / of).toFixed(2)} of ${first.schedule}'s`;
@@ -142,7 +156,7 @@ function card(facts, answer, index, asked) {
     list.append(pair);
   }
   const buttons = element("div", "", { className: "buttons" });
-  const run = runs[answer.facts.slice(0, index).filter(each => !each.error).length];
+  const run = runs[place];
   const button = (text, title, action) => buttons.append(element("button", text, { type: "button", title, onclick: action }));
   button("Copy command", "the command that prints these numbers", () => copy(facts.command));
   button("Schedule CSV", "the order of every device, as pipemem check, simulate and run read it",
@@ -227,5 +241,6 @@ restore(location.hash.slice(1));
 arrange();
 present(data, ""); // the answer to no query came with the page
 if (worker) status_.textContent = "Python is starting in this browser, which takes some seconds";
+if (`${query()}`) remembered.length = 0;
 if (worker || `${query()}`) update();
 Object.defineProperty(window.pipemem, "updated", { get: () => Promise.resolve(pending) }); // for scripts

@@ -33,16 +33,19 @@ Groups = Mapping[str, Sequence[str]]
 """Names of schedules by the heading under which the page lists them."""
 
 
-def explorer_page(groups: Groups, pyodide: str | None = None) -> str:
+def explorer_page(groups: Groups, pyodide: str | None = None, home: str | None = None) -> str:
     """Return the page as HTML. It asks its server, or computes in the browser if ``pyodide`` is given.
 
-    ``pyodide`` is the URL of the folder with Pyodide, and may be relative to the page.
+    ``pyodide`` is the URL of the folder with Pyodide, and ``home`` that of the documentation, to which the page then
+    links. Both may be relative to the page.
     """
     engine: dict[str, object] = {"defaults": NAMES, "controls": [control._asdict() for control in CONTROLS]}
     if pyodide is not None:
         engine |= {"pyodide": pyodide, "package": base64.b64encode(_package()).decode(), "worker": _part("worker.js")}
     engine["groups"] = {heading: [(name, summary_of(name)) for name in names] for heading, names in groups.items()}
     controls = _part("explore.html").replace("@ENGINE@", escape(json.dumps(engine)))
+    back = "" if home is None else f'<a href="{escape(home)}">&larr; Documentation</a>'
+    controls = controls.replace("@HOME@", back)
     style, script = _part("explore.css"), _part("explore.js")
     return filled(explore_data({}), _TITLE, _TITLE, controls=controls, style=style, script=script)
 
