@@ -72,6 +72,23 @@ def test_the_table_is_sorted_and_tells_where_the_prediction_missed():
     assert rows[2].split()[:2] == ["2", "50"]
 
 
+def test_a_picture_names_runs_by_their_differences_and_marks_stock():
+    points = [
+        run(0, {"tp": 1, "schedule": "v-half", "lr": 1}, 100.0, 2 << 20),
+        run(1, {"tp": 1, "schedule": "stock", "lr": 1}, 90.0, 3 << 20),
+        run(2, {"tp": 1, "schedule": "v-half", "lr": 2}, 120.0, 4 << 20),
+    ]
+    figure = draw(points, "grid")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "grid: tp=1"
+    assert {text.get_text() for text in axes.texts} == {"v-half, 1", "stock, 1", "v-half, 2"}
+    ours, stock = axes.collections
+    assert [tuple(spot) for spot in stock.get_offsets()] == [(3, 90)] and len(ours.get_offsets()) == 2
+    hollow, filled = stock.get_facecolors()[0].tolist(), ours.get_facecolors()
+    assert hollow == [1, 1, 1, 1] and all(colour.tolist() != hollow for colour in filled)
+    assert "Squares" in figure.get_supxlabel() and "Squares" not in draw(points[::2]).get_supxlabel()
+
+
 def save_picture(points, path, title=""):
     return write_picture(lambda: draw(points, title), path, "a comparison of runs")
 
@@ -82,10 +99,10 @@ def test_pictures(tmp_path):
     written = save_picture(points, tmp_path / "b.svg", "title").read_text()
     assert "n2" in written and "title" in written
     (axes,) = draw(points).axes
-    others, best = axes.collections
-    assert [tuple(spot) for spot in best.get_offsets()] == [(1, 100), (2, 101), (3, 102)] and not len(
-        others.get_offsets()
-    )
-    assert axes.get_ylim()[1] > 105, "whole markers"
+    ours, stock = axes.collections
+    assert [tuple(spot) for spot in ours.get_offsets()] == [(1, 100), (2, 101), (3, 102)]
+    assert not len(stock.get_offsets())
+    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
+    assert 99 < low < 100 and 102 < high < 103 and 0 < left < 1 and 3 < right < 4, "whole markers, and no empty canvas"
     with refused("nothing-to-draw", kind=UnsupportedError):
         draw([])

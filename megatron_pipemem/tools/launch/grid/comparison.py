@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import textwrap
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.results import busiest
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.launch.grid.points import label
 from megatron_pipemem.tools.launch.grid.store import Result
 from megatron_pipemem.tools.report.figure import Label, add_labels, axes_for_points, figure_of
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _FIGURES = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "of\n1F1B", "planned\nbubble", "measured\nbubble")
+_HEADING, _FARTHEST = 85, 60
+"""Characters in a line of the title, and the largest distance in points between a dominated run and its name."""
 _AGREEMENT = {True: "=", False: "≠", None: " "}
 
 
@@ -62,27 +67,49 @@ def table(points: Sequence[Result]) -> FittingTable:
 def draw(points: Sequence[Result], title: str = "") -> Figure:
     """Draw the points by peak memory (x axis) and throughput (y axis).
 
-    Points that no other one dominates are filled and have names. The others are hollow and have numbers. Raise an
+    Points that no other one dominates are filled, and the others are hollow. Runs of stock's schedule are squares. The
+    name of a point has the values in which it differs from others, and the title those of all points. Raise an
     UnsupportedError without points.
     """
     if not points:
         raise UnsupportedError("nothing-to-draw", "no run has ended without an error; start failed runs again first")
+    first, *rest = [point.settings for point in points]
+    common = {key: value for key, value in first.items() if rest and all((key, value) in own.items() for own in rest)}
+    heading = textwrap.fill(": ".join(filter(None, (title, label(common) if common else ""))), _HEADING)
     axes = axes_for_points(
-        (9.6, 5.4), title, "peak activations of the fullest rank (MiB)", "tokens per second, all devices"
+        (9.6, 5.4), heading, "peak activations of the fullest rank (MiB)", "tokens per second, all devices"
     )
     best = front(points)
-    others = [point for point in points if point not in best]
     axes.step(*_spots(best), where="post", color="#202124", linewidth=1.0, alpha=0.6)
-    for group, face, size in ((others, "white", 40), (best, "#2662a8", 60)):
-        axes.scatter(*_spots(group), s=size, facecolors=face, edgecolors="#2662a8", linewidths=1.3, zorder=3)
-    legend = "\n".join(f"{point.index}: {label(point.settings)}" for point in best)
-    axes.text(1.02, 1.0, f"front\n{legend}", transform=axes.transAxes, fontsize=8.5, va="top", clip_on=False)
-    axes.set_ylim(0, 1.08 * max(map(_speed, points)) or 1)
-    axes.margins(x=0.12)
-    named = [*best, *others]
-    spots = zip(*_spots(named), named, strict=True)
-    add_labels(axes, [Label(x, y, str(point.index), is_main=point in best) for x, y, point in spots])
+    for is_stock, marker, colour in ((False, "o", "#2662a8"), (True, "s", "#c43c4e")):
+        group = [point for point in points if _is_stock(point) is is_stock]
+        faces = [colour if point in best else "white" for point in group]
+        axes.scatter(*_spots(group), s=55, marker=marker, facecolors=faces, edgecolors=colour, linewidths=1.3, zorder=3)
+    axes.margins(x=0.15, y=0.15)
+    note = figure_of(axes).supxlabel(_note(points, 0), x=0.01, ha="left", fontsize=8, color="#5f6368")
+    named = [*best, *(point for point in points if point not in best)]
+    labels = [
+        Label(x, y, _name(point, common), math.inf if point in best else _FARTHEST, point in best)
+        for x, y, point in zip(*_spots(named), named, strict=True)
+    ]
+    note.set_text(_note(points, add_labels(axes, labels)))
     return figure_of(axes)
+
+
+def _note(points: Sequence[Result], unnamed: int) -> str:
+    squares = " Squares: stock's schedule." if any(map(_is_stock, points)) else ""
+    missing = f" Runs without a name, for lack of room: {unnamed}." if unnamed else ""
+    return f"Filled: no other run is faster with less memory.{squares}{missing}"
+
+
+def _is_stock(point: Result) -> bool:
+    return STOCK in (point.settings.get("schedule"), point.settings.get("schedule.name"))
+
+
+def _name(point: Result, common: Collection[str]) -> str:
+    """Return the values of a point's settings that not all points have; its number if there are none."""
+    values = [str(value) for key, value in point.settings.items() if key not in common]
+    return ", ".join(values) or str(point.index)
 
 
 def _spots(points: Sequence[Result]) -> tuple[list[float], list[float]]:
