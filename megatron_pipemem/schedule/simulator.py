@@ -66,6 +66,7 @@ class Timeline(Shown):
         collectives: vocabulary collectives, in the order in which they run.
         replica_reductions: sums over replicas that are on different devices, the deepest stage first.
         measured: measurements, if the step was recorded in a run.
+        steps: number of equal steps without a barrier between them that the schedule holds.
     """
 
     schedule: Schedule
@@ -79,6 +80,7 @@ class Timeline(Shown):
     collectives: tuple[Transfer, ...] = ()
     replica_reductions: tuple[Transfer, ...] = ()
     measured: Measured = Measured()
+    steps: int = 1
 
     def __repr__(self) -> str:
         schedule = self.schedule

@@ -356,7 +356,7 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
 
         orders, pairs = tuple(map(tuple, map(repeated, schedule.orders))), frozenset(repeated(schedule.pairs))
         drawn = replace(schedule, units=schedule.units.times(steps), orders=orders, pairs=pairs)
-    return simulate(replace(drawn, name=f"{schedule.name}, {steps} steps"), costs)
+    return replace(simulate(replace(drawn, name=f"{schedule.name}, {steps} steps"), costs), steps=steps)
 
 
 def _endless(schedule: Schedule, steps: int) -> Schedule:

@@ -13,6 +13,8 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.stream import draw_steps
+from megatron_pipemem.tools.report.page import page_data
 from megatron_pipemem.tools.report.timeline import DrawnRun, colour, held_steps, ink, outline
 
 NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv"]
@@ -154,3 +156,20 @@ def test_bytes_are_written_as_bytes(run, held, text):
     timeline = run("1f1b", 2, 2, Costs(memory={Kind.F: 2**20, Kind.B: -(2**20)}))
     assert DrawnRun(timeline).memory_text(held) == text
     assert DrawnRun(timeline).headline.endswith("peak 2 MiB (1 of 1F1B's)")
+
+
+@pytest.mark.parametrize(("name", "is_apart"), [("zbv", True), ("1f1b", True), ("pipedream-2bw", False)])
+def test_lines_stand_where_a_device_starts_its_next_step(name, is_apart):
+    timeline = draw_steps(simulate(build_schedule(name, num_devices=3, num_microbatches=5)), 3)
+    run = DrawnRun(timeline)
+    assert ": p=3, m=5, " in run.headline
+    expected = [
+        [min(box.start for box in row if box.action.microbatch // 5 == step) for step in (1, 2)] for row in run.rows
+    ]
+    assert [[*starts] for starts in run.step_starts] == (expected if is_apart else [[], [], []])
+    (data,) = page_data([timeline])["runs"]
+    assert [row["steps"] for row in data["rows"]] == [*run.step_starts]
+
+
+def test_one_step_has_no_lines(run):
+    assert DrawnRun(run("zbv", 3, 5)).step_starts == ((), (), ())

@@ -241,6 +241,7 @@ _ACTIONS, _UPPER, _FLOOR = (0.03, 0.45), 0.49, 0.97
 _ACTION_HEIGHT = _ACTIONS[1] - _ACTIONS[0]
 # Copies to and from the host are drawn between the two, if there are any.
 _LANE, _UPPER_BELOW_LANE = (0.46, 0.51), 0.53
+_STEP_LINE = 1.6
 
 
 class PicturedRun(DrawnRun):
@@ -296,6 +297,8 @@ def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float
     left_out |= _draw_waits(axes, run, points, row_points)
     _draw_transfers(axes, run)
     _draw_held(axes, run, top)
+    for device, starts in enumerate(run.step_starts):
+        axes.vlines(starts, device, device + _FLOOR, color=TEXT, linewidth=_STEP_LINE)
     if run.end < end:
         axes.axvline(run.end, color=TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
     _frame(axes)
@@ -527,6 +530,8 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
             entries[kind.spec.says] = (Patch(facecolor=colour(kind)),)
     if any(run.pairs for run in runs):
         entries["pair"] = (Patch(facecolor="none", edgecolor=TEXT, linewidth=1.2),)
+    if any(map(any, (run.step_starts for run in runs))):
+        entries["next step"] = Line2D([], [], color=TEXT, linewidth=_STEP_LINE)
     entries["idle"] = (Patch(facecolor=IDLE, edgecolor="#dadce0"),)
     entries["held activations" if runs[0].in_units else "held memory"] = (
         Patch(facecolor=HELD, edgecolor=HELD_EDGE, linewidth=0.7),

@@ -205,6 +205,8 @@ function drawRows(pen, run, right) {
     drawPairs(pen, run, row, top);
     drawCopies(pen, run, row, top + ROW - 3);
     drawHeld(pen, run, device, top + ROW + 2, right);
+    pen.fillStyle = "#202124";  // between two steps
+    for (const start of row.steps) pen.fillRect(toX(run, start) - 1, top - 1, 2, ROW + 3 + HELD);
   });
   pen.restore();
   return dense;

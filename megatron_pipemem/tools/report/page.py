@@ -95,8 +95,9 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
                 **_row(columns, passes, timeline.schedule.pairs),
                 "copies": [(copy.start, copy.end, colour(copy.action.kind)) for copy in lane],
                 "from": list(islice(sources, len(columns.actions))),
+                "steps": starts,
             }
-            for columns, lane in zip(run.columns, lanes, strict=True)
+            for columns, lane, starts in zip(run.columns, lanes, run.step_starts, strict=True)
         ],
     }
 

@@ -215,6 +215,21 @@ class DrawnRun:
         return [[held * unit for held in held_after(order, changes, weights, units)] for order in schedule.orders]
 
     @cached_property
+    def step_starts(self) -> tuple[tuple[float, ...], ...]:
+        """For each device, the starts of all steps but the first. All are empty if steps overlap on a device."""
+        none = ((),) * len(self.columns)
+        if self.timeline.steps == 1:
+            return none
+        starts, per_step = [], len(self.timeline.schedule.units) // self.timeline.steps
+        for row in self.rows:
+            steps = [(box.action.microbatch or 0) // per_step for box in row]
+            if steps != sorted(steps):
+                return none
+            firsts = dict(reversed([(step, box.start) for step, box in zip(steps, row, strict=True)]))
+            starts.append(tuple(sorted(firsts.values())[1:]))
+        return tuple(starts)
+
+    @cached_property
     def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:
         """The copies of each device that take time, in the order in which they are started."""
         return tuple(
@@ -330,7 +345,7 @@ class DrawnRun:
         schedule, barriers = self.timeline.schedule, self.timeline.schedule.vocabulary_barriers
         passes = f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''})" if barriers else ""
         return (
-            f"{schedule.name}{passes}: p={schedule.num_devices}, m={schedule.num_microbatches}, "
+            f"{schedule.name}{passes}: p={schedule.num_devices}, m={schedule.num_microbatches // self.timeline.steps}, "
             f"bubble {bubble}, peak {self.peak_text}"
         )
 
