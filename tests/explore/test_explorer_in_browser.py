@@ -17,7 +17,7 @@ from lanes import nightly
 
 from megatron_pipemem.tools.cli.explore import schedule_groups
 from megatron_pipemem.tools.explore.answers import explore_data
-from megatron_pipemem.tools.explore.serving import PYODIDE_VERSION, export
+from megatron_pipemem.tools.explore.serving import PYODIDE_VERSION, explorer_page, export
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
@@ -131,6 +131,24 @@ def test_above_the_cap_the_last_picture_stays_pale_and_auto_is_offered(opened):
     page.settle()
     assert page.script(stale) == [False, True] and "--memory-cap 0.5" in page.commands()[0]
     assert page.script("return runs[0].name") == "auto"
+
+
+def test_without_pyodide_the_page_says_what_to_do(browser, tmp_path):
+    (tmp_path / "index.html").write_text(
+        explorer_page(schedule_groups(), "missing/", home="home.html"), encoding="utf-8"
+    )
+    (tmp_path / "home.html").write_text('<link rel="icon" href="data:,">', encoding="utf-8")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        page = Explorer(browser, f"http://127.0.0.1:{site.server_port}/")
+        (card,) = page.cards()
+        assert "pipemem explore" in card and page.script("return runs.length") == 2
+        assert page.script("return document.querySelectorAll('#runs .stale').length") == 2
+        page.driver.find_element(By.CSS_SELECTOR, "header a").click()
+        assert page.driver.current_url.endswith("/home.html")
+        page.errors()  # of the missing files
+        site.shutdown()
 
 
 def test_small_windows_show_a_timeline_without_scrolling(opened, browser):

@@ -104,7 +104,9 @@ async function answered() {
       await new Promise(requestAnimationFrame);
       status_.textContent = `answered in ${(told - begun).toFixed(0)} ms, drawn in ${(performance.now() - told).toFixed(0)} ms`;
     } catch (error) {
-      status_.textContent = error.message;
+      status_.textContent = "no answer";
+      document.getElementById("facts").replaceChildren(card({ schedule: "No answer", error: error.message }));
+      runs.forEach((_, i) => panels[i].section.classList.add("stale"));
       failed = true;
     }
     status_.classList.toggle("wrong", failed);
