@@ -140,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.benchmarks:
         settings = [*benchmarks()]
-        for schedule in ("1f1b", "interleaved", "1f1b-v", "zb-h1", "v-half"):
+        for schedule in ("1f1b", "interleaved", "1f1b-v", "zb-h1", "v-half", "seq1f1b"):
             errors = Counter(refusal(setting, schedule) for setting in settings)
             others = ", ".join(f"{name} {count}" for name, count in errors.most_common() if name)
             Console().print(f"{schedule}: {errors[None]} of {len(settings)} accepted; refused: {others}")

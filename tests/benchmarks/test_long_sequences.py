@@ -6,8 +6,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+from lanes import nightly
 
-BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "long_sequences.py"))
+ROOT = Path(__file__).parents[2]
+BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "long_sequences.py"))
 Way, Job, COLUMNS = BENCHMARK["Way"], BENCHMARK["Job"], BENCHMARK["COLUMNS"]
 SMALL = {"model": "llama3-8b", "tp": 4}
 
@@ -31,3 +33,21 @@ def test_a_job_is_planned_without_slices_and_in_slices_that_are_long_enough():
     name, whole, plain, sliced = Job("llama3-8b", 2**13, 1, 4).row().strip("| ").split(" | ")
     assert name == "llama3-8b 4 x 8K, 8 GPUs" and " cp" not in plain
     assert "n=" not in whole + plain and sliced.endswith("n=2")
+
+
+def table() -> list[str]:
+    """Return the documented table of typical jobs."""
+    note = (ROOT / "benchmarks" / "notes" / "long-sequences.md").read_text(encoding="utf-8")
+    return [line for line in note.split("## Typical jobs")[1].split("## ")[0].splitlines() if line.startswith("|")]
+
+
+def test_the_table_has_every_job():
+    head, line, *rows = table()
+    assert (head, line) == BENCHMARK["JOB_HEADER"]
+    assert [row.strip("| ").split(" | ")[0] for row in rows] == [str(job) for job in BENCHMARK["JOBS"]]
+
+
+@nightly("the table has every job; test_a_job_is_planned_without_slices_and_in_slices_that_are_long_enough")
+@pytest.mark.parametrize("number", range(len(BENCHMARK["JOBS"])))
+def test_the_table_is_current(number: int):
+    assert BENCHMARK["JOBS"][number].row() == table()[2 + number]
