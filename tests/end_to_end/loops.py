@@ -60,12 +60,15 @@ def tokens_of(seed: int, shape: tuple[int, int], vocabulary: int) -> torch.Tenso
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def outputs(model: torch.nn.Module, tokens: torch.Tensor, labels: bool = False) -> torch.Tensor:
-    """The model's logits for ``[b, s + 1]`` tokens but the last ones, or with ``labels`` the losses of predicting the next."""
+def outputs(model: torch.nn.Module, tokens: torch.Tensor, labels: bool = False, **more: object) -> torch.Tensor:
+    """The model's logits for ``[b, s + 1]`` tokens but the last ones, or with ``labels`` the losses of predicting the next.
+
+    ``more`` are other arguments of the model.
+    """
     inputs = tokens[:, :-1]
     s = inputs.shape[1]
     mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
-    return model(inputs, torch.arange(s).expand_as(inputs), mask, labels=tokens[:, 1:] if labels else None)
+    return model(inputs, torch.arange(s).expand_as(inputs), mask, labels=tokens[:, 1:] if labels else None, **more)
 
 
 def log_probs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from functools import partial
 
 from megatron_pipemem.tools.cpu import activate
@@ -28,10 +29,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 import megatron_pipemem
-from megatron_pipemem.errors import UnsupportedError, with_code
+from megatron_pipemem.errors import PipememError, UnsupportedError, with_code
 from megatron_pipemem.mcore import shared_settings
 
 MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 2, 16, 64
@@ -42,15 +44,20 @@ LENGTHS = [(2, s) for _, s in VARIABLE]
 """With one ``b`` for all, three lengths determine the bytes of the other three."""
 
 
-def make_config(chunks: int, ddp: bool, tp: int = 1, variable: bool = False, dp: int = 1) -> TransformerConfig:
+def make_config(
+    chunks: int, ddp: bool, tp: int = 1, variable: bool = False, dp: int = 1, **settings: object
+) -> TransformerConfig:
     return config_of(
         dist.get_world_size() // tp // dp,
         chunks,
         tp,
-        num_layers=2 * dist.get_world_size(),
-        variable_seq_lengths=variable,
-        moe_token_dispatcher_type="alltoall",  # variable lengths need it, with experts and without
-        finalize_model_grads_func=finalize_model_grads if ddp else None,
+        **{
+            "num_layers": 2 * dist.get_world_size(),
+            "variable_seq_lengths": variable,
+            "moe_token_dispatcher_type": "alltoall",  # variable lengths need it, with experts and without
+            "finalize_model_grads_func": finalize_model_grads if ddp else None,
+        }
+        | settings,
     )
 
 
@@ -61,15 +68,30 @@ class _LocalStack(TransformerBlock):
         super().__init__(config, get_gpt_layer_local_spec(), **keywords)
 
 
-def build_chunk(config, hybrid: bool, **ends) -> GPTModel | HybridModel:
+STATES = {
+    "attention_backend": AttnBackend.unfused,
+    **dict(mamba_num_heads=4, mamba_head_dim=16, mamba_num_groups=2, mamba_state_dim=8),
+    **dict(linear_num_key_heads=2, linear_key_head_dim=8, linear_num_value_heads=4, linear_value_head_dim=16),
+}
+"""Sizes of Mamba layers and gated delta nets, which need Transformer Engine."""
+
+
+def build_chunk(config, hybrid: bool | str, **ends) -> GPTModel | HybridModel:
     if hybrid:
-        pattern = "|".join(["**"] * dist.get_world_size())
+        layers, spec = "**", ModuleSpec(_LocalStack)
+        if hybrid == "states":
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
+
+            layers = "M*-G"
+        stages = dist.get_world_size() * (config.virtual_pipeline_model_parallel_size or 1)
+        layers *= dist.get_world_size()
+        size = len(layers) // stages
         model = HybridModel(
             config,
-            ModuleSpec(_LocalStack),
+            spec,
             VOCABULARY,
             SEQUENCE,
-            hybrid_layer_pattern=pattern,
+            hybrid_layer_pattern="|".join(layers[size * stage :][:size] for stage in range(stages)),
             position_embedding_type="learned_absolute",
             **ends,
         )
@@ -113,6 +135,25 @@ def likelihood_step(data, model):
     return mixed, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
 
+PROCESSED: Counter[str] = Counter()
+"""How often the model has called a hook of the program, by the hook's name."""
+
+
+def log_probs_hook(*, hidden_states, output_layer, output_weight, labels, **_):
+    """Compute log-probabilities within the model's call, as trainers do that keep no logits."""
+    PROCESSED["output_processor"] += 1
+    logits, _ = output_layer(hidden_states, weight=output_weight)
+    return -torch.log_softmax(logits.transpose(0, 1).float(), -1).gather(-1, labels[..., None])[..., 0].tanh()
+
+
+def processing_step(data, model):
+    output = outputs(model, next(data), labels=True, output_processor=log_probs_hook)
+    return output, partial(lambda losses: (losses.mean(), {"loss": losses.mean().detach()}))
+
+
+STEPS_OF_PROGRAMS = {"likelihoods": likelihood_step, "processes": processing_step}
+
+
 def inspection_step(data, model):
     """Asks for logits instead of losses."""
     output = model(None, None, None) if data is None else outputs(model, next(data))
@@ -126,7 +167,8 @@ def first_step(settings: tuple, step) -> str:
         forward_backward(models, step, [batches(0) for _ in models], MICROBATCHES, SEQUENCE, micro_batch_size=2)
         return "nothing"
     except Exception as error:
-        return " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
+        code = f" [{error.code}]" if isinstance(error, PipememError) else ""
+        return " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())]) + code
 
 
 def failing_step() -> str:
@@ -181,7 +223,8 @@ def run(case: dict) -> dict:
             ``VARIABLE`` or six of them (``EVEN``), which are read at the ends of the model alone, or ``LENGTHS``, which every
             rank reads; ``dp``: as many
             pipelines run one after another, each of them while the others wait in a barrier of all ranks; ``apart``: their
-            process groups say nothing of each other; ``likelihoods``: the forward step computes from logits.
+            process groups say nothing of each other; ``computes``: one of ``STEPS_OF_PROGRAMS``; ``hybrid``: a
+            HybridModel, which has layers with states if it is ``states``.
     """
     if "example" in case:
         sys.path.insert(0, case["example"])
@@ -192,6 +235,9 @@ def run(case: dict) -> dict:
             parallel_state.destroy_model_parallel()
     if "differ" in case:
         return {"failure": enabled_differently(case)}
+    if case.get("refuses"):
+        with session(case["schedule"], case["settings"]):
+            return {"failure": first_step((1, False), STEPS_OF_PROGRAMS[case["computes"]])}
     if "counted" in case:
         return {"failure": wrongly_cut(case)}
     failure = failing_step() if case.get("fails_before") else None
@@ -212,8 +258,10 @@ def _train(case: dict, tp: int, dp: int) -> dict:
     get_forward_backward_func = imported_first
     if case["import_after"]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    config = make_config(chunks, ddp, tp, variable is not None, dp)
-    build = partial(build_chunk, config, case.get("hybrid", False))
+    hybrid = case.get("hybrid", False)
+    states = {"num_layers": 4 * dist.get_world_size(), **STATES} if hybrid == "states" else {}
+    config = make_config(chunks, ddp, tp, variable is not None, dp, **states)
+    build = partial(build_chunk, config, hybrid)
     if case["schedule"] == "stock":
         groups = ProcessGroupCollection.use_mpu_process_groups()
         is_first, is_last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
@@ -253,6 +301,7 @@ def _train(case: dict, tp: int, dp: int) -> dict:
             **how,
         )
 
+    PROCESSED.clear()
     losses, inspects = [], {"forward_only": True, "collect_non_loss_data": True}
     turn = parallel_state.get_data_parallel_rank()
     for _ in range(turn):
@@ -264,7 +313,7 @@ def _train(case: dict, tp: int, dp: int) -> dict:
             model.zero_grad_buffer() if ddp else model.zero_grad(set_to_none=True)
         seen = step_of(
             step,
-            likelihood_step if case.get("likelihoods") else forward_step,
+            STEPS_OF_PROGRAMS.get(case.get("computes"), forward_step),
             sizes[: len(sizes) - step] if variable else sizes,
         )
         losses += [report["loss"].item().hex() for report in seen]
@@ -273,4 +322,10 @@ def _train(case: dict, tp: int, dp: int) -> dict:
     for _ in range(dp - 1 - turn):
         dist.barrier()
     megatron_pipemem.write_report()
-    return {"losses": losses, "logits": [sequences.tolist() for sequences in logits]}
+    calls: list[Counter[str]] = [Counter()] * dist.get_world_size()
+    dist.all_gather_object(calls, PROCESSED)
+    return {
+        "losses": losses,
+        "logits": [sequences.tolist() for sequences in logits],
+        "calls": dict(sum(calls, Counter())),
+    }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from quickstart import ROUNDING
 from ranks import CaseFailed, ConductedRanks
 from refusals import code_in
@@ -178,12 +181,35 @@ def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, show)
 def test_slices_of_a_forward_step_that_computes_from_logits(show):
     """It runs once for a microbatch, on the logits of whole sequences."""
     stock, cut = (
-        show(likelihoods=True, **how) for how in ({}, {"schedule": "seq1f1b", "settings": {"options": {"slices": 4}}})
+        show(computes="likelihoods", **how)
+        for how in ({}, {"schedule": "seq1f1b", "settings": {"options": {"slices": 4}}})
     )
     assert len(set(stock["losses"])) > 10
     assert numbers(cut["losses"]) == pytest.approx(numbers(stock["losses"]), rel=5e-6)
     for own, expected in zip(cut["logits"], stock["logits"], strict=True):
         assert torch.tensor(own).allclose(torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def has_processor(hybrid: bool) -> bool:
+    return "output_processor" in signature((HybridModel if hybrid else GPTModel).forward).parameters
+
+
+# Megatron 0.19 has no such hook in a HybridModel; pull request 4942 adds one.
+@pytest.mark.parametrize("hybrid", [model for model in (False, True) if has_processor(model)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("v-half", 2)])
+def test_a_hook_on_the_output_runs_once_for_a_microbatch(show, schedule, chunks, hybrid):
+    stock = show(computes="processes", hybrid=hybrid)
+    ours = show(computes="processes", hybrid=hybrid, schedule=schedule, chunks=chunks)
+    assert len(set(stock["losses"])) > 10 and ours["losses"] == stock["losses"]
+    assert stock["calls"] == ours["calls"] == {"output_processor": len(stock["losses"])}
+
+
+def test_a_hook_on_the_output_is_refused_where_the_head_is_cut(ranks):
+    """Else cross entropy would take the place of its result."""
+    case = {"schedule": "1f1b", "settings": {"vocab_cut": "1"}, "computes": "processes", "refuses": True}
+    failures = [result["failure"] for result in ranks.run(case, size=2)]
+    refusals = [failure for failure in failures if "output_processor" in failure]
+    assert {code_in(refusal) for refusal in refusals} == {"vocabulary-forward-step"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from lanes import rest_nightly
+from refusals import refused
 
 import megatron_pipemem
 from megatron_pipemem.errors import UpstreamError
@@ -18,6 +19,7 @@ from megatron_pipemem.mcore.model.language_model import (
     kinds_of,
     kinds_of_chunk,
     layers_in,
+    layers_with_states,
     mean_weight,
     model_of_chunk,
     predicts_in_piece,
@@ -83,6 +85,15 @@ def test_layers_count_by_what_they_compute():
     mean = (2 * ATTENTION + 2 * FFN) / 4
     for numbers, weight in (((1, 2, 3), ATTENTION + 2 * FFN), ((4,), ATTENTION), ((), 0)):
         assert layers_in(chunk(numbers, "*--|*/*")) == pytest.approx(weight / mean)
+
+
+def test_layers_as_objects_are_not_taken_for_those_of_a_gpt():
+    """Megatron's pull requests 6235 and 7555 have no pattern. Slices would run through layers with states."""
+    model = HYBRID_MODELS.get().__new__(HYBRID_MODELS.get())
+    vars(model).update(vars(chunk((1, 2))))
+    for ask in (kinds_of, layers_with_states, layers_in):
+        with refused("unsupported-model", "--hybrid-layer-pattern"):
+            ask(model)
 
 
 def test_a_class_that_is_missing_is_left_out_and_a_function_that_is_missing_is_not():

@@ -1,14 +1,18 @@
-"""Packed documents are cut into slices with the keys that each slice needs."""
+"""Packed documents are cut into slices with the keys that each slice needs; some arguments of a model cannot be cut."""
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from refusals import refused
 
 from megatron_pipemem.features.slices.megatron.documents import SlicedDocuments
-from megatron_pipemem.features.slices.runtime import KeyValueCache, used_keys
+from megatron_pipemem.features.slices.megatron.step import SlicedModel
+from megatron_pipemem.features.slices.runtime import KeyValueCache, SequenceState, SlicePart, used_keys
 
 
 def cut(number: int, used: list[int], places: list[int] | None = None, **more: object) -> SlicedDocuments:
@@ -18,6 +22,16 @@ def cut(number: int, used: list[int], places: list[int] | None = None, **more: o
     offsets |= {f"cu_seqlens_{side}_padded": padded for side in ("q", "kv")}
     packed = PackedSeqParams(**{"qkv_format": "thd", "max_seqlen_q": 6, "max_seqlen_kv": 6} | offsets | more)
     return SlicedDocuments(packed, 4 * number, 4 * number + 4, 12)
+
+
+@pytest.mark.parametrize("name", ["decoder_input", "output_processor"])
+def test_arguments_that_need_whole_sequences_are_refused(name):
+    """A hook on the output would run for every slice."""
+    model = SlicedModel.__new__(SlicedModel)
+    model._parameters = signature(GPTModel.forward.__get__(model))
+    model._part = SlicePart(0, 0, 4, SequenceState(12, lambda tensor: None))
+    with refused("slices-forward-step", name):
+        model._cut_arguments(torch.nn.Identity(), (None, None, None), {name: object()})
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_forward_step_may_unwrap_its_model_and_draw_random_numbers():
 def test_ranks_without_an_iterator_get_none():
     calls, again = ask(lambda data, model: model(1, 2, 3, None, 5), None, Model(), 2)
     assert again is None
-    assert calls == [(1, 5), (1, 5)]
+    assert calls == [(1, 5, False), (1, 5, False)]
 
 
 def test_a_file_with_passes_and_another_cut_are_refused(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.symbols import GPT_MODELS, HYBRID_MODELS
 from megatron_pipemem.model.arguments import model_of
 from megatron_pipemem.model.counts import kind_weights, layer_weights
@@ -43,8 +44,17 @@ def model_of_chunk(model: Any, sequence: int | None = None, **facts: Any) -> Mod
 
 
 def kinds_of(model: Any) -> tuple[str, ...]:
-    """Return the kind of every layer of the whole model of which ``model`` is a chunk."""
-    pattern = pattern_of(model)
+    """Return the kind of every layer of the whole model of which ``model`` is a chunk.
+
+    Raise an UnsupportedError for a hybrid model without a pattern, whose layers a program gives as objects.
+    """
+    pattern, hybrid = pattern_of(model), HYBRID_MODELS.find()
+    if pattern is None and hybrid is not None and isinstance(model, hybrid):
+        raise UnsupportedError(
+            "unsupported-model",
+            f"the layers of this {type(model).__name__} are given as objects, and a requested feature needs the kind of each "
+            "(which hand on a state, how much they compute); give them as --hybrid-layer-pattern, or drop the feature",
+        )
     return model_of_chunk(model).kinds if pattern is None else tuple(pattern_layers(pattern))
 
 

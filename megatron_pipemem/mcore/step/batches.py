@@ -48,6 +48,7 @@ class Call(NamedTuple):
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
+    has_processor: bool  # whether a function of the forward step computes the model's output (output_processor)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,7 +83,8 @@ def calls_of(
     def called(*arguments, **keywords) -> torch.Tensor:
         passed = keywords | dict(zip(_MODEL_ARGUMENTS, arguments, strict=False))
         # The other arguments are not kept, because an attention mask per microbatch would be large.
-        seen.append(Call(passed.get("input_ids"), passed.get("labels")))
+        has_processor = passed.get("output_processor") is not None
+        seen.append(Call(passed.get("input_ids"), passed.get("labels"), has_processor))
         return output_of(seen[-1])
 
     hooks: dict[str, object] = {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}

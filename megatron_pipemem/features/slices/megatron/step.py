@@ -48,8 +48,8 @@ from megatron_pipemem.runtime.weight_gradients import is_plain
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of the model that have the shape ``[b, s]`` and are cut into slices."""
-_WHOLE = ("decoder_input", "inference_context")
-"""Arguments of the model that cannot be cut into slices, and are refused."""
+_WHOLE = ("decoder_input", "inference_context", "output_processor")
+"""Arguments of the model that need whole sequences, and are refused."""
 _OF_DOCUMENTS = SimpleNamespace(name="padding_causal_bottom_right")
 """A mask of Transformer Engine that is not in Megatron's list. Megatron reads its name alone."""
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")

@@ -107,6 +107,12 @@ def share_batch(
             "the forward step does not call the model it is given, or its data come from no iterator, so its "
             "tokens and labels are unknown; call it with the items of next(), or pass --pipemem-vocab-cut off",
         )
+    if any(call.has_processor for call in (*(first or ()), *(last or ())) if call is not None):
+        raise UnsupportedError(
+            "vocabulary-forward-step",
+            "the forward step passes output_processor to the model, and the cut head computes cross entropy alone, later than "
+            "the model's call; leave it out, or pass --pipemem-vocab-cut off",
+        )
     first_tokens = None if first is None else [call.tokens for call in first if call is not None]
     own_labels = None if last is None else [call.labels for call in last if call is not None]
     sizes = [b * s for b, s in shapes]
