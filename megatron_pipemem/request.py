@@ -230,7 +230,7 @@ class ScheduleOptions:
     )
     wgrad_inputs: WgradInputs = _field(
         AUTO,
-        "how inputs of linear layers are kept until W under sequence parallelism: sharded: this rank's shard, which is "
+        "inputs of linear layers that are kept until W under sequence parallelism. sharded: this rank's shard, which is "
         "gathered again for W; gathered: the whole input; auto (default): sharded if the tensor-parallel ranks share a "
         "node",
         choices=WGRAD_INPUTS,
@@ -247,15 +247,15 @@ class ScheduleOptions:
     )
     rng: RandomStreams = _field(
         STOCK,
-        "source of initial weights and dropout: stock: Megatron's streams of every rank; layerwise: the seed, the "
+        "source of initial weights and dropout. stock: Megatron's streams of every rank; layerwise: the seed, the "
         "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
         choices=RANDOM,
         page="troubleshooting.md#my-loss-differs-from-1f1bs-at-step-1",
     )
     slice_cut: SliceCut = _field(
         TOKENS,
-        "how sequences are cut where the schedule has slices: tokens: slices of equally many tokens; flops: slices whose "
-        "forwards take equally many FLOPs, since later ones attend to more keys (default: tokens)",
+        "how sequences are cut if the schedule has slices. tokens (default): slices of equally many tokens; flops: slices "
+        "whose forwards take equally many FLOPs, since later ones attend to more keys",
         choices=SLICE_CUTS,
         page="long-sequences.md",
     )
@@ -363,15 +363,15 @@ class Request(ScheduleOptions):
     )
     layout: str = _field(
         CUT_OF_FLAGS,
-        "layers of every stage: given: as Megatron's flags say (default); auto: those with the shortest simulated step, "
-        "computed from the flags when the run starts, also for stock's schedules. They replace all flags that cut the model",
+        "layers of every stage. given (default): by Megatron's flags; auto: with the shortest simulated step, computed from "
+        "the flags when the run starts, in place of all flags that cut the model, also for stock's schedules",
         choices=(CUT_OF_FLAGS, AUTO),
         page="stock-megatron.md#layers-per-stage",
     )
     message_shapes: str = _field(
         "step",
-        "how ranks learn the shapes of messages under variable_seq_lengths: step: all of a step at its start, from the tokens "
-        "that the first stage passes to the model; message: each from a header, which every receive waits for",
+        "how ranks learn the shapes of messages under variable_seq_lengths. step (default): all of a step at its start, from "
+        "the tokens that the first stage passes to the model; message: each from a header, which every receive waits for",
         choices=MESSAGE_SHAPES,
         page="how-it-works.md#microbatches-that-differ",
     )

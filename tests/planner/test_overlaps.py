@@ -133,10 +133,10 @@ def test_pairs_are_planned_and_run_as_planned(tmp_path):
 
 def test_a_search_for_an_order_with_pairs_keeps_them():
     limits = Limits(
-        {"tp": (1,), "pp": (2,), "micro_batch": (1,), "recompute": ("none",), "schedule": ("zb-h1", "search")}
+        {"tp": (1,), "pp": (2,), "micro_batch": (1,), "recompute": ("none",), "schedule": ("zb-h1", "auto")}
     )
     plans = plan(EXCHANGING, limits=limits, top=200, search_seconds=0.2).plans
-    searched = [way for way in plans if way.schedule == "search" and way.run.pairs]
+    searched = [way for way in plans if way.schedule == "auto" and way.run.pairs]
     assert searched and all(way.passes.pairs for way in searched)
 
 

@@ -35,7 +35,7 @@ from megatron_pipemem.tools.planner import variants as variants_module
 from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
-from megatron_pipemem.tools.planner.planning import SEARCHED, WAITS, plan
+from megatron_pipemem.tools.planner.planning import WAITS, plan
 from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
@@ -209,7 +209,7 @@ def test_what_is_refused_is_counted_by_reason():
 def test_a_search_starts_where_families_leave_time(tmp_path):
     limits = Limits(
         {
-            "schedule": ("1f1b", SEARCHED),
+            "schedule": ("1f1b", "auto"),
             "variant": (PLAIN,),  # only plain orders are searched
             "tp": (1,),
             "pp": (4,),
@@ -219,7 +219,7 @@ def test_a_search_starts_where_families_leave_time(tmp_path):
     )
     answer = plan(RUN, limits=limits, top=4, search_seconds=0.3)
     best = answer.plans[0]
-    assert best.schedule == SEARCHED and best.seconds < min(way.seconds for way in answer.plans if way.passes is None)
+    assert best.schedule == "auto" and best.seconds < min(way.seconds for way in answer.plans if way.passes is None)
     assert best.passes is not None
     validate(best.passes, best.step.costs)
 
@@ -317,7 +317,7 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
 def test_a_searched_order_is_written_beside_its_run(tmp_path):
     source, target = tmp_path / "run.yaml", tmp_path / "best.yaml"
     source.write_text(CONFIG)
-    limits = ["--only", "schedule=1f1b,search", "--only", "pp=4", "--only", "tp=1", "--only", "micro_batch=1"]
+    limits = ["--only", "schedule=1f1b,auto", "--only", "pp=4", "--only", "tp=1", "--only", "micro_batch=1"]
     done = pipemem("plan", source, "--output", target, "--search-seconds", "0.3", *limits)
     assert done.exit_code == 0 and "binds" in done.output, done.output
     run = load(target, Run)

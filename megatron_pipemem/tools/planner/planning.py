@@ -58,7 +58,7 @@ from megatron_pipemem.tools.planner.replay import (
     shortest,
 )
 from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN
-from megatron_pipemem.tools.planner.space import SEARCHED, Limits, cuts, hides_messages, is_stocks, orders
+from megatron_pipemem.tools.planner.space import Limits, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.tools.planner.step import PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, built, run_step, variants
 from megatron_pipemem.tools.planner.ways import Answer, Base, Entry, Group, Way
@@ -170,7 +170,7 @@ def plan(
     with rare_collection():
         planner = _Planner(run, memory, limits, pace, refusal)
         plans = planner.best(top)
-        if search_seconds > 0 and limits.admits(schedule=SEARCHED):
+        if search_seconds > 0 and limits.admits(schedule=AUTO):
             plans += planner.search(plans, search_seconds)
     plans = sorted(plans, key=lambda way: way.seconds)[:top]
     rejected = planner.rejected + Counter({SLOWER: _count(planner.queue), UNTRIED: _count(planner.aside)})
@@ -281,7 +281,7 @@ class _Planner:
             except PipememError as error:
                 logger.info("no order found: %s", error)
                 continue
-            if (made := self._plan_of_schedule(Base(group, Order(SEARCHED)), choice.schedule)) is not None:
+            if (made := self._plan_of_schedule(Base(group, Order(AUTO)), choice.schedule)) is not None:
                 yield made
 
     def _put(self, seconds: float, entry: Run | Group | Base | Way) -> None:

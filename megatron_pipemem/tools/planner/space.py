@@ -29,8 +29,6 @@ from megatron_pipemem.tools.planner.slices import proposed_slices, why_not_slice
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, variants
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-SEARCHED = "search"
-"""The name of a searched order, in place of a family's."""
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """Flags that the prices of several data-parallel ranks assume, unless the run sets them otherwise."""
 STOCKS_ALONE = (*OVERLAPS, "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
@@ -317,7 +315,7 @@ KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "recompute": lambda run: RECOMPUTE,
     "slices": lambda run: _SLICES,
     "slice_cut": lambda run: SLICE_CUTS,
-    "schedule": lambda run: [SEARCHED, *_names()],
+    "schedule": lambda run: [AUTO, *_names()],
     "variant": lambda run: [PLAIN, IN_PAIRS.name, *(variant.name for variant in variants())],
 }
 """Functions from a run to the possible values of a key, by the keys that may be limited."""
