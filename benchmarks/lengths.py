@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 
 HIDDEN_SIZE = 4096
 """Hidden size of the model whose FLOPs weigh microbatches: 12 h^2 parameters a layer, about those of a 7B model."""
@@ -73,7 +73,7 @@ DISTRIBUTIONS = {
 }
 
 
-def weigh(batch: Batch, microbatches: int | None = None) -> MicrobatchWeights:
+def weigh(batch: Batch, microbatches: int | None = None) -> MicrobatchFactors:
     """Return weights by FLOPs. 1.0 for F and for memory is the average over ``microbatches``, by default the batch's number.
 
     In a layer, a token's matrix products take 24 h^2 FLOPs forward, and the same for each gradient. Causal attention of a
@@ -88,7 +88,7 @@ def weigh(batch: Batch, microbatches: int | None = None) -> MicrobatchWeights:
     unit, memory = sum(forward) / count, sum(tokens) / count
     time: dict[Kind, Sequence[float]] = {Kind.F: forward, Kind.I: inputs, Kind.W: tokens}
     kinds = {kind: tuple(duration / unit for duration in seconds) for kind, seconds in time.items()}
-    return MicrobatchWeights(kinds[Kind.F], tuple(token / memory for token in tokens), kinds)
+    return MicrobatchFactors(kinds[Kind.F], tuple(token / memory for token in tokens), kinds)
 
 
 def first_fit_decreasing(batch: Batch) -> Batch:
@@ -106,9 +106,9 @@ def first_fit_decreasing(batch: Batch) -> Batch:
     return packed
 
 
-def imbalanced(microbatches: int, random: Random) -> MicrobatchWeights:
+def imbalanced(microbatches: int, random: Random) -> MicrobatchFactors:
     """Return weights as from uneven routing to experts: with equal tokens, all passes take 1 to 2 times as long.
 
     No published parameters were found, so the range is ours. Memory is equal.
     """
-    return MicrobatchWeights(tuple(1 + random.random() ** 2 for _ in range(microbatches)))
+    return MicrobatchFactors(tuple(1 + random.random() ** 2 for _ in range(microbatches)))

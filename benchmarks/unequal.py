@@ -29,7 +29,7 @@ from rich.table import Table
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.search.step_plan import Dispatcher, plan_step
 
@@ -55,11 +55,11 @@ def ways(batch: Batch, devices: int, seconds: float, longer: float) -> Iterator[
     makespan, held = simulate(stock, costs).makespan, max(peaks(stock, costs))
     cap = MemoryCap(held, False)
 
-    def way(name: str, schedule=stock, ordered: MicrobatchWeights = weights) -> Way:
+    def way(name: str, schedule=stock, ordered: MicrobatchFactors = weights) -> Way:
         own = Costs(microbatch=ordered)
         return Way(name, makespan / simulate(schedule, own).makespan, max(peaks(schedule, own)) / held)
 
-    def planned(name: str, base, of: MicrobatchWeights, seconds: float) -> Way:
+    def planned(name: str, base, of: MicrobatchFactors, seconds: float) -> Way:
         started = time.process_time()
         plan = plan_step(base, Costs(microbatch=of), cap, seconds)
         took = time.process_time() - started

@@ -376,7 +376,7 @@ def prices_of(costs: str) -> tuple[Costs, str]:
     """Return the costs with which a run begins, and their source, ``unit`` or ``file``.
 
     ``costs`` is a value of ``--pipemem-costs``. With ``profile`` a run begins with unit costs, and measures others
-    later. Raise a CostsError if the file cannot be read, or if it has weights of microbatches: every step has its own
+    later. Raise a CostsError if the file cannot be read, or if it has factors of microbatches: every step has its own
     weights.
     """
     if costs in ("unit", PROFILE):

@@ -19,7 +19,7 @@ from emulated.runtimes import Step, megatron_steps, our_steps
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.search.step_plan import plan_step
@@ -47,7 +47,7 @@ class Case:
     unit: float
     repeats: int
 
-    def planned(self, names: Sequence[str], weights: MicrobatchWeights) -> list[tuple[str, Schedule, tuple[int, ...]]]:
+    def planned(self, names: Sequence[str], weights: MicrobatchFactors) -> list[tuple[str, Schedule, tuple[int, ...]]]:
         """Plans of the families, and their orders, in the memory of stock 1F1B in arrival order."""
         shape: dict[str, Any] = {"num_devices": self.devices, "num_microbatches": self.microbatches}
         costs = Costs(self.unit, self.unit, self.unit, microbatch=weights)
@@ -55,7 +55,7 @@ class Case:
         plans = [(name, plan_step(build_schedule(name, **shape), costs, cap, PLAN_SECONDS)) for name in names]
         return [(f"plan of {name}", plan.schedule, plan.order) for name, plan in plans]
 
-    def run(self, planned: list[tuple[str, Schedule, tuple[int, ...]]], weights: MicrobatchWeights) -> list[Row]:
+    def run(self, planned: list[tuple[str, Schedule, tuple[int, ...]]], weights: MicrobatchFactors) -> list[Row]:
         """Run the plans, and stock Megatron-Core in arrival order, with these weights."""
         costs = Costs(self.unit, self.unit, self.unit, microbatch=weights)
         ours = [
@@ -85,10 +85,10 @@ def run_emulated(arguments: argparse.Namespace) -> list[dict]:
 
 def _replanned(case: Case) -> dict:
     """Run microbatches that nobody knows to be unequal, and run them again as their own seconds tell to."""
-    weights, known = imbalanced(case.microbatches, Random(0)), MicrobatchWeights((1.0,) * case.microbatches)
+    weights, known = imbalanced(case.microbatches, Random(0)), MicrobatchFactors((1.0,) * case.microbatches)
     first = case.run(case.planned(["1f1b", "zbv"], known), weights)
     seen = {Kind(kind): weights for kind, weights in first[0].weights.items()}
-    measured = MicrobatchWeights(seen[Kind.F], None, seen)
+    measured = MicrobatchFactors(seen[Kind.F], None, seen)
     planned = case.planned(["1f1b", "zbv"], measured)
     plans = [(f"{name}, measured", schedule, order) for name, schedule, order in planned]
     rows = [*first, *case.run(plans, weights)[2:]]

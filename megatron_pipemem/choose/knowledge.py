@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import MEMORY, MESSAGES, RECOMPUTE, VOCABULARY, Kind
-from megatron_pipemem.schedule.action_prices import held_after, unit_weights
+from megatron_pipemem.schedule.action_prices import held_after, unit_factors
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened
@@ -196,7 +196,7 @@ class Knowledge:
             **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.units),
         }
         programs = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in self.queues)
-        weights = unit_weights(schedule, costs)
+        weights = unit_factors(schedule, costs)
         return [
             max(
                 chain.from_iterable(held_after(actions, changes, weights, schedule.units) for actions in orders),

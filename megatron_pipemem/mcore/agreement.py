@@ -113,7 +113,7 @@ def agreed_numbers(
     """Return on every rank of the groups the ``size`` numbers that at least one of the ranks knows.
 
     Every rank of the groups calls this at the same time. ``tell`` returns the numbers of this rank, or ``None`` if this
-    rank does not know them. ``what`` names the numbers in messages, as in "weights of microbatches". Every rank raises
+    rank does not know them. ``what`` names the numbers in messages, as in "factors of microbatches". Every rank raises
     an UnsupportedError if no rank knows the numbers, or two ranks disagree. If ``tell`` fails or returns another count
     of numbers on a rank, that rank raises its own error, and every other rank an UnsupportedError.
     """

@@ -93,7 +93,7 @@ class KindSpec:
         in_evaluation: whether evaluation runs this kind.
         completes: whether this kind adds to the gradients of parameters.
         runs_layers: whether this kind runs the layers of a stage. Its seconds are then multiplied by the time weight
-            of a microbatch (``MicrobatchWeights``), otherwise by the memory weight, which counts tokens.
+            of a microbatch (``MicrobatchFactors``), otherwise by the memory weight, which counts tokens.
         of_device: whether the number in the action is a device and not a stage.
         former_name: the name in files that earlier versions wrote.
     """

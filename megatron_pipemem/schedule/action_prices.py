@@ -18,34 +18,34 @@ from megatron_pipemem.schedule.units import WHOLE, Units
 def held_after(
     actions: Sequence[Action],
     changes: Mapping[Kind, Sequence[float]],
-    weights: Sequence[float] | None = None,
+    factors: Sequence[float] | None = None,
     units: Units = WHOLE,
 ) -> list[float]:
     """Return the memory that a device holds after each of its actions, in the unit of ``changes``.
 
     Before the first action the device holds nothing. ``actions`` are those of one device, in order. ``changes`` has
-    one value per stage and part (``Units.place``) for every kind; a positive value takes memory. ``weights`` is the
-    result of ``unit_weights``.
+    one value per stage and part (``Units.place``) for every kind; a positive value takes memory. ``factors`` is the
+    result of ``unit_factors``.
     """
     if units.are_whole:
         deltas = [changes[kind][stage] if kind in changes else 0 for kind, stage, _ in actions]
     else:
         place = units.place
         deltas = [changes[kind][place(stage, unit)] if kind in changes else 0 for kind, stage, unit in actions]
-    if weights is not None:
-        # An action on a whole stage has no microbatch, and so no weight.
-        of_actions = (1.0 if a.microbatch is None else weights[a.microbatch] for a in actions)
-        deltas = [change * weight for change, weight in zip(deltas, of_actions, strict=True)]
+    if factors is not None:
+        # An action on a whole stage has no microbatch, and so no factor.
+        of_actions = (1.0 if a.microbatch is None else factors[a.microbatch] for a in actions)
+        deltas = [change * factor for change, factor in zip(deltas, of_actions, strict=True)]
     return list(accumulate(deltas))
 
 
-def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return one factor of memory per unit; ``None`` if the costs have no weights of microbatches."""
-    weights = costs.microbatch
-    if weights is None:
+def unit_factors(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
+    """Return one factor of memory per unit; ``None`` if the costs have no factors of microbatches."""
+    factors = costs.microbatch
+    if factors is None:
         return None
-    weights.check(schedule.num_microbatches)
-    return tuple(weights.tokens[schedule.units.microbatch(unit)] for unit in range(len(schedule.units)))
+    factors.check(schedule.num_microbatches)
+    return tuple(factors.tokens[schedule.units.microbatch(unit)] for unit in range(len(schedule.units)))
 
 
 class ActionPrices:
@@ -56,9 +56,9 @@ class ActionPrices:
         placement, units = schedule.placement, schedule.units
         self._costs, self._units, self._placement = costs, units, placement
         self._has_pairs = in_pairs or bool(schedule.pairs)
-        self._weights = costs.microbatch
-        if self._weights is not None:
-            self._weights.check(schedule.num_microbatches)
+        self._factors = costs.microbatch
+        if self._factors is not None:
+            self._factors.check(schedule.num_microbatches)
         self._seconds = costs.seconds(placement, units)
         if schedule.offloads:
             self._seconds |= costs.transfer_seconds(placement, schedule.recomputed, units)
@@ -74,17 +74,17 @@ class ActionPrices:
         """Return the seconds of an action that is not a message.
 
         Waits for copies, gradient reductions and sums over replicas take no time here. For a vocabulary action
-        ``stage`` is the device. Without ``unit`` the price is that of a first unit whose microbatch has weight 1.
+        ``stage`` is the device. Without ``unit`` the price is that of a first unit whose microbatch has factor 1.
         """
-        weights = self._weights
-        if weights is None or unit is None:
+        factors = self._factors
+        if factors is None or unit is None:
             return self.priced(kind, stage, unit or 0)
-        if kind is Kind.B and kind not in weights.kinds:
+        if kind is Kind.B and kind not in factors.kinds:
             return self.of(Kind.I, stage, unit) + self.of(Kind.W, stage, unit)
-        return self.priced(kind, stage, unit) * weights.seconds_of(kind)[self._units.microbatch(unit)]
+        return self.priced(kind, stage, unit) * factors.seconds_of(kind)[self._units.microbatch(unit)]
 
     def priced(self, kind: Kind, stage: int, unit: int) -> float:
-        """Return the seconds that an action would take if its microbatch had weight 1; 0 for a kind without a price."""
+        """Return the seconds that an action would take if its microbatch had factor 1; 0 for a kind without a price."""
         prices = self._seconds.get(kind)
         if prices is None:
             return self._collectives.get(kind, 0.0)
@@ -108,18 +108,18 @@ class ActionPrices:
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
         """Return the seconds of one message over ``edge``, a pair (source device, destination device).
 
-        Without ``unit`` the price is that of a unit whose microbatch has weight 1.
+        Without ``unit`` the price is that of a unit whose microbatch has factor 1.
         """
         seconds = self._costs.link_seconds(*edge) / self._units.parts
-        if self._weights is None or unit is None:
+        if self._factors is None or unit is None:
             return seconds
-        return seconds * self._weights.tokens[self._units.microbatch(unit)]
+        return seconds * self._factors.tokens[self._units.microbatch(unit)]
 
     def of_graph(self, dependencies: Dependencies) -> tuple[Graph, list[float], list[float]]:
         """Return the graph of ``dependencies``, the seconds of its prices, and the lags of its links: arguments of ``Times``.
 
         A lag is the time of a message over a link. If microbatches are alike, a kind has one price per stage (or per
-        stage and part), and a link has one lag. If they have weights, every node has a price, and a link has one lag
+        stage and part), and a link has one lag. If they have factors, every node has a price, and a link has one lag
         per unit.
         """
         graph, seconds, lags = self._of_single_actions(dependencies)
@@ -138,7 +138,7 @@ class ActionPrices:
     def _of_single_actions(self, dependencies: Dependencies) -> tuple[Graph, list[float], list[float]]:
         """Return the result of ``of_graph`` with the price of every action outside of a pair."""
         graph, links, actions = dependencies.graph, dependencies.links, dependencies.actions
-        if self._weights is None:
+        if self._factors is None:
             parts, prices = range(1), graph.prices
             if actions and self._parts_differ:
                 fullest = self._units.sizes.index(self._units.parts)

@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.display import changed_fields
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import (
     Channel,
-    MicrobatchWeights,
+    MicrobatchFactors,
     Several,
     numbers,
     per_part,
@@ -97,7 +97,7 @@ class Costs:
     vocabulary: VocabularyCosts | None = None
     copy_sum: Several = 0.0
     recompute_selective: Several | None = None
-    microbatch: MicrobatchWeights | None = None
+    microbatch: MicrobatchFactors | None = None
     part_units: Mapping[Kind, tuple[float, ...]] | None = None
     further: Mapping[Kind, Several] | None = None
     forward_exchange: Several = 0.0
@@ -156,11 +156,11 @@ class Costs:
         return replace(self, memory={kind: _scaled(change, factor) for kind, change in self.memory.items()})
 
     def require_alike(self, who: str) -> None:
-        """Raise a CostsError if microbatches have weights. ``who`` begins the message."""
+        """Raise a CostsError if microbatches have factors. ``who`` begins the message."""
         if self.microbatch is not None:
             raise CostsError(
                 "costs-mismatch",
-                f"{who} needs costs whose microbatches are alike, and these costs have weights of microbatches; leave "
+                f"{who} needs costs whose microbatches are alike, and these costs have factors of microbatches; leave "
                 "the key microbatch out, and plan each step with plan_step, or in a run with "
                 "--pipemem-microbatch-costs",
             )
@@ -393,7 +393,7 @@ class Costs:
         - ``channel`` is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``. ``{"ratio": k}``
           replaces the first two.
         - ``vocabulary`` has the fields of ``VocabularyCosts``: ``{"score": ..., "gradient": ...}``.
-        - ``microbatch`` has the fields of ``MicrobatchWeights``, as in ``{"time": [...], "memory": [...]}`` with
+        - ``microbatch`` has the fields of ``MicrobatchFactors``, as in ``{"time": [...], "memory": [...]}`` with
           ``"kinds": {"W": [...]}``.
         - ``further`` has the seconds of kinds that ``register_kind`` has added: ``{"NOISE": ...}``.
         - ``profile`` is the record that ``pipemem profile`` writes. It is ignored here.
@@ -414,7 +414,7 @@ class Costs:
     def of_data(cls, data: object, **others: Any) -> Self:
         """Return the costs in the parsed JSON of a file. ``others`` are arguments of the class that it does not have."""
         prices = costs_arguments(data)
-        for name, of in (("vocabulary", VocabularyCosts), ("microbatch", MicrobatchWeights), ("channel", Channel)):
+        for name, of in (("vocabulary", VocabularyCosts), ("microbatch", MicrobatchFactors), ("channel", Channel)):
             if name in prices:
                 prices[name] = of(**prices[name])
         return cls(**prices, **others)

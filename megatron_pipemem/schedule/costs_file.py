@@ -1,4 +1,4 @@
-"""Check the JSON of costs files and of microbatch weights, and convert it to arguments of ``Costs`` or to weights."""
+"""Check the JSON of costs files and of microbatch factors, and convert it to arguments of ``Costs`` or to factors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_pipemem.files import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.display import LARGEST, shortened
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 _PRICES = (
@@ -26,7 +26,7 @@ _CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
 def costs_arguments(data: object) -> dict[str, Any]:
     """Check the keys of a costs file's parsed JSON, and return the arguments of ``Costs``.
 
-    ``vocabulary``, ``microbatch`` and ``channel`` are arguments of ``VocabularyCosts``, ``MicrobatchWeights`` and
+    ``vocabulary``, ``microbatch`` and ``channel`` are arguments of ``VocabularyCosts``, ``MicrobatchFactors`` and
     ``Channel``. Those classes check the values. Raise a CostsError for unknown, missing or conflicting keys.
     """
     if isinstance(data, dict) and "parts" in data:
@@ -78,12 +78,12 @@ def _channel(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
-    if "time" not in weights:
+def _microbatch(factors: dict[str, Any]) -> dict[str, Any]:
+    if "time" not in factors:
         raise CostsError(
-            "missing-option", "microbatch lacks the key time, a list of one weight per microbatch; give it"
+            "missing-option", "microbatch lacks the key time, a list of one factor per microbatch; give it"
         )
-    return {**weights, "kinds": by_kind("microbatch.kinds", weights.get("kinds", {}))}
+    return {**factors, "kinds": by_kind("microbatch.kinds", factors.get("kinds", {}))}
 
 
 def checked_object(key: str, value: object, keys: Iterable[str] | None = None) -> dict[str, Any]:
@@ -128,31 +128,31 @@ _EXAMPLES = {
 
 
 class FileWeights(NamedTuple):
-    """The weights of microbatches in a JSON file, for all training steps."""
+    """The factors of microbatches in a JSON file, for all training steps."""
 
     path: str
-    steps: tuple[MicrobatchWeights, ...]  # the weights of every training step, or one object for all steps
+    steps: tuple[MicrobatchFactors, ...]  # the factors of every training step, or one object for all steps
     one_for_all: bool
 
-    def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchWeights:
-        """Return the weights of the microbatches of one training step. ``iteration`` counts steps from 0.
+    def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchFactors:
+        """Return the factors of the microbatches of one training step. ``iteration`` counts steps from 0.
 
         Raise a CostsError if the file lacks the step, or has another number of microbatches for it.
         """
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",
-                f"{self.path} has weights of {len(self.steps)} training steps, and this is step {iteration + 1}; give "
-                "weights for every step, or one object for all steps",
+                f"{self.path} has factors of {len(self.steps)} training steps, and this is step {iteration + 1}; give "
+                "factors for every step, or one object for all steps",
             )
-        weights = self.steps[0 if self.one_for_all else iteration]
-        if len(weights) != num_microbatches:
+        factors = self.steps[0 if self.one_for_all else iteration]
+        if len(factors) != num_microbatches:
             raise CostsError(
                 "wrong-count",
-                f"{self.path} has {len(weights)} weights, and training step {iteration + 1} has {num_microbatches} "
-                "microbatches; give one weight per microbatch",
+                f"{self.path} has {len(factors)} factors, and training step {iteration + 1} has {num_microbatches} "
+                "microbatches; give one factor per microbatch",
             )
-        return weights
+        return factors
 
 
 class FunctionName(NamedTuple):
@@ -165,9 +165,9 @@ class FunctionName(NamedTuple):
 def read_microbatch_costs(text: str) -> str | FileWeights | FunctionName:
     """Read a value of ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file, or ``module:function``.
 
-    Return ``tokens`` or ``flops`` in lower case, the weights in the file, or the name of the function. The file is read
+    Return ``tokens`` or ``flops`` in lower case, the factors in the file, or the name of the function. The file is read
     and checked here, the function is not imported. Any other text raises an UnsupportedError, and a file without valid
-    weights a CostsError.
+    factors a CostsError.
     """
     if text.lower() in (TOKENS, FLOPS):
         return text.lower()
@@ -185,20 +185,20 @@ def read_microbatch_costs(text: str) -> str | FileWeights | FunctionName:
 
 
 def _file(path: str) -> FileWeights:
-    """Read a file of weights: an object or list of numbers for all training steps, or a list of these, one per step."""
-    content = read_json(path, "weights of microbatches", CostsError)
-    one_for_all = not isinstance(content, list) or not any(isinstance(weights, list | dict) for weights in content)
-    steps = tuple(_weights(path, weights) for weights in ([content] if one_for_all else content))
+    """Read a file of factors: an object or list of numbers for all training steps, or a list of these, one per step."""
+    content = read_json(path, "factors of microbatches", CostsError)
+    one_for_all = not isinstance(content, list) or not any(isinstance(factors, list | dict) for factors in content)
+    steps = tuple(_factors(path, factors) for factors in ([content] if one_for_all else content))
     return FileWeights(path, steps, one_for_all)
 
 
-def _weights(path: str, data: object) -> MicrobatchWeights:
+def _factors(path: str, data: object) -> MicrobatchFactors:
     fields = data if isinstance(data, dict) else {"time": data}
     try:
-        return MicrobatchWeights(**costs_arguments({"microbatch": fields})["microbatch"])
+        return MicrobatchFactors(**costs_arguments({"microbatch": fields})["microbatch"])
     except CostsError as error:
         raise CostsError(
             "wrong-file",
-            f"{path} holds no weights of microbatches ({error}); write [1, 0.25], or "
+            f"{path} holds no factors of microbatches ({error}); write [1, 0.25], or "
             '{"time": [1, 0.25], "memory": [1, 0.5], "kinds": {"W": [1, 0.5]}}',
         ) from error

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from megatron_pipemem.schedule.action import PLAIN, Action, Kind
-from megatron_pipemem.schedule.action_prices import held_after, unit_weights
+from megatron_pipemem.schedule.action_prices import held_after, unit_factors
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
@@ -62,7 +62,7 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
 def _bytes_after(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """Return the bytes that each device holds at the beginning, and after every action."""
     changes = costs.memory_changes(schedule.placement, units=schedule.units)
-    weights = unit_weights(schedule, costs)
+    weights = unit_factors(schedule, costs)
     return [[0.0, *held_after(order, changes, weights, schedule.units)] for order in schedule.orders]
 
 

@@ -1,4 +1,4 @@
-"""Prices: one number, or one per stage; copies to the host; and weights of microbatches."""
+"""Prices: one number, or one per stage; copies to the host; and factors of microbatches."""
 
 from __future__ import annotations
 
@@ -177,14 +177,14 @@ class Channel:
 
 
 LAYERS = kinds_where(lambda spec: spec.runs_layers)
-"""Kinds that run the layers of a stage. ``MicrobatchWeights.time`` multiplies their seconds. ``memory`` multiplies
+"""Kinds that run the layers of a stage. ``MicrobatchFactors.time`` multiplies their seconds. ``memory`` multiplies
 those of all others, because they depend on the number of tokens."""
 WEIGHED = kinds_where(lambda spec: spec.resource in (Resource.COMPUTE, Resource.COPY, Resource.COLLECTIVE))
-"""The kinds that ``MicrobatchWeights.kinds`` may have."""
+"""The kinds that ``MicrobatchFactors.kinds`` may have."""
 
 
 @dataclass(frozen=True)
-class MicrobatchWeights:
+class MicrobatchFactors:
     """Factors that multiply the seconds and memory in ``Costs``, one per microbatch.
 
     1.0 is the price in ``Costs``. The factors are in the order in which a ``Schedule`` numbers microbatches.
@@ -202,36 +202,36 @@ class MicrobatchWeights:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "time", _weights("time", self.time))
+        object.__setattr__(self, "time", _factors("time", self.time))
         if self.memory is not None:
-            object.__setattr__(self, "memory", _weights("memory", self.memory))
+            object.__setattr__(self, "memory", _factors("memory", self.memory))
         if strange := sorted(set(self.kinds) - WEIGHED):
             raise CostsError(
                 "unknown-key",
-                f"microbatch.kinds has {shortened(strange[0])}, which takes no weights; give some of "
+                f"microbatch.kinds has {shortened(strange[0])}, which takes no factors; give some of "
                 f"{', '.join(sorted(WEIGHED))}",
             )
-        kinds = {Kind(kind): _weights(f"kinds.{kind}", weights) for kind, weights in self.kinds.items()}
+        kinds = {Kind(kind): _factors(f"kinds.{kind}", factors) for kind, factors in self.kinds.items()}
         object.__setattr__(self, "kinds", kinds)
-        named = {"memory": self.memory or self.time, **{f"kinds.{kind}": weights for kind, weights in kinds.items()}}
-        for name, weights in named.items():
-            if len(weights) != len(self.time):
+        named = {"memory": self.memory or self.time, **{f"kinds.{kind}": factors for kind, factors in kinds.items()}}
+        for name, factors in named.items():
+            if len(factors) != len(self.time):
                 raise CostsError(
                     "wrong-count",
-                    f"microbatch.{name} has {len(weights)} weights and microbatch.time has {len(self.time)}; give both "
-                    "one weight per microbatch",
+                    f"microbatch.{name} has {len(factors)} factors and microbatch.time has {len(self.time)}; give both "
+                    "one factor per microbatch",
                 )
 
     def __len__(self) -> int:
         return len(self.time)
 
     def check(self, num_microbatches: int) -> None:
-        """Raise a CostsError if there is not one weight per microbatch of the step."""
+        """Raise a CostsError if there is not one factor per microbatch of the step."""
         if len(self) != num_microbatches:
             raise CostsError(
                 "wrong-count",
-                f"the costs have weights of {len(self)} microbatches, and the step has {num_microbatches} "
-                "microbatches; give one weight per microbatch",
+                f"the costs have factors of {len(self)} microbatches, and the step has {num_microbatches} "
+                "microbatches; give one factor per microbatch",
             )
 
     def seconds_of(self, kind: Kind) -> tuple[float, ...]:
@@ -248,8 +248,8 @@ class MicrobatchWeights:
         """Return the factors of memory, and of the seconds that depend on the number of tokens; 1 each by default."""
         return (1.0,) * len(self) if self.memory is None else self.memory
 
-    def reordered(self, order: Sequence[int]) -> MicrobatchWeights:
-        """Return the weights in a new order: those of microbatch ``order[i]`` become those of microbatch ``i``.
+    def reordered(self, order: Sequence[int]) -> MicrobatchFactors:
+        """Return the factors in a new order: those of microbatch ``order[i]`` become those of microbatch ``i``.
 
         Raise a CostsError if ``order`` does not have every microbatch once.
         """
@@ -260,27 +260,27 @@ class MicrobatchWeights:
                 f"0 to {len(self) - 1} in an order",
             )
 
-        def moved(weights: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(weights[number] for number in order)
+        def moved(factors: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factors[number] for number in order)
 
         return replace(
             self,
             time=moved(self.time),
             memory=None if self.memory is None else moved(self.memory),
-            kinds={kind: moved(weights) for kind, weights in self.kinds.items()},
+            kinds={kind: moved(factors) for kind, factors in self.kinds.items()},
         )
 
 
-def _weights(name: str, value: object) -> tuple[float, ...]:
+def _factors(name: str, value: object) -> tuple[float, ...]:
     listed = listed_objects(value)
     if listed is None:
         raise CostsError(
-            "bad-type", f"microbatch.{name} is {shortened(value)}; give a list of one weight per microbatch"
+            "bad-type", f"microbatch.{name} is {shortened(value)}; give a list of one factor per microbatch"
         )
-    weights = tuple(number(f"microbatch.{name}[{at}]", weight) for at, weight in enumerate(listed))
-    if (least := min(weights)) < 0:
+    factors = tuple(number(f"microbatch.{name}[{at}]", factor) for at, factor in enumerate(listed))
+    if (least := min(factors)) < 0:
         raise CostsError(
             "bad-number",
-            f"microbatch.{name}[{weights.index(least)}] is negative: {least}; give weights of at least 0",
+            f"microbatch.{name}[{factors.index(least)}] is negative: {least}; give factors of at least 0",
         )
-    return weights
+    return factors

@@ -142,7 +142,7 @@ def build_schedule(
         num_microbatches: microbatches of one step.
         memory_cap: the most memory of any device, one number or one per device, in activation units (1.0 is the peak
             of 1F1B's device 0). Families that fit their order to a cap use the lowest of several caps.
-        costs: prices for families that fit their order to them. Other families use only weights of microbatches, for
+        costs: prices for families that fit their order to them. Other families use only factors of microbatches, for
             the comparison with the cap.
         options: options of the family. ``chunks`` is always accepted, and must agree with the family.
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_pipemem.schedule.action import COPIES, KIND_AND_STAGE, Action, Kind
-from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_weights
+from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_factors
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.display import Shown, brief, drawing
@@ -161,7 +161,7 @@ def simulate(
     - A sum over replicas takes ``costs.copy_sum``. It starts when all devices with a replica have their last gradients
       of the stage. Sums between the same devices run one after the other.
     - One of ``n`` parts of a microbatch costs ``1/n`` of everything, unless the costs have a price per part.
-    - Weights of microbatches (``costs.microbatch``) multiply the seconds and memory of their actions.
+    - Factors of microbatches (``costs.microbatch``) multiply the seconds and memory of their actions.
     - Copies to and from the host wait for their channel, in the order in which they are issued. A device that waits
       for a copy does nothing else.
 
@@ -282,5 +282,5 @@ def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False)
     costs = costs or Costs()
     placement, units = schedule.placement, schedule.units
     changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, units)
-    unit, weights = costs.memory_unit(placement, units), unit_weights(schedule, costs)
+    unit, weights = costs.memory_unit(placement, units), unit_factors(schedule, costs)
     return tuple(max(held_after(order, changes, weights, units), default=0) * unit for order in schedule.orders)

@@ -111,7 +111,7 @@ class Window:
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """Simulate the window. All devices begin at the same time. Peaks count the memory of earlier windows too.
 
-        Raise a CostsError if ``costs`` have weights of microbatches.
+        Raise a CostsError if ``costs`` have factors of microbatches.
         """
         costs = costs or Costs()
         costs.require_alike("a window of a stream that is never flushed")
@@ -332,7 +332,7 @@ def gain_without_barrier(schedule: Schedule, costs: Costs | None = None) -> floa
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
     """Return the simulated timeline of several steps without a barrier, as one long schedule. Nothing is drawn yet.
 
-    Raise an UnsupportedError for a schedule with replicas, and for costs with weights of microbatches.
+    Raise an UnsupportedError for a schedule with replicas, and for costs with factors of microbatches.
     """
     schedule, costs = timeline.schedule, timeline.costs
     if schedule.placement.replicas > 1:

@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.action import (
     Action,
     Kind,
 )
-from megatron_pipemem.schedule.action_prices import held_after, unit_weights
+from megatron_pipemem.schedule.action_prices import held_after, unit_factors
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, deadlock, needs_of
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
@@ -70,7 +70,7 @@ def validate(
 
     Args:
         schedule: the schedule to check.
-        costs: the costs with the memory that is compared with the cap, and with the weights of microbatches. By
+        costs: the costs with the memory that is compared with the cap, and with the factors of microbatches. By
             default memory is in activation units.
         memory_cap: the most memory of a device after any action, one number or one per device, in activation units,
             or in bytes if ``costs.memory`` is in bytes.
@@ -473,7 +473,7 @@ def _check_weight_versions(schedule: Schedule) -> None:
 def _check_memory(
     schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
 ) -> None:
-    placement, weights = schedule.placement, unit_weights(schedule, costs)
+    placement, weights = schedule.placement, unit_factors(schedule, costs)
     units = schedule.units
     unit = costs.memory_unit(placement, units)
     noun = "activation units" if costs.memory is None else "bytes"

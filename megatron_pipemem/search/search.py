@@ -95,7 +95,7 @@ def search_schedule(
     Raises:
         UnsupportedError: no schedule was found that keeps the cap, and the message has the memory of one microbatch
             alone. Or an argument is out of range.
-        CostsError: the costs do not fit a placement, or have weights of microbatches.
+        CostsError: the costs do not fit a placement, or have factors of microbatches.
     """
     clock = Clock(seconds)
     costs = costs or Costs()

@@ -27,7 +27,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.display import rare_collection
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.validator import validate
@@ -55,7 +55,7 @@ class Dispatcher:
     microbatch that the device has begun.
 
     ``base`` has only ``PLAIN`` actions and one replica. Greedy schedules have I and W on the stages where it has.
-    ``costs`` have the weights of the microbatches in arrival order. ``caps`` are in the unit of the costs' memory.
+    ``costs`` have the factors of the microbatches in arrival order. ``caps`` are in the unit of the costs' memory.
     """
 
     def __init__(self, base: Schedule, costs: Costs, caps: Sequence[float]) -> None:
@@ -179,7 +179,7 @@ class ManyOrders:
     """Simulate a schedule for many orders of its microbatches at once.
 
     The schedule must not offload: the order in which copies use their channel depends on times. ``costs`` have the
-    weights of the microbatches in arrival order. ``caps`` are in the unit of the costs' memory.
+    factors of the microbatches in arrival order. ``caps`` are in the unit of the costs' memory.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
@@ -310,7 +310,7 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
             f"the memory cap is in {units[cap.in_bytes]}, and the memory of the costs in {units[not cap.in_bytes]}; "
             "give both in the same unit",
         )
-    weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
+    weights = costs.microbatch or MicrobatchFactors((1.0,) * base.num_microbatches)
     search = _Search(base, replace(costs, microbatch=weights), weights, cap, started + seconds)
     return search.run()
 
@@ -375,7 +375,7 @@ class _Search:
     """The search for a plan. It ends before ``deadline`` (by ``time.thread_time``), with time left for the proof."""
 
     def __init__(
-        self, base: Schedule, costs: Costs, weights: MicrobatchWeights, cap: MemoryCap | None, deadline: float
+        self, base: Schedule, costs: Costs, weights: MicrobatchFactors, cap: MemoryCap | None, deadline: float
     ) -> None:
         self._base, self._costs, self._weights = base, costs, weights
         started = time.thread_time()

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -58,7 +58,7 @@ def test_a_sleeping_device_takes_and_holds_what_microbatches_weigh(monkeypatch):
 
     from megatron_pipemem.schedule.action_prices import ActionPrices
 
-    weights = MicrobatchWeights((1.0, 4.0), (1.0, 2.5), {Kind.W: (2.0, 1.0)})
+    weights = MicrobatchFactors((1.0, 4.0), (1.0, 2.5), {Kind.W: (2.0, 1.0)})
     costs = Costs(0.002, 0.002, 0.002, microbatch=weights)
     schedule = build_schedule("1f1b", num_devices=1, num_microbatches=2)
     device = device_of(schedule, costs)

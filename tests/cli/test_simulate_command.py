@@ -10,7 +10,7 @@ from refusals import check_refusal
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -162,13 +162,13 @@ def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, 
     weights = {"time": [1, 1, 4, 1], "memory": [1, 1, 2, 1], "kinds": {"W": [1, 1, 2, 1]}}
     file.write_text(json.dumps({"microbatch": weights}))
     size = ("simulate", "1f1b", "-p", 2, "--costs", file)
-    costs = Costs(microbatch=MicrobatchWeights(**weights))
+    costs = Costs(microbatch=MicrobatchFactors(**weights))
     timeline = simulate(build_schedule("1f1b", num_devices=2, num_microbatches=4), costs)
     answer = pipemem_json(*size, "-m", 4)
     assert (answer["makespan"], answer["peak_activations"]) == (timeline.makespan, [1.5, 1])
     assert answer["ideal"] < answer["lower_bound"] < answer["makespan"]
     assert answer["microbatch_weights"] == {"time": weights["time"], "memory": weights["memory"]}
-    told = "microbatch weights   time 1 to 4, mean 1.75, memory 1 to 2, mean 1.25"
+    told = "microbatch factors   time 1 to 4, mean 1.75, memory 1 to 2, mean 1.25"
     assert told in pipemem(*size, "-m", 4).stdout
     assert pipemem_json("show", *size[1:], "-m", 4)[0]["makespan"] == timeline.makespan
     check_refusal(refuses(*size, "-m", 6), "wrong-count", 4, 6)

@@ -1,4 +1,4 @@
-"""Weights of microbatches that differ, and are the same whenever a batch is read again."""
+"""Factors of microbatches that differ, and are the same whenever a batch is read again."""
 
 from __future__ import annotations
 

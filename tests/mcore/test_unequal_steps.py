@@ -18,7 +18,7 @@ from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.step.extension import FullMicrobatch
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 
 WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0, 0.25)
 
@@ -169,19 +169,19 @@ def test_an_iterator_that_cannot_be_dealt_or_ends_early_is_refused():
 def test_weights_travel_whole():
     rows = (1.0, 2.0), (0.5, 1.0)
     for weights in (
-        MicrobatchWeights(rows[0]),
-        MicrobatchWeights(rows[0], rows[1]),
-        MicrobatchWeights(rows[0], None, {Kind.W: rows[1], Kind.RS: rows[0]}),
-        MicrobatchWeights(rows[0], None, {Kind.OFFLOAD: rows[1], Kind.LOSS: rows[0]}),
+        MicrobatchFactors(rows[0]),
+        MicrobatchFactors(rows[0], rows[1]),
+        MicrobatchFactors(rows[0], None, {Kind.W: rows[1], Kind.RS: rows[0]}),
+        MicrobatchFactors(rows[0], None, {Kind.OFFLOAD: rows[1], Kind.LOSS: rows[0]}),
     ):
         assert unequal._unpacked(unequal._packed(weights), 2) == weights
 
 
 def test_measured_costs_are_those_of_the_median_microbatch():
-    weights = MicrobatchWeights((1.0, 2.0, 4.0), (1.0, 1.0, 2.0), {Kind.W: (1.0, 2.0, 2.0)})
+    weights = MicrobatchFactors((1.0, 2.0, 4.0), (1.0, 1.0, 2.0), {Kind.W: (1.0, 2.0, 2.0)})
     ratios = unequal._relative_to_median(weights)
-    assert ratios == MicrobatchWeights((0.5, 1.0, 2.0), (1.0, 1.0, 2.0), {Kind.W: (0.5, 1.0, 1.0)})
-    assert unequal._relative_to_median(MicrobatchWeights((0.0, 0.0, 1.0))).time == (0.0, 0.0, 1.0)
+    assert ratios == MicrobatchFactors((0.5, 1.0, 2.0), (1.0, 1.0, 2.0), {Kind.W: (0.5, 1.0, 1.0)})
+    assert unequal._relative_to_median(MicrobatchFactors((0.0, 0.0, 1.0))).time == (0.0, 0.0, 1.0)
 
 
 def test_pipelines_that_sum_gradients_with_each_other_end_their_stages_in_one_order():
@@ -189,7 +189,7 @@ def test_pipelines_that_sum_gradients_with_each_other_end_their_stages_in_one_or
     run = Run("zbv")
     step = run.step(iter(WEIGHTS), iter(WEIGHTS), chunks=2)
     base = run.programs.get(step.shape, _agree, ALONE).plan
-    weights = MicrobatchWeights(WEIGHTS)
+    weights = MicrobatchFactors(WEIGHTS)
     costs = replace(base.costs, microbatch=weights)
     step_plan = run.extension._planned(base.schedule, costs, weights, has_peers=True)
     assert unequal._ends_of_stages(step_plan.schedule) == unequal._ends_of_stages(base.schedule)

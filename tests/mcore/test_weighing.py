@@ -1,4 +1,4 @@
-"""Weights of microbatches: what batches, files and functions come to, and what is refused."""
+"""Factors of microbatches: what batches, files and functions come to, and what is refused."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from refusals import refused
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream
@@ -172,7 +172,7 @@ def test_spans_of_something_else_are_refused(spans, says):
 
 
 def test_microbatches_that_are_not_alike():
-    weights = MicrobatchWeights((1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    weights = MicrobatchFactors((1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     step = as_measured(built("1f1b"), Costs(microbatch=weights))
     assert step.weights == weights.time
     causes = causes_of(step)

@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -227,7 +227,7 @@ def problems(draw: st.DrawFn) -> tuple[Tiny, Costs]:
         inputs[first] -= 2 * cache
     changes = (forwards, inputs, weights)
     memory = dict(zip((Kind.F, Kind.I, Kind.W), map(tuple, changes), strict=True))
-    costs = Costs(*prices, p2p=message * n, memory=memory, microbatch=MicrobatchWeights(time, tokens, own))
+    costs = Costs(*prices, p2p=message * n, memory=memory, microbatch=MicrobatchFactors(time, tokens, own))
     caps = None
     if draw(st.booleans()):
         whole = [0] * (max(devices) + 1)

@@ -14,7 +14,7 @@ from megatron_pipemem.part_costs import PartCosts, part_costs, read_costs, with_
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
@@ -112,7 +112,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     assert Costs.from_json(path) == expected
     weights = {"time": [1, 2.5], "memory": [1, 2], "kinds": {"W": [1, 2]}}
     path.write_text(json.dumps({**written, "microbatch": weights}))
-    assert Costs.from_json(path) == replace(expected, microbatch=MicrobatchWeights((1, 2.5), (1, 2), {Kind.W: (1, 2)}))
+    assert Costs.from_json(path) == replace(expected, microbatch=MicrobatchFactors((1, 2.5), (1, 2), {Kind.W: (1, 2)}))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
@@ -45,15 +45,15 @@ PASSES = {"EMBED_F": 0.1, "S": 0.5, "LOSS": 0.05, "T": 0.25, "EMBED_B": 0.2}
 
 
 @st.composite
-def any_weights(draw: st.DrawFn, num_microbatches: int) -> MicrobatchWeights:
+def any_weights(draw: st.DrawFn, num_microbatches: int) -> MicrobatchFactors:
     """Weights of a step, with some kinds that have their own."""
     weights = st.lists(st.floats(0, 9), min_size=num_microbatches, max_size=num_microbatches)
     kinds = st.sampled_from([Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.S, Kind.STATS, Kind.OFFLOAD])
     own = draw(st.dictionaries(kinds, weights, max_size=3))
-    return MicrobatchWeights(draw(weights), draw(st.none() | weights), own)
+    return MicrobatchFactors(draw(weights), draw(st.none() | weights), own)
 
 
-def agree(schedule: Schedule, weights: MicrobatchWeights) -> Timeline:
+def agree(schedule: Schedule, weights: MicrobatchFactors) -> Timeline:
     """Simulate a schedule, and compare every span and every peak with the oracle's."""
     placement, slices = schedule.placement, schedule.units.parts
     chunks = [len(placement.stages[device]) / placement.replicas * slices for device in placement.devices]
@@ -126,7 +126,7 @@ def test_transfers_recomputation_and_vocabulary_passes_as_the_oracle_plays_them(
 
 def test_one_queue_for_everything_waits_for_long_microbatches_too() -> None:
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=2)
-    costs = Costs(1, 1, 1, p2p=0.5, microbatch=MicrobatchWeights((1, 3), (1, 2)))
+    costs = Costs(1, 1, 1, p2p=0.5, microbatch=MicrobatchFactors((1, 3), (1, 2)))
     run = run_single_queues(lower(schedule, single_queue=True, costs=costs), costs)
     takes = [end - start for start, end in run.spans[0]]
     seconds = dict(zip(map(str, run.program.actions[0]), takes, strict=True))
@@ -135,9 +135,9 @@ def test_one_queue_for_everything_waits_for_long_microbatches_too() -> None:
 
 
 def test_reordered() -> None:
-    weights = MicrobatchWeights((1, 2, 3), (4, 5, 6), {"W": (7, 8, 9)})
-    assert weights.reordered((2, 0, 1)) == MicrobatchWeights((3, 1, 2), (6, 4, 5), {Kind.W: (9, 7, 8)})
-    assert MicrobatchWeights([1, 2]).reordered([1, 0]).memory is None
+    weights = MicrobatchFactors((1, 2, 3), (4, 5, 6), {"W": (7, 8, 9)})
+    assert weights.reordered((2, 0, 1)) == MicrobatchFactors((3, 1, 2), (6, 4, 5), {Kind.W: (9, 7, 8)})
+    assert MicrobatchFactors([1, 2]).reordered([1, 0]).memory is None
     with refused("wrong-order", 0, 1, 3, kind=CostsError):
         weights.reordered((0, 0, 1))
 
@@ -158,18 +158,18 @@ def test_reordered() -> None:
 )
 def test_impossible_weights_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with refused(*message, kind=CostsError):
-        MicrobatchWeights(*arguments)
+        MicrobatchFactors(*arguments)
 
 
 def test_weights_of_another_step_are_refused() -> None:
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
-    costs = Costs(microbatch=MicrobatchWeights((1, 2)))
+    costs = Costs(microbatch=MicrobatchFactors((1, 2)))
     for use in (simulate, peaks):
         with refused("wrong-count", 2, 4, kind=CostsError):
             use(schedule, costs)
 
 
-HEAVY = Costs(memory={Kind.F: 100, Kind.W: -100}, microbatch=MicrobatchWeights((1, 1, 1, 1), (1, 3, 1, 1)))
+HEAVY = Costs(memory={Kind.F: 100, Kind.W: -100}, microbatch=MicrobatchFactors((1, 1, 1, 1), (1, 3, 1, 1)))
 
 
 def test_the_cap_is_about_what_these_microbatches_hold() -> None:
@@ -222,7 +222,7 @@ def test_who_takes_equal_microbatches_only_says_so(tmp_path: Path) -> None:
 def test_copies_to_the_host_are_planned_for_what_microbatches_hold(data: st.DataObject) -> None:
     base = data.draw(random_schedules(max_slices=2))
     some = st.lists(st.floats(0.01, 9), min_size=base.num_microbatches, max_size=base.num_microbatches)
-    weights = MicrobatchWeights(data.draw(some), data.draw(some), {Kind.OFFLOAD: data.draw(some)})
+    weights = MicrobatchFactors(data.draw(some), data.draw(some), {Kind.OFFLOAD: data.draw(some)})
     costs = Costs(1, 1.25, 0.5, 0.25, channel=Channel(data.draw(st.sampled_from([0, 0.5, 2]))), microbatch=weights)
     free = plan_offload(base, costs)
     assert max(free.peaks) <= max(free.base_timeline.peaks) * (1 + 1e-9)
@@ -239,12 +239,12 @@ SYNCHRONOUS = sorted(name for name, family in FAMILIES.items() if not family.asy
 PLAIN = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "1f1b-v", "dualpipe-v")
 
 
-def long_tailed(m: int, seed: int = 0) -> MicrobatchWeights:
-    """Weights of microbatches of one document each, whose lengths are log-normal; W is linear in tokens."""
+def long_tailed(m: int, seed: int = 0) -> MicrobatchFactors:
+    """Factors of microbatches of one document each, whose lengths are log-normal; W is linear in tokens."""
     random = Random(seed)
     tokens = [random.lognormvariate(0, 0.8) for _ in range(m)]
     attention = [length + 0.2 * length**2 for length in tokens]
-    return MicrobatchWeights(tuple(attention), tuple(tokens), {Kind.W: tuple(tokens)})
+    return MicrobatchFactors(tuple(attention), tuple(tokens), {Kind.W: tuple(tokens)})
 
 
 @st.composite
@@ -252,7 +252,7 @@ def unequal(draw: st.DrawFn, m: int) -> Costs:
     """Return costs with weights, some kinds with their own, and messages that may take time."""
     weights = st.lists(st.floats(0.1, 9), min_size=m, max_size=m)
     own = draw(st.dictionaries(st.sampled_from([Kind.F, Kind.W, Kind.B]), weights, max_size=2))
-    of_step = MicrobatchWeights(draw(weights), draw(st.none() | weights), own)
+    of_step = MicrobatchFactors(draw(weights), draw(st.none() | weights), own)
     return Costs(1.0, 1.25, 0.75, p2p=draw(st.sampled_from([0.0, 0.125])), microbatch=of_step)
 
 
@@ -385,13 +385,13 @@ def test_what_is_not_plain_keeps_its_actions_and_changes_the_order_alone(name):
 
 
 def test_what_cannot_be_planned_is_refused():
-    weights = MicrobatchWeights((1.0, 1.0, 1.0, 9.0))
+    weights = MicrobatchFactors((1.0, 1.0, 1.0, 9.0))
     base = build_schedule("1f1b", num_devices=2, num_microbatches=4)
     with refused("conflicting-features", kind=UnsupportedError):
         plan_step(build_schedule("pipedream", num_devices=2, num_microbatches=4), Costs())
     with refused("unit-mismatch", kind=UnsupportedError):
         plan_step(base, Costs(), MemoryCap(1e9, True))
     with refused("wrong-count", 3, 4, kind=CostsError):
-        plan_step(base, Costs(microbatch=MicrobatchWeights((1.0, 2.0, 3.0))))
+        plan_step(base, Costs(microbatch=MicrobatchFactors((1.0, 2.0, 3.0))))
     with refused("cap-unreachable", kind=UnsupportedError):
         plan_step(base, Costs(microbatch=replace(weights, memory=weights.time)), MemoryCap(1.0, False))

@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
@@ -244,7 +244,7 @@ def test_any_schedule_and_prices_as_the_oracles_play_them(data: st.DataObject) -
         lambda unit: 0.0,
         changes=lambda event: look_up(memory, event),
     )
-    own = None if weigh is None else MicrobatchWeights(tuple(weigh), tuple(weigh))
+    own = None if weigh is None else MicrobatchFactors(tuple(weigh), tuple(weigh))
     timeline = simulate(schedule, replace(costs, microbatch=own))
     for ours, theirs in zip(timeline.spans, played.spans, strict=True):
         assert [x for span in ours for x in span] == pytest.approx([x for span in theirs for x in span], abs=1e-9)
@@ -348,7 +348,7 @@ def test_copies_to_the_host_are_planned_for_the_prices_of_slices(data: st.DataOb
 
 def test_orders_of_microbatches_are_tried_with_the_prices_of_slices() -> None:
     base = build_schedule("seq1f1b", num_devices=3, num_microbatches=4, slices=2)
-    weights = MicrobatchWeights((1, 3, 1, 2), (1, 2, 1, 2))
+    weights = MicrobatchFactors((1, 3, 1, 2), (1, 2, 1, 2))
     costs = Costs((1, 3) * 3, 1, 1, 0.5, {Kind.F: (9, 1) * 3, Kind.B: (-9, -1) * 3}, microbatch=weights)
     orders = [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 3, 2)]
     makespans, excess = ManyOrders(base, costs, (20,) * 3).try_all(orders)

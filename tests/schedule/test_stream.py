@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program, Schedule, WeightUpdates, weight_uses
 from megatron_pipemem.schedule.simulator import simulate
@@ -148,11 +148,11 @@ def test_what_it_cannot_say_is_refused():
         with refused("needs-microbatches", kind=UnsupportedError):
             ask(build_schedule("pipedream-2bw", num_devices=4, num_microbatches=3))
     with refused("costs-mismatch", kind=CostsError):
-        stream(late, Costs(microbatch=MicrobatchWeights((1.0,) * 8)))
+        stream(late, Costs(microbatch=MicrobatchFactors((1.0,) * 8)))
     with refused("no-steps", kind=UnsupportedError):
         draw_steps(simulate(build_schedule("chimera", num_devices=2, num_microbatches=4)), 2)
     with refused("no-steps", kind=UnsupportedError):
-        draw_steps(simulate(schedule, Costs(microbatch=MicrobatchWeights((1.0, 2.0, 1.0, 1.0)))), 2)
+        draw_steps(simulate(schedule, Costs(microbatch=MicrobatchFactors((1.0, 2.0, 1.0, 1.0)))), 2)
 
 
 # -------------------------------------------------------------------------------------- windows and versions of weights

@@ -26,11 +26,11 @@ from megatron_pipemem.features.offload.transfers import (
     plan_round_trips,
 )
 from megatron_pipemem.schedule.action import ROUND_TRIP, Action, Kind
-from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_weights
+from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_factors
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import Timeline
 
@@ -232,9 +232,9 @@ class Planner:
         self._unit = costs.memory_unit(placement, base.units)
         self._changes = costs.memory_changes(placement, base.recomputed, base.units)
         self._host_changes = costs.host_changes(placement, base.recomputed, base.units)
-        self._weights = unit_weights(base, costs)
+        self._weights = unit_factors(base, costs)
         self._seconds = costs.transfer_seconds(placement, base.recomputed, base.units)
-        weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
+        weights = costs.microbatch or MicrobatchFactors((1.0,) * base.num_microbatches)
         self._of_copies = {kind: weights.seconds_of(kind) for kind in (Kind.OFFLOAD, Kind.RELOAD)}
         self._timetables = timetables(timeline)
         self._lives = [lives(order) for order in base.orders]

@@ -36,7 +36,7 @@ from megatron_pipemem.schedule.action import COMPLETING, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.costs_file import FileWeights, FunctionName, read_microbatch_costs
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
-from megatron_pipemem.schedule.prices import WEIGHED, MicrobatchWeights
+from megatron_pipemem.schedule.prices import WEIGHED, MicrobatchFactors
 from megatron_pipemem.schedule.registry import import_target
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -55,7 +55,7 @@ _NONE = -1.0
 
 
 class UnequalMicrobatches(Extension):
-    """The extension that plans each training step for the weights of its microbatches, and reorders its batches.
+    """The extension that plans each training step for the factors of its microbatches, and reorders its batches.
 
     The data iterator and the training loop number microbatches in the order of reading. A schedule numbers them by
     their position in the step.
@@ -88,7 +88,7 @@ class UnequalMicrobatches(Extension):
         if self._programs.needs_bytes:  # this step counts them, one microbatch after another
             return base
         groups, m = groups_of_copy(step.groups, pipeline), step.shape.num_microbatches
-        numbers = agreed_numbers("weights of microbatches", lambda: self._own(step), m * (2 + len(_KINDS)), groups)
+        numbers = agreed_numbers("factors of microbatches", lambda: self._own(step), m * (2 + len(_KINDS)), groups)
         others = getattr(step.groups, "dp", None)
         has_peers = others is not None and others.size() > 1
         if others is not None and has_peers and (step.context.config.expert_model_parallel_size or 1) > 1:
@@ -178,7 +178,7 @@ class UnequalMicrobatches(Extension):
         return None
 
     def _planned(
-        self, base: Schedule, costs: Costs, weights: MicrobatchWeights, has_peers: bool
+        self, base: Schedule, costs: Costs, weights: MicrobatchFactors, has_peers: bool
     ) -> StepPlan | Exception:
         """Return the plan of a step for these weights, or the error that prevents planning; with a cap, raise ours.
 
@@ -228,7 +228,7 @@ def _ends_of_stages(schedule: Schedule) -> list[list[int]]:
     ]
 
 
-def _packed(weights: MicrobatchWeights) -> list[float]:
+def _packed(weights: MicrobatchFactors) -> list[float]:
     """Return all weights as one list of fixed length: rows of times, of memories, and of each kind, or -1 without
     weights.
     """
@@ -237,10 +237,10 @@ def _packed(weights: MicrobatchWeights) -> list[float]:
     return [weight for row in rows for weight in row]
 
 
-def _unpacked(numbers: Sequence[float], num_microbatches: int) -> MicrobatchWeights:
+def _unpacked(numbers: Sequence[float], num_microbatches: int) -> MicrobatchFactors:
     rows = [tuple(numbers[start : start + num_microbatches]) for start in range(0, len(numbers), num_microbatches)]
     time_, memory, *kinds = rows
-    return MicrobatchWeights(
+    return MicrobatchFactors(
         time_,
         memory if _is_there(memory) else None,
         {kind: row for kind, row in zip(_KINDS, kinds, strict=True) if _is_there(row)},
@@ -251,11 +251,11 @@ def _is_there(row: tuple[float, ...]) -> bool:
     return row[0] != _NONE
 
 
-def _are_alike(weights: MicrobatchWeights) -> bool:
+def _are_alike(weights: MicrobatchFactors) -> bool:
     return all(len(set(row)) == 1 for row in (weights.time, weights.tokens, *weights.kinds.values()))
 
 
-def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
+def _relative_to_median(weights: MicrobatchFactors) -> MicrobatchFactors:
     """Return the weights with all times divided by their median, because measured costs are the median microbatch's."""
     middle = median(weights.time)
     if middle == 0:
@@ -268,7 +268,7 @@ def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
 
 
 class Weigher(Protocol):
-    """A function that returns the weights of a step's microbatches.
+    """A function that returns the factors of a step's microbatches.
 
     ``batches`` are the items of the data iterator. Weights are relative to a ``full`` microbatch. ``model`` is a chunk of
     the model. ``iteration`` is the number of the training step, from 0. It raises a PipememError if it cannot weigh a batch.
@@ -276,7 +276,7 @@ class Weigher(Protocol):
 
     def __call__(
         self, batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int
-    ) -> MicrobatchWeights: ...
+    ) -> MicrobatchFactors: ...
 
 
 def weigher_of(value: MicrobatchCosts) -> Weigher:
@@ -343,18 +343,18 @@ def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tens
     return torch.cat([places, places.new_tensor([tokens.numel()])]).diff()
 
 
-def _by_tokens(batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int) -> MicrobatchWeights:
+def _by_tokens(batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int) -> MicrobatchFactors:
     tokens = [_Contents.of(batch, number).tokens for number, batch in enumerate(batches)]
     return _relative(tokens, full)
 
 
-def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchWeights:
+def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchFactors:
     """Return weights in proportion to the tokens of each microbatch, for memory and time. ``more`` replaces fields."""
     weights = tuple(count / (full.sequences * full.length) for count in tokens)
-    return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
+    return MicrobatchFactors(**{"time": weights, "memory": weights, **more})
 
 
-def _by_flops(batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int) -> MicrobatchWeights:
+def _by_flops(batches: Sequence[object], full: FullMicrobatch, model: object, iteration: int) -> MicrobatchFactors:
     """Return weights by FLOPs: linear layers in proportion to tokens, attention (not in W) to squared document lengths."""
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
     attention = attention_share(replace(model_of_chunk(model, full.length), mtp_layers=0, mtp_pattern=None))
@@ -380,7 +380,7 @@ def _by_function(
     full: FullMicrobatch,
     model: object,
     iteration: int,
-) -> MicrobatchWeights:
+) -> MicrobatchFactors:
     """Call a user's function (``name`` in messages) with each batch, and return its results as weights.
 
     A result is a time, or a pair of a time and a memory, which is 1 by default. All functions that weigh batches have
@@ -400,7 +400,7 @@ def _by_function(
         pairs.append(weight if isinstance(weight, tuple) and len(weight) == 2 else (weight, 1.0))
     try:
         times, memories = (tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True))
-        return MicrobatchWeights(times, memories)
+        return MicrobatchFactors(times, memories)
     except CostsError as error:
         raise CostsError(error.code, f"{name} returns no weights in training step {iteration + 1}: {error}") from error
 

@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.action import COMPUTE, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Step
 from megatron_pipemem.schedule.measured import Pair, costs_from
-from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, count_messages, peaks
 
@@ -274,7 +274,7 @@ class MeasuredStep:
             for kind in (Kind.F,) if (Kind.B, at) in usual else (Kind.F, Kind.I, Kind.W):
                 usual.setdefault((kind, at), 0.0)
         costs = costs_from(usual, self.p2p(), self.schedule.placement, self.split, self.schedule.units, together)
-        weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
+        weights = None if max(self.weights) == min(self.weights) else MicrobatchFactors(self.weights)
         return replace(costs, memory=memory, microbatch=weights)
 
     def timeline(self, costs: Costs) -> Timeline:

@@ -12,7 +12,7 @@ from itertools import chain, compress, pairwise
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import COMPUTE, KIND_AND_STAGE, VOCABULARY, Action, Kind
-from megatron_pipemem.schedule.action_prices import held_after, unit_weights
+from megatron_pipemem.schedule.action_prices import held_after, unit_factors
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
 from megatron_pipemem.schedule.simulator import Timeline
@@ -209,7 +209,7 @@ class DrawnRun:
         schedule, costs = self.timeline.schedule, self.timeline.costs
         if self.timeline.measured.held is not None:
             return self.timeline.measured.held
-        units, weights = schedule.units, unit_weights(schedule, costs)
+        units, weights = schedule.units, unit_factors(schedule, costs)
         changes = costs.memory_changes(schedule.placement, schedule.recomputed, units)
         unit = costs.memory_unit(schedule.placement, units)
         return [[held * unit for held in held_after(order, changes, weights, units)] for order in schedule.orders]
