@@ -33,7 +33,7 @@ class Saved:
     nbytes: float  # on one rank, for one microbatch
     needed: Literal["I", "W"]  # the last pass that needs it: ``W`` for inputs of linear layers, else ``I``
     recompute: tuple[str, ...] = ()  # modules of ``Recomputable`` that would make it again
-    statistic: bool = False  # whether it has one or two numbers per token and norm, head or chosen expert
+    is_statistic: bool = False  # whether it has one or two numbers per token and norm, head or chosen expert
     early: bool = False  # whether the weight gradient that needs it is computed in I
 
 
@@ -76,7 +76,7 @@ def _block_tensors(model: Model, execution: Execution, block: Sublayer) -> Itera
 
 def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[str, ...] = ()) -> Saved:
     rows = execution.tokens(model) / execution.sequence_ranks
-    return Saved(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, statistic=True)
+    return Saved(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, is_statistic=True)
 
 
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
@@ -108,7 +108,7 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
             yield Saved("queries before their norm", heads, "I")
         if copies:
             yield Saved("keys before their norm", keys, "I")
-        yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", statistic=True)
+        yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", is_statistic=True)
     own = rotated or model.qk_norm  # whether queries and keys are not views of the projection's output
     if execution.attention == "unfused" and model.heads / tp > groups and not execution.recomputes("core_attn"):
         yield Saved("repeated keys and values", 2 * heads * _key_shards(execution), "I")
@@ -156,7 +156,7 @@ def _rotations(model: Model, execution: Execution, channels: int, recompute: tup
 def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     if execution.attention == "flash":
-        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", ("core_attn",), statistic=True)
+        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", ("core_attn",), is_statistic=True)
         return
     scores = n * model.sequence * model.heads / tp
     if _has_softmax_kernel(model, execution):
@@ -251,10 +251,10 @@ def _delta_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved("normal queries and keys", 2 * keys, "I")
     yield Saved("queries and keys of all heads", 2 * heads * model.linear_key_head_dim * e, "I")
     yield Saved("values and gate", 2 * values, "I")
-    yield Saved("decays and steps", heads * (2 * _SUM + 2 * e), "I", statistic=True)
+    yield Saved("decays and steps", heads * (2 * _SUM + 2 * e), "I", is_statistic=True)
     yield Saved("triangular matrices", heads * 64 * e, "I")
     yield Saved("recurrence's output", values, "I")
-    yield Saved("gated norm's statistics", heads * _SUM, "I", statistic=True)
+    yield Saved("gated norm's statistics", heads * _SUM, "I", is_statistic=True)
     yield Saved("normal output", values, "I")
     if not execution.fused:
         yield Saved("gate in fp32", 2 * values * _SUM / e, "I")
@@ -283,7 +283,7 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     inner = visits * model.expert_width / execution.expert_tp * e
     early = early_modules(model, execution)
     yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
-    yield Saved("experts' shares", visits * e, "I", ("moe",), statistic=True)
+    yield Saved("experts' shares", visits * e, "I", ("moe",), is_statistic=True)
     yield Saved("experts' inputs", visits * model.expert_channels * e, "W", ("moe",), early="experts_fc1" in early)
     if model.expert_latent:
         yield Saved("experts' sum", n / execution.sequence_ranks * model.expert_latent * e, "W", ("moe",))
@@ -318,7 +318,7 @@ def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved("projected input", n * projected * e, "I")
     yield Saved("scan's output", inner, "I")
     yield Saved("gated output", inner, "I")
-    yield Saved("gated norm's statistics", n * model.mamba_groups / tp * _SUM, "I", statistic=True)
+    yield Saved("gated norm's statistics", n * model.mamba_groups / tp * _SUM, "I", is_statistic=True)
     yield Saved("output projection's input", inner, "W")
 
 
@@ -369,7 +369,7 @@ def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     ``kind`` names the layer's blocks, by default those of the model's first layer.
     """
     return sum(
-        tensor.nbytes for tensor in _kept(layer_tensors(model, execution, kind), execution) if not tensor.statistic
+        tensor.nbytes for tensor in _kept(layer_tensors(model, execution, kind), execution) if not tensor.is_statistic
     )
 
 

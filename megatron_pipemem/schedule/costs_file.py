@@ -127,25 +127,25 @@ _EXAMPLES = {
 }
 
 
-class FileWeights(NamedTuple):
+class FileFactors(NamedTuple):
     """The factors of microbatches in a JSON file, for all training steps."""
 
     path: str
     steps: tuple[MicrobatchFactors, ...]  # the factors of every training step, or one object for all steps
-    one_for_all: bool
+    has_one_for_all: bool
 
     def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchFactors:
         """Return the factors of the microbatches of one training step. ``iteration`` counts steps from 0.
 
         Raise a CostsError if the file lacks the step, or has another number of microbatches for it.
         """
-        if not self.one_for_all and iteration >= len(self.steps):
+        if not self.has_one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",
                 f"{self.path} has factors of {len(self.steps)} training steps, and this is step {iteration + 1}; give "
                 "factors for every step, or one object for all steps",
             )
-        factors = self.steps[0 if self.one_for_all else iteration]
+        factors = self.steps[0 if self.has_one_for_all else iteration]
         if len(factors) != num_microbatches:
             raise CostsError(
                 "wrong-count",
@@ -162,7 +162,7 @@ class FunctionName(NamedTuple):
     name: str
 
 
-def read_microbatch_costs(text: str) -> str | FileWeights | FunctionName:
+def read_microbatch_costs(text: str) -> str | FileFactors | FunctionName:
     """Read a value of ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file, or ``module:function``.
 
     Return ``tokens`` or ``flops`` in lower case, the factors in the file, or the name of the function. The file is read
@@ -184,12 +184,12 @@ def read_microbatch_costs(text: str) -> str | FileWeights | FunctionName:
     return FunctionName(module, name)
 
 
-def _file(path: str) -> FileWeights:
+def _file(path: str) -> FileFactors:
     """Read a file of factors: an object or list of numbers for all training steps, or a list of these, one per step."""
     content = read_json(path, "factors of microbatches", CostsError)
-    one_for_all = not isinstance(content, list) or not any(isinstance(factors, list | dict) for factors in content)
-    steps = tuple(_factors(path, factors) for factors in ([content] if one_for_all else content))
-    return FileWeights(path, steps, one_for_all)
+    has_one_for_all = not isinstance(content, list) or not any(isinstance(factors, list | dict) for factors in content)
+    steps = tuple(_factors(path, factors) for factors in ([content] if has_one_for_all else content))
+    return FileFactors(path, steps, has_one_for_all)
 
 
 def _factors(path: str, data: object) -> MicrobatchFactors:

@@ -116,7 +116,7 @@ def test_recomputation_takes_its_time_in_the_input_gradient():
 )
 def test_bytes_per_element_of_the_papers(dropout, execution, per_element):
     shape = gpt(dropout=dropout)
-    statistics = sum(tensor.nbytes for tensor in layer_tensors(shape, execution) if tensor.statistic)
+    statistics = sum(tensor.nbytes for tensor in layer_tensors(shape, execution) if tensor.is_statistic)
     assert 0 <= layer_bytes(shape, execution).saved / 4096**2 - per_element <= statistics / 4096**2
     assert moved_bytes(shape, execution) == per_element * 4096**2
 

@@ -34,7 +34,7 @@ from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.request import MicrobatchCosts, Request
 from megatron_pipemem.schedule.action import COMPLETING, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.costs_file import FileWeights, FunctionName, read_microbatch_costs
+from megatron_pipemem.schedule.costs_file import FileFactors, FunctionName, read_microbatch_costs
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
 from megatron_pipemem.schedule.prices import WEIGHED, MicrobatchFactors
 from megatron_pipemem.schedule.registry import import_target
@@ -284,7 +284,7 @@ def weigher_of(value: MicrobatchCosts) -> Weigher:
     if callable(value):
         return partial(_by_function, f"the function of microbatch_costs, {getattr(value, '__name__', value)},", value)
     source = read_microbatch_costs(value)
-    if isinstance(source, FileWeights):
+    if isinstance(source, FileFactors):
         return lambda batches, full, model, iteration: source.of_step(iteration, len(batches))
     if isinstance(source, FunctionName):
         return partial(_by_function, f"--pipemem-microbatch-costs {value}", _function(source))

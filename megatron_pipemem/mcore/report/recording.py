@@ -66,7 +66,7 @@ class Recording(Extension):
         self._is_due = False
 
     def prepare(self, step: Step) -> None:
-        self._record.begin(step.pipeline.group, together=not step.overlaps)
+        self._record.begin(step.pipeline.group, has_barrier=not step.overlaps)
         self._overlaps, self._record.overlap = step.overlaps, step.overlap
         step.counts_bytes |= step.leaves_in_flight or self._record.counts(step.program)
         step.times_actions = True

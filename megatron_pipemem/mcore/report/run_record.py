@@ -75,7 +75,7 @@ class RunRecord:
     _unread: tuple[int, Choice, Observation] | None = None
     _layers: dict[int, int] = field(default_factory=dict)
     _begun: list[float] = field(default_factory=list)
-    _together: bool = True
+    _has_barrier: bool = True
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
@@ -93,14 +93,14 @@ class RunRecord:
                 self._failures[what] = f"{type(error).__name__}: {with_code(error)}"
                 logger.warning("the run goes on without %s, which failed: %s", what, self._failures[what])
 
-    def begin(self, group: dist.ProcessGroup, together: bool = True) -> None:
+    def begin(self, group: dist.ProcessGroup, has_barrier: bool = True) -> None:
         """Note the start of a training step on the ranks of ``group``.
 
-        With ``together``, all ranks of the pipeline first wait for each other, so that their times have the same
+        With ``has_barrier``, all ranks of the pipeline first wait for each other, so that their times have the same
         origin. Without it, the step is left out of the data for ``pipemem explain``.
         """
-        self.group, self._together = group, together
-        if together:
+        self.group, self._has_barrier = group, has_barrier
+        if has_barrier:
             dist.barrier(group=group)
         self._begun.append(time.perf_counter())
 
@@ -220,7 +220,7 @@ class RunRecord:
                 if self.last_plan is not None and self.is_whole:
                     memory = run_report.memory_of(pipeline)
                     report["bytes_of_1f1b"] = run_report.bytes_of_1f1b(pipeline, self.last_plan, memory)
-                    if self._together:
+                    if self._has_barrier:
                         seconds = run_report.iteration_seconds(self._begun)
                         report["last_step"] = run_report.written_step(pipeline, self.last_plan, memory, seconds)
             written = []
@@ -234,7 +234,7 @@ class RunRecord:
                 run = partial(run_report.last_step, pipeline, self.last_plan, bubble, of_1f1b)
                 if drawn := self._draw({"plan": plan, "run": run}, self.trace):
                     written.append(f"wrote the last step's timelines: {', '.join(drawn)} in {self.trace}")
-            for line in [*lines(report), *written]:  # together: drawing logs lines of other packages
+            for line in [*lines(report), *written]:  # has_barrier: drawing logs lines of other packages
                 logger.info("%s", line)
 
     def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> list[str]:

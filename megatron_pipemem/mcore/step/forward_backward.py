@@ -73,7 +73,7 @@ class ForwardBackward(Feature):
     _pipelines: dict[tuple[dist.ProcessGroup, Placement], Pipeline] = field(default_factory=dict)
     _gates: WeakKeyDictionary[torch.nn.Module, StepGates] = field(default_factory=WeakKeyDictionary)
     """The gates of each model that has taken a step, by its first chunk on this rank."""
-    _in_step: bool = False
+    _is_in_step: bool = False
 
     def replacements(self) -> Replacements:
         return [(symbol, lambda original, **call: self(**call)) for symbol in (WITH_INTERLEAVING, WITHOUT_INTERLEAVING)]
@@ -114,7 +114,7 @@ class ForwardBackward(Feature):
             config.pipeline_dtype or config.params_dtype,
             torch.cuda.current_device(),
         )
-        self._in_step = True
+        self._is_in_step = True
         step = Step(
             StepContext(
                 config,
@@ -148,7 +148,7 @@ class ForwardBackward(Feature):
             launches=self.launches,
         )
         self._perform(step)
-        self._in_step = False
+        self._is_in_step = False
         return step.context.loss_data
 
     def _checked(self, chunks: list[torch.nn.Module], iterators: list, config, group: dist.ProcessGroup) -> Placement:
@@ -322,7 +322,9 @@ class ForwardBackward(Feature):
 
     def close(self) -> None:
         """Release the extensions' state, programs and communicators; the latter stay open if the last step failed."""
-        orderly = not self._in_step  # after a step that failed, others may be gone, and a backend would wait for them
+        orderly = (
+            not self._is_in_step
+        )  # after a step that failed, others may be gone, and a backend would wait for them
         for extension in self.extensions:
             extension.close(orderly)
         if orderly:

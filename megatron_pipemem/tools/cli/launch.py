@@ -71,7 +71,7 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file; see
 
 def unfinished(run_file: RunFile, overrides: Set = None) -> None:
     """Exit with 0 if the run can resume from a checkpoint, else with 1. Batch files call this."""
-    raise typer.Exit(0 if load(run_file, Run, overrides or ()).unfinished else 1)
+    raise typer.Exit(0 if load(run_file, Run, overrides or ()).is_unfinished else 1)
 
 
 def launch(

@@ -204,7 +204,7 @@ class Run:
         return f"{self.output}/checkpoints"
 
     @property
-    def unfinished(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether the run saves checkpoints and has one from before its last step, from which a restart continues."""
         try:
             saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))

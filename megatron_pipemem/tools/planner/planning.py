@@ -429,7 +429,7 @@ class _Planner:
         Planning takes longest with many chunks. Trying an order now lowers the effort that is left.
         """
         group = entry.group if isinstance(entry, Base) else entry
-        if group.variant is None or not group.variant.frees_memory or (isinstance(entry, Base) and entry.whole):
+        if group.variant is None or not group.variant.frees_memory or (isinstance(entry, Base) and entry.simulates_all):
             return True
         placement = group.step.placement
         effort = 3 * _short(group.run) * placement.num_stages * placement.num_chunks
@@ -446,7 +446,7 @@ class _Planner:
         busiest device's work to the time.
         """
         most = base.group.run.parallelism.microbatches
-        microbatches = most if base.whole else _short(base.group.run)
+        microbatches = most if base.simulates_all else _short(base.group.run)
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
         try:
@@ -459,7 +459,7 @@ class _Planner:
             return
         if way is not None and microbatches < most:
             makespan = way.makespan + (most - microbatches) * _busiest(group.step)
-            self._put(makespan + group.step.outside, replace(base, whole=True))
+            self._put(makespan + group.step.outside, replace(base, simulates_all=True))
         else:
             self._wait(way)
 

@@ -308,7 +308,7 @@ class Base:
 
     group: Group = field(repr=False)  # cut, placement and variant
     order: Order
-    whole: bool = False  # whether the variant is simulated next with all microbatches, and not with a few
+    simulates_all: bool = False  # whether the variant is simulated next with all microbatches, and not with a few
 
 
 Entry = tuple[float, int, Run | Group | Base | Way]
