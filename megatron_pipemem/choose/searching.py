@@ -63,7 +63,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     placements = searched(request, shape, knowledge)
     costs = knowledge.counted_costs(placements[0], request.in_bytes)
     caps = request.caps(devices)
-    tries = _times_to_look(request, knowledge)
+    tries = _num_attempts(request, knowledge)
     search = _search(request, shape, knowledge, costs, placements, effort=1.0)
     best: dict[tuple[Placement, Units], Candidate] = {}
     results: list[SearchResult] = []
@@ -256,8 +256,8 @@ def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple
                 yield f"{schedule.name}, at most {most} W waiting", prompt
 
 
-def _times_to_look(request: Request, knowledge: Knowledge) -> int:
-    """Return how often to search at most, until a result keeps the cap.
+def _num_attempts(request: Request, knowledge: Knowledge) -> int:
+    """Return the most searches until a result keeps the cap.
 
     Several times if the result may grow afterwards (messages, vocabulary passes) and so break the cap, else once.
     """
@@ -298,7 +298,7 @@ class Plans:
 
     def __init__(self, request: Request, knowledge: Knowledge, costs: Costs) -> None:
         self._request, self._knowledge, self._costs = request, knowledge, costs
-        self._attempts = _times_to_look(request, knowledge)
+        self._attempts = _num_attempts(request, knowledge)
         self._seen_orders: set[tuple] = set()
         self.kept: list[tuple[OffloadPlan, str]] = []
         """Plans that keep the cap, each with the name of its order."""

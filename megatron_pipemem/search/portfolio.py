@@ -180,7 +180,8 @@ def fusable(problem: Problem, table: Timetable) -> set[int]:
     """Return the I passes that can be joined with their W into a full backward without delaying any other pass.
 
     That is so if W directly follows I, and no other device needs the gradient before W ends. A full backward saves
-    kernel launches and the storage of deferred weight gradients. All I of the problem's full stages are included.
+    kernel launches and the storage of deferred weight gradients. All I of stages that never split their backward are
+    included.
     """
     units, starts, passes = len(problem.units), table.starts, problem.reversed
     ends = [start + problem.ticks[price] for start, price in zip(starts, passes.price, strict=True)]

@@ -7,9 +7,9 @@ Each phase of a microbatch returns the object that the next phase needs:
     done = combine(scored, gathered)                        # done.losses, then the gradients
 
 This module does not communicate, and autograd does not record it. y are the scaled logits, M is their maximum over the
-whole vocabulary, and S = sum exp(y - M). Then:
+whole vocabulary, and Z = sum exp(y - M). Then:
 
-    loss = log S - (y_label - M)            dloss/dy = exp(y - M) / S - onehot(label)
+    loss = log Z - (y_label - M)            dloss/dy = exp(y - M) / Z - onehot(label)
 
 An input gradient computed here covers only the rows of this rank. The caller sums it over the ranks.
 """
