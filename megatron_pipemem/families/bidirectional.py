@@ -125,6 +125,9 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
     """Build the schedule GEMS: one microbatch at a time, forward and backward, in alternating directions."""
+    # p = 2, m = 3:
+    #   device 0: 0F0 0B0 3F1 3B1 0F2 0B2
+    #   device 1: 1F0 1B0 2F1 2B1 1F2 1B2
     p = num_devices
 
     def order(device: int) -> Order:
@@ -150,6 +153,9 @@ def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
             f"dualpipe needs an even number of microbatches, at least 2p = {2 * p}, not {m}; use another number or "
             "'chimera', which takes any",
         )
+    # p = 2, m = 4: microbatches 0 and 1 go down on stages 0 and 1, 2 and 3 go up on stages 2 and 3.
+    #   device 0: 0F0 3F2 0F1 3B2 3F3 0B0 3B3 0I1 0W1
+    #   device 1: 2F2 1F0 2F3 1B0 1F1 2B2 1B1 2I3 2W3
     # Device d and its mirror image act like device d of a V of half as many devices. The V's two chunks become the stage of
     # the direction that begins on d's side, and the stage of the other direction.
     half = dualpipe_v(p // 2, m // 2).orders

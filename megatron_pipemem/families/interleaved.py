@@ -105,6 +105,9 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
     Backwards run in microbatch order, so that gradients accumulate as in 1F1B. With fewer than ``p`` microbatches the
     bubble is longer.
     """
+    # p = 2, m = 2, 2 chunks:
+    #   device 0: 0F0 0F1 2F0 2F1 | 2B0 2B1 0B0 0B1
+    #   device 1: 1F0 1F1 3F0 3F1 | 3B0 3B1 1B0 1B1
     check_whole("looped-bfs: chunks", chunks, least=1)
     m, placement = num_microbatches, Placement.interleaved(num_devices, chunks)
     passes = []
@@ -233,6 +236,9 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
     """Return the passes of a device in the order of their slots."""
+    # p = 2, 2 chunks, groups of 1 microbatch, m = 2:
+    #   device 0: 0F0 2F0 0F1  2I0 2W0 2F1  0I0 0W0  2I1 2W1  0I1 0W1
+    #   device 1: 1F0 3F0      3I0 3W0 1F1  1I0 1W0 3F1  3I1 3W1  1I1 1W1
     forward, backward = grouped_slots(p, v, group)
     timetable = []
     for microbatch in range(m):

@@ -156,6 +156,9 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
     hold more than one microbatch of all its stages in addition to 1F1B. ``waves`` (default 2) is how often the stages
     go up and down the devices, and ``chunks`` is twice that number.
     """
+    # p = 2, m = 2, one wave:
+    #   device 0: 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
+    #   device 1: 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
     p, m = num_devices, num_microbatches
     if waves is None:
         waves = 2 if chunks is None else _waves(chunks)
