@@ -15,7 +15,7 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -381,19 +381,28 @@ def list_of_refusals() -> str:
     parts = []
     for name, table in vars(refusals).items():
         if isinstance(table, refusals.Refusals):
+            shared = _shared_remedy(table.sentences.values())
             options: dict[str, list[str]] = {}  # those with one reason share an entry
             for option, sentence in table.sentences.items():
                 values = REFUSED_VALUES.get((name, option), REFUSED_VALUES.get(option, ""))
-                options.setdefault(_reason(sentence), []).append(f"`{option}` {values}".strip())
+                options.setdefault(_reason(sentence, shared), []).append(f"`{option}` {values}".strip())
             entries = _items((", ".join(listed), reason) for reason, listed in options.items())
-            parts.append(f"**Refused{table.feature or ' with every schedule'}**\n\n{entries}")
+            heading = f"**Refused{table.feature or ' with every schedule'}**{f' (or {shared})' if shared else ''}"
+            parts.append(f"{heading}\n\n{entries}")
     return "\n\n".join(parts)
 
 
-def _reason(sentence: str) -> str:
-    """Return the reason of a refusal, and the remedy if it is another one than to drop the option."""
+def _shared_remedy(sentences: Collection[str]) -> str:
+    """Return the last remedy of several refusals if all of them have the same one, else nothing."""
+    last = {sentence.partition("; ")[2].rpartition(", or ")[2] for sentence in sentences}
+    return last.pop() if len(last) == 1 < len(sentences) else ""
+
+
+def _reason(sentence: str, shared: str) -> str:
+    """Return the reason of a refusal, and the remedy if it is another one than to drop the option, or than ``shared``."""
     reason, _, remedy = sentence.partition("; ")
-    remedy = re.sub(r"^drop --[\w-]+(, or |$)", "", remedy).removesuffix(" instead")
+    remedy = remedy.removesuffix(shared).removesuffix(", or ")
+    remedy = re.sub(r"^drop (it|--[\w-]+)(, or |$)", "", remedy).removesuffix(" instead")
     return f"{reason}. Instead: {remedy}." if remedy else f"{reason}."
 
 
