@@ -36,13 +36,13 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "cuda_graph_impl": lambda impl: impl not in (None, "none"),
     "cuda_graph_warmup_steps": lambda number: number == 0,
     "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
-    "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
+    "moe_router_load_balancing_type": lambda kinds: any(kind in (kinds or "") for kind in _UNCOUNTED),
     "num_distributed_optimizer_instances": lambda number: (number or 1) > 1,
     "moe_token_dispatcher_type": lambda dispatcher: dispatcher == "flex",
     "gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "rerun_mode": lambda mode: mode not in (None, "disabled"),
-    "recompute_granularity": lambda asked: asked == "full",
+    "recompute_granularity": lambda granularity: granularity == "full",
     "recompute_modules": lambda modules: "moe" in _listed(modules),
     "optimizer": lambda name: name not in (None, "adam", "sgd"),
     "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(threshold),
@@ -371,8 +371,8 @@ SLICED = Refusals(
     },
     ", or take a schedule without sequence slices",
     only={
-        "moe_router_load_balancing_type": lambda asked: any(
-            kind in (asked or "") for kind in ("quantile_balancing", "sinkhorn")
+        "moe_router_load_balancing_type": lambda kinds: any(
+            kind in (kinds or "") for kind in ("quantile_balancing", "sinkhorn")
         )
     },
 )

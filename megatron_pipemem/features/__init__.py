@@ -39,11 +39,11 @@ class FeatureSpec:
         def extensions(request, programs, chunk_placement):
             return [ChecksumSteps()]  # an Extension whose extend_executor returns the StepFeature with the handler
 
-        register_feature(FeatureSpec("checksums", wanted=lambda request: True, extensions=extensions))
+        register_feature(FeatureSpec("checksums", is_needed=lambda request: True, extensions=extensions))
 
     Args:
         name: unique among all features.
-        wanted: whether a run with this request has the feature. Called before anything of the feature is imported.
+        is_needed: whether a run with this request has the feature. Called before anything of the feature is imported.
         position: the place of its extensions among all extensions of a step.
         extensions: the function that returns the extensions, called with the request, the ``Programs`` and the
             ``ChunkPlacement`` of a run (Megatron's own schedule has only the request), or ``package.module:function``.
@@ -51,7 +51,7 @@ class FeatureSpec:
     """
 
     name: str
-    wanted: Callable[[Request], bool]
+    is_needed: Callable[[Request], bool]
     position: Position = Position.STAGES
     extensions: Callable[..., list[Any]] | str = ""
 
@@ -101,5 +101,5 @@ def features_at(position: Position, request: Request) -> Iterable[FeatureSpec]:
     Those of ``FEATURES`` come first, in its order, then the registered ones.
     """
     return (
-        feature for feature in (*FEATURES, *_REGISTERED) if feature.position is position and feature.wanted(request)
+        feature for feature in (*FEATURES, *_REGISTERED) if feature.position is position and feature.is_needed(request)
     )

@@ -199,8 +199,8 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
             yield Saved(f"{name} latent before its norm", before, "I")
             yield _statistics(f"{name} latent's statistics", model, execution, in_projection)
         if rank:
-            again = in_projection if model.qk_norm else ()
-            yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W", again)
+            modules = in_projection if model.qk_norm else ()
+            yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W", modules)
     if not execution.fused_rotations:
         yield _rotations(model, execution, model.qk_pos_emb_head_dim, ("mla_up_proj",))
     yield from _score_tensors(model, execution)
@@ -288,8 +288,8 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     if model.expert_latent:
         yield Saved("experts' sum", n / execution.sequence_ranks * model.expert_latent * e, "W", ("moe",))
     yield Saved("experts' activation's input", inner * (model.projections - 1), "I", ("moe",))
-    again = ("moe", "moe_act", "activation")
-    yield Saved("experts' second projection's input", inner, "W", again, early="experts_fc2" in early)
+    modules = ("moe", "moe_act", "activation")
+    yield Saved("experts' second projection's input", inner, "W", modules, early="experts_fc2" in early)
     if not (execution.fused and model.fuses_experts):
         yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", ("moe", "moe_act"))
     if model.shared_expert_ffn:

@@ -93,13 +93,13 @@ def _attention(model: Model, execution: Execution) -> Iterable[Matrix]:
 def _latent_attention(model: Model, execution: Execution, sparse: bool = False) -> Iterable[Matrix]:
     # With Transformer Engine every rank has the whole projections to the latents.
     down: MatrixCut = "none" if execution.implementation == "transformer_engine" else "columns"
-    queries, again = model.heads * model.latent_query_channels, ("mla_up_proj",)
+    queries, modules = model.heads * model.latent_query_channels, ("mla_up_proj",)
     if model.q_lora_rank:
         yield Matrix(model.hidden, model.q_lora_rank, down)
-    yield Matrix(model.q_lora_rank or model.hidden, queries, "columns", recompute=again)
+    yield Matrix(model.q_lora_rank or model.hidden, queries, "columns", recompute=modules)
     latent = model.kv_lora_rank or 0
     yield Matrix(model.hidden, latent + model.qk_pos_emb_head_dim, down)
-    keys_and_values = Matrix(latent, model.heads * (model.qk_head_dim + model.v_head_dim), "columns", recompute=again)
+    keys_and_values = Matrix(latent, model.heads * (model.qk_head_dim + model.v_head_dim), "columns", recompute=modules)
     # Sparse attention multiplies queries and outputs by it, and I computes its weight gradient.
     yield replace(keys_and_values, waits=not sparse, early=sparse)
     yield Matrix(model.heads * model.v_head_dim, model.hidden, "rows", model.bias == "all")

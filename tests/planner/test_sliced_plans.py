@@ -88,7 +88,7 @@ def test_all_slices_take_what_the_whole_takes_and_what_small_products_lose(recom
     runs = [replace(sliced(count, cut, recompute), model=large, cluster=quick) for count in (n, 1)]
     step, whole = sliced_step(runs[0], placement, layers=(1, 1)), price(runs[1], placement, layers=(1, 1))
     assert step.work == pytest.approx(whole.work, rel=2e-3)
-    assert step.again == pytest.approx(whole.again, rel=2e-3)
+    assert step.recompute == pytest.approx(whole.recompute, rel=2e-3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -236,7 +236,7 @@ def test_slices_of_equal_flops_take_as_long_forward():
     )
     assert max(even.costs.forward[:8]) > 2 * min(even.costs.forward[:8])
     assert step.work == pytest.approx(even.work, rel=0.01)
-    assert step.again == pytest.approx(even.again, rel=0.01)
+    assert step.recompute == pytest.approx(even.recompute, rel=0.01)
     for kind in (Kind.F, Kind.I, Kind.W):
         assert sum(step.costs.memory[kind][:8]) == pytest.approx(sum(even.costs.memory[kind][:8]))
     assert all(mine >= theirs for mine, theirs in zip(step.buffers, even.buffers, strict=True))

@@ -106,7 +106,7 @@ def test_a_layer_takes_its_products_its_tensors_and_its_messages():
     # A quarter of the work and more: smaller products are slower.
     assert part.seconds.total - part.communication.total > alone.seconds.total / 4
     again = layer(MODEL, Execution(recompute="full"), CLUSTER)
-    assert again.again == pytest.approx(alone.seconds.forward)
+    assert again.recompute == pytest.approx(alone.seconds.forward)
     assert again.seconds.input == pytest.approx(alone.seconds.input + alone.seconds.forward)
 
 

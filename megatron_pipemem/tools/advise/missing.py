@@ -66,10 +66,10 @@ class ScriptFacts:
     text: str
     compared: Sequence[tuple[str, int]]
 
-    def asked(self, error: ConfigError) -> ConfigError:
-        """Return the error about all values that are missing, as what the user of the script can give.
+    def with_remedies(self, error: ConfigError) -> ConfigError:
+        """Return one error about all missing values, with the arguments and variables that the script's user can give.
 
-        A variable that branches of the script set is asked for by what those branches depend on. If one argument is
+        For a variable that branches of the script set, these are the values that decide the branch. If one argument is
         needed, all of them are, because they are counted.
         """
         missing: Sequence[MissingValue] = error.missing if isinstance(error, MissingValues) else ()

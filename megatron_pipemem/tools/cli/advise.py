@@ -212,7 +212,7 @@ def _read_on(context: Context, source: list[str], path: Path, variables: dict[st
     try:
         reading = read_program([*command.words, *overrides], context)
     except ConfigError as error:
-        own = error if command.script is None else command.script.asked(error)
+        own = error if command.script is None else command.script.with_remedies(error)
         if own.code != "unknown-size" or not command.not_read:
             raise own from error
         message = f"{own.message}; {'; '.join(command.not_read)}"

@@ -204,7 +204,7 @@ class Loaded:
         """The memory cap in the unit of the costs: one number, or one per device; ``None`` without a cap."""
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
-    def again(self, request: Request, costs: Costs) -> Loaded:
+    def with_costs(self, request: Request, costs: Costs) -> Loaded:
         """Return the schedule for another request and other costs, in this shape, with this object's memory per action.
 
         The memory in ``costs`` is not used.
@@ -431,7 +431,7 @@ def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loade
         def resolved(request: Request) -> Choice:
             if not request.barriers:
                 return loaded.chosen
-            return loaded.again(request, priced_head(question, prices, schedule, request.barriers)).chosen
+            return loaded.with_costs(request, priced_head(question, prices, schedule, request.barriers)).chosen
 
         ways = vocabulary_ways(loaded.request, resolved, lambda barriers, error: None)
         passes = {barriers: way.schedule for barriers, way in ways.items() if barriers}
@@ -448,4 +448,4 @@ def _with_head(loaded: Loaded, prices: Costs, question: Question) -> tuple[Loade
         return loaded, priced_head(question, prices, schedule, 0), reason
     barriers = BARRIERS_OF_ALGORITHM[int(algorithm)]
     priced = priced_head(question, prices, schedule, barriers)
-    return loaded.again(loaded.request.decided(barriers), priced), priced, reason
+    return loaded.with_costs(loaded.request.decided(barriers), priced), priced, reason

@@ -257,15 +257,15 @@ def _values(way: Way, today: Way | None, has_contexts: bool) -> Iterator[str]:
     yield way.binds
 
 
-def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Way | None, Way | None]:
+def _with_and_without(run: Run, answer: Answer, replan: Callable[[Run], Answer]) -> tuple[Way | None, Way | None]:
     """Return the fastest plans with and without overlap of messages within layers; ``None`` where there is no such plan.
 
-    ``again`` plans the run without the overlap, if all plans of ``answer`` keep it.
+    ``replan`` plans the run without the overlap, if all plans of ``answer`` keep it.
     """
     if not any(run.flags.get(flag) for flag in OVERLAPS):
         return None, None
     kept = next((way for way in answer.plans if way.hides_messages), None)
-    others = [way for way in answer.plans if not way.hides_messages] or [*again(without_overlap(run)).plans]
+    others = [way for way in answer.plans if not way.hides_messages] or [*replan(without_overlap(run)).plans]
     return kept, next(iter(others), None)
 
 

@@ -260,8 +260,8 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
         also = f", or the name {path.stem!r} for the package's own file" if brought else ""
         raise ConfigError("no-file", f"{_absence(path)}{also}", key=key, file=user)
     if folder is None:
-        wanted = f"{shortened(name)} is not a file; give a path that ends in .yaml, or a mapping"
-        raise ConfigError("no-file", wanted, key=key, file=user)
+        message = f"{shortened(name)} is not a file; give a path that ends in .yaml, or a mapping"
+        raise ConfigError("no-file", message, key=key, file=user)
     beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]
     places = [place / folder for place in (*beside, SHIPPED)]
     if user and siblings:
@@ -297,8 +297,8 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
     hints = _hints(kind)
     own = {BASE: raw} if isinstance(raw, str) else raw
     if not isinstance(own, Mapping):
-        wanted = f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}"
-        raise ConfigError("bad-type", wanted, key=prefix[:-1], file=file)
+        message = f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}"
+        raise ConfigError("bad-type", message, key=prefix[:-1], file=file)
     if kind is Run:
         with _in_file(file):
             own = parts_of(own)

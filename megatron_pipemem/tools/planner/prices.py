@@ -74,7 +74,7 @@ class Price(Summed):
     seconds: Passes = Passes()  # everything included
     communication: Passes = Passes()  # the part of them in tensor-, context- and expert-parallel messages
     exchange: Passes = Passes()  # the part of them in which tokens travel to experts and back
-    again: float = 0.0  # the part of I for recomputation
+    recompute: float = 0.0  # the part of I for recomputation
     kept: activations.Kept = activations.Kept()  # bytes of activations
     moved: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
@@ -143,25 +143,25 @@ def layer(
     of_blocks = [(block, _block_messages(model, execution, cluster, Sublayer(block))) for block in kind]
     messages = sum(sum(seconds) for _, seconds in of_blocks)
     of_keys = sum((_key_messages(model, execution, cluster, Sublayer(block)) for block in kind), Passes())
-    everything_again = execution.recompute == "full"
+    recomputes_all = execution.recompute == "full"
     repeated = sum(sum(seconds) for block, seconds in of_blocks if execution.recomputes(*_REPEATS.get(block, ())))
-    repeated += everything_again * (messages + of_keys.forward)
+    repeated += recomputes_all * (messages + of_keys.forward)
     tails = _tails(model, execution, kind)
     products = _product_seconds(execution, cluster, plain, tails)
     shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], products)
     exchange = sum(expert for _, (_, expert) in of_blocks)
     shown += of_keys
     communication = shown + Passes(input=repeated)
-    again = products.forward + moving
-    if not everything_again:
+    recompute = products.forward + moving
+    if not recomputes_all:
         more = flops.input - plain.input
         core = min(more, (plain.forward - plain.weight) * execution.recomputes("core_attn"))
-        again = core / cluster.flops + (more - core) / _rate(execution, cluster)
+        recompute = core / cluster.flops + (more - core) / _rate(execution, cluster)
     if execution.recompute == "selective":
         # Recomputation writes the dropped tensors, and reads about as many bytes.
         dropped = activations.layer_bytes(model, replace(execution, recompute="none"), kind).saved
         dropped -= activations.layer_bytes(model, execution, kind).saved
-        again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
+        recompute += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
     computing = products + Passes(moving, 2 * moving) + _quantising_seconds(model, execution, cluster, kind)
     computing = each_pass(operator.mul, computing, pace)
     trains = "language" not in execution.frozen
@@ -169,12 +169,12 @@ def layer(
     computing += Passes(input=early, weight=-early)
     gathers = _shown_gathers(model, execution, cluster, kind, computing.weight)
     communication += Passes(weight=gathers)
-    again = again * pace.input + repeated
+    recompute = recompute * pace.input + repeated
     price = Price(
-        seconds=computing + shown + Passes(input=again, weight=gathers),
+        seconds=computing + shown + Passes(input=recompute, weight=gathers),
         communication=communication,
         exchange=Passes(exchange, exchange),
-        again=again,
+        recompute=recompute,
         kept=activations.layer_bytes(model, execution, kind),
         moved=activations.moved_bytes(model, execution, kind),
         parameters=counts.layer_parameters(model, execution, kind),

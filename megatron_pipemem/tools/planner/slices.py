@@ -195,7 +195,7 @@ def sliced_step(
         ),
         buffers=_per_device(max, [slice_.step.buffers for slice_ in slices]),
         communication=_per_device(sum, [slice_.step.communication for slice_ in slices]),
-        again=_again(run, placement, slices, shared),
+        recompute=_recompute(run, placement, slices, shared),
         work=work,
     )
 
@@ -250,7 +250,9 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
     )
 
 
-def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
+def _recompute(
+    run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]
+) -> tuple[float, ...]:
     """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices.
 
     ``shared`` has the attention of every stage.
@@ -258,10 +260,10 @@ def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Seq
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # Pass I has twice the products of attention in F, and recomputation has them once.
     earlier_share = sum(slice_.earlier for slice_ in slices) / 3 * runs_again
-    alone = _per_device(sum, [slice_.step.again for slice_ in slices])
+    alone = _per_device(sum, [slice_.step.recompute for slice_ in slices])
     return tuple(
-        again + earlier_share * sum(shared[stage].seconds.input for stage in owned)
-        for again, owned in zip(alone, placement.stages, strict=True)
+        seconds + earlier_share * sum(shared[stage].seconds.input for stage in owned)
+        for seconds, owned in zip(alone, placement.stages, strict=True)
     )
 
 

@@ -73,7 +73,7 @@ class PlannedStep:
     """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
     exchange: tuple[Passes, ...]
     """Per stage, seconds of F and of I in which the experts' tokens travel; part of ``costs``."""
-    again: tuple[float, ...]  # per device, seconds per microbatch of recomputation
+    recompute: tuple[float, ...]  # per device, seconds per microbatch of recomputation
     work: tuple[float, ...]  # per device, seconds of F, I and W per microbatch, with those messages
     reduction: float  # exposed seconds of data-parallel messages, on the worst device
     optimizer: float  # seconds, on the worst device
@@ -401,7 +401,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         sent=_sent(message_bytes(cut.model, cut.execution), placement, [max(s.saved, s.after_input) for s in kept]),
         communication=tuple(sum(part.communication.total for part in device) / replicas for device in device_parts),
         exchange=tuple(of_stages(attrgetter("exchange"), Passes())),
-        again=tuple(sum(part.again for part in device) / replicas for device in device_parts),
+        recompute=tuple(sum(part.recompute for part in device) / replicas for device in device_parts),
         work=tuple(sum(part.seconds.total for part in device) / replicas for device in device_parts),
         reduction=max(_exposed(cut, device, replicas) for device in device_parts)
         + max(_sums(cut, device, placement) for device in device_parts),

@@ -200,7 +200,7 @@ class Way:
             "bubble": self.makespan - self.work,
             "uneven stages": m * (step.work[busiest] - sum(step.work) / len(step.work)),
             "messages within layers": m * step.communication[busiest] - self.hides,
-            "recompute": m * step.again[busiest],
+            "recompute": m * step.recompute[busiest],
             "gradient reduction": step.reduction,
             "optimizer": step.optimizer,
         }
