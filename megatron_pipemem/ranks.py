@@ -29,8 +29,8 @@ from megatron_pipemem.runtime.first_failure import (
     end_process,
     follow,
     guarded,
-    hear_signal,
-    ignore_signal,
+    install_signal,
+    remove_signal,
     summary,
 )
 
@@ -114,7 +114,7 @@ def rank_guard() -> Iterator[None]:
         import torch.distributed  # noqa: F401 - here, because two threads that import torch at the same time crash
 
         watcher.start()
-        hear_signal()
+        install_signal()
     try:
         with _errors_without_usage(), guarded():
             yield
@@ -148,7 +148,7 @@ def rank_guard() -> Iterator[None]:
         done.set()
         if watcher.is_alive():
             watcher.join()
-        ignore_signal()
+        remove_signal()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 _MOST_STARTS, _LEADERS, _ATTEMPTS = 6, 2, 3
-"""The most orders in which a search moves W, those of them whose other actions it moves too, and its attempts to keep a cap."""
+"""Limits of a search: the orders in which it moves W, the fastest of them whose other actions move too, and its attempts to
+keep a cap."""
 
 
 def searched(

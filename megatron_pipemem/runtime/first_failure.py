@@ -1,12 +1,11 @@
-"""End all ranks of a job when one is refused, and tell them the cause.
+"""End all ranks of a job when one is refused, and log the cause on all of them.
 
 The first rank that fails writes its error to a key of a store that all ranks can reach. The other ranks poll that key in
 a thread, because their main thread may wait for the failed rank without end: in a rendezvous, in a collective, or for a
 device. The store is the one of PyTorch's default process group. Before there is a group, it is the store that the
 ``env://`` rendezvous will use, at MASTER_ADDR:MASTER_PORT. torchrun runs that store. Without torchrun, rank 0 does.
 
-The same thread makes all ranks say where they stand, if one of them gets SIGUSR2 or stands still
-(``runtime.positions``).
+The same thread makes all ranks log their positions if one of them gets SIGUSR2 or stands still (``runtime.positions``).
 
 ``watch_job`` is for programs that enable the plugin by themselves. ``pipemem run`` uses the same board, and handles all
 errors of its script.
@@ -131,7 +130,7 @@ class FailureBoard:
             raise ConnectionError("the rendezvous store has closed") from error
 
     def questions(self, more: int = 0) -> int:
-        """Return how often ranks have asked where all ranks stand, after asking ``more`` times."""
+        """Return the number of requests for the positions of all ranks, after adding ``more``."""
         with self._connected() as store:
             return 0 if store is None else store.add(f"{self._key}/questions", more)
 
@@ -246,13 +245,13 @@ class FailureBoard:
 def follow(board: FailureBoard, done: threading.Event, react: Callable[[Failure], None]) -> None:
     """Poll the board, and call ``react`` when another rank has failed without which this rank cannot go on.
 
-    Return if ``done`` is set first, or if the store closes. Between the looks, answer where this rank stands.
+    Return if ``done`` is set first, or if the store closes. Between two polls, answer requests for this rank's position.
     """
     positions = _Positions(board)
     while not done.wait(board.poll_seconds):
         try:
             failure = board.first()
-            positions.tell()
+            positions.poll()
         except ConnectionError:
             return  # rank 0 has ended, perhaps without a failure; if it failed, the next collective fails
         if failure is not None and (not failure.ranks or board.rank in failure.ranks):
@@ -262,17 +261,17 @@ def follow(board: FailureBoard, done: threading.Event, react: Callable[[Failure]
 
 
 class _Positions:
-    """Answers the questions where this rank stands, and reads all answers if this rank was the first to ask."""
+    """Answers requests for this rank's position, and reads all answers if this rank made the first request."""
 
     def __init__(self, board: FailureBoard):
         self._board = board
         self._answered = 0  # the last question
         self._answers: Answers | None = None
 
-    def tell(self) -> None:
+    def poll(self) -> None:
         """Answer a new question, and go on to read the answers of other ranks.
 
-        This rank asks if it got SIGUSR2, or if it stands still for longer than its patience and no rank has asked for that.
+        This rank asks if it got SIGUSR2, or if it stands still for longer than its patience and no other rank has asked since.
         """
         executor = sys.modules.get("megatron_pipemem.runtime.executor")  # not loaded before a model is built
         asks = _signal is not None and _signal.has_come()
@@ -294,7 +293,7 @@ class _Positions:
             raise
         except Exception:  # whatever it is, this thread must go on to look for failures
             self._answers = None
-            logger.exception("this rank cannot say where it stands")
+            logger.exception("the position of this rank cannot be logged")
 
 
 class _Signal:
@@ -332,10 +331,10 @@ class _Signal:
 _signal: _Signal | None = None
 
 
-def hear_signal() -> None:
-    """Let SIGUSR2 make all ranks say where they stand, until ``ignore_signal``.
+def install_signal() -> None:
+    """Let SIGUSR2 make all ranks log their positions, until ``remove_signal``.
 
-    Nothing happens in another thread than the main one, or if the program uses the signal or the interpreter's socket
+    Nothing happens in other threads than the main one, or if the program uses the signal or the interpreter's socket
     for signals itself.
     """
     global _signal
@@ -348,8 +347,8 @@ def hear_signal() -> None:
         _signal = _Signal()
 
 
-def ignore_signal() -> None:
-    """Undo ``hear_signal``. Another thread than the main one cannot."""
+def remove_signal() -> None:
+    """Undo ``install_signal``. Other threads than the main one cannot."""
     global _signal
     if _signal is not None and threading.current_thread() is threading.main_thread():
         heard, _signal = _signal, None
@@ -391,14 +390,14 @@ class _JobWatch:
             arguments = self.board, self._done, self._react
             self._thread = threading.Thread(target=follow, args=arguments, name="pipemem-first-failure", daemon=True)
             self._thread.start()
-            hear_signal()
+            install_signal()
             # The interpreter's exit aborts the process if a daemon thread is inside C++ code.
             atexit.register(self._stop_polling)
 
     def stop(self) -> None:
         """Stop polling, and write no error to the board any more."""
         self._stop_polling()
-        ignore_signal()
+        remove_signal()
         atexit.unregister(self._stop_polling)
         if sys.excepthook == self._end:
             sys.excepthook = self._excepthook

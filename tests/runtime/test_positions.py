@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_pipemem.runtime import executor, first_failure, positions
 from megatron_pipemem.runtime.executor import Progress
-from megatron_pipemem.runtime.first_failure import FailureBoard, _Positions, hear_signal, ignore_signal
+from megatron_pipemem.runtime.first_failure import FailureBoard, _Positions, install_signal, remove_signal
 from megatron_pipemem.schedule.action import Action, Kind
 
 SIZE = 3
@@ -87,31 +87,31 @@ def test_the_first_rank_that_asks_shows_all_and_names_those_without_an_answer(pr
     runs(progress, (Action(Kind.RECV_I, 0, 4), 2))
     first, second, third = map(_Positions, boards)
     for rank in (first, second, third):
-        rank.tell()
+        rank.poll()
     assert not caplog.messages
     progress.patience = 1.0
-    second.tell()
-    first.tell()
+    second.poll()
+    first.poll()
     assert len(caplog.messages) == 2, "the own logs, and nothing of others yet"
     time.sleep(0.3)
-    second.tell()
+    second.poll()
     none, *both, causes = caplog.messages[2:]
     assert none == "rank 2: no answer" and causes.endswith("be: 2")
     assert [re.match(r"rank (\d): step 7", text)[1] for text in both] == ["0", "1"]
     runs(progress, None)
     progress.position = 1
-    third.tell()
+    third.poll()
     assert boards[0].questions() == 1, "another rank has asked already"
 
 
 def test_a_signal_is_heard_and_left_as_it_was(boards, progress):
     before = signal.getsignal(signal.SIGUSR2)
-    hear_signal()
+    install_signal()
     try:
         os.kill(os.getpid(), signal.SIGUSR2)
         assert first_failure._signal.has_come() and not first_failure._signal.has_come()
     finally:
-        ignore_signal()
+        remove_signal()
     assert signal.getsignal(signal.SIGUSR2) == before == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
 
 
@@ -119,7 +119,7 @@ def test_a_program_that_uses_the_signal_keeps_it():
     handler = lambda number, frame: None  # noqa: E731
     signal.signal(signal.SIGUSR2, handler)
     try:
-        hear_signal()
+        install_signal()
         assert first_failure._signal is None and signal.getsignal(signal.SIGUSR2) is handler
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -129,11 +129,11 @@ def test_what_a_program_takes_later_stays_its_own():
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     handler = lambda number, frame: None  # noqa: E731
-    hear_signal()
+    install_signal()
     signal.signal(signal.SIGUSR2, handler)
     signal.set_wakeup_fd(writer.fileno())
     try:
-        ignore_signal()
+        remove_signal()
         assert signal.getsignal(signal.SIGUSR2) is handler
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)

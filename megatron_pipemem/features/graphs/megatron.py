@@ -54,9 +54,9 @@ class GraphedSteps(Extension):
         self._steps = 0
         """The number of steps without graphs, of this kind."""
         self._stream: torch.cuda.Stream | None = None
-        """of the model, where it would have been the default one"""
+        """The stream of the model, if it would have been the default one."""
         self._trackers: list[Any] = []
-        """of random streams, whose forks do nothing in a capture"""
+        """The trackers of random streams, whose forks do nothing in a capture."""
 
     def replacements(self) -> Replacements:
         return [(LANGUAGE_MODULE, self._build), (RNG_TRACKER, self._make_tracker)]

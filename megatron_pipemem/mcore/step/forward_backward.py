@@ -54,7 +54,7 @@ from megatron_pipemem.runtime.transport import (
 from megatron_pipemem.schedule.placement import Placement
 
 SHARE_OF_TIMEOUT = 0.8
-"""The part of the process group's time-out after which ranks say where they stand. At its end NCCL ends them."""
+"""The part of the process group's time-out after which ranks log their positions. At its end NCCL ends them."""
 
 
 @dataclass(eq=False)
