@@ -19,7 +19,7 @@ import test_unequal
 import test_variants
 import yaml
 from comparing import assert_predicted_bytes, bits
-from lanes import rest_nightly
+from lanes import nightly, rest_nightly
 from model_flags import (
     CP2,
     DISTRIBUTED,
@@ -76,28 +76,19 @@ TABLES = {
     "latent": {"kept": ("v-half", LATENT_QUERIES, ()), "offloaded": ("v-half", LATENT_QUERIES, OFFLOADED)},
 }
 CASES = {f"{feature}: {name}": case for feature, table in TABLES.items() for name, case in table.items()}
+# The others would show what test_hybrid.py shows of this class, or what does not depend on the class of a model.
 FULL_LANE = {
-    "variants: llama, loss per token",
-    "variants: experts, uneven layout",
-    "variants: another number of microbatches",
+    "variants: llama, loss per token, another number of microbatches",
     "variants: empty stages, interleaved",
     "variants: sequence parallel, fusion",
-    "variants: distributed optimizer, fusion",
-    "families: gpipe",
     "families: hanayo",
-    "families: 1f1b-v",
-    "experts: padded",
     "further tokens: evaluation",
     "context parallel: recomputed",
     "packed: recomputed, evaluation",
-    "unequal: cut vocabulary",
     "packed: weighed by FLOPs",
-    "offload: paper",
     "offload: selective",
     "costs: profiled",
     "costs: layout",
-    "costs: overlapped steps",
-    "replicas: dualpipe",
     "pairs: shared experts",
     "latent: kept",
     "slices: recomputed",
@@ -108,7 +99,8 @@ UNPREDICTED = {f"variants: {name}" for name in test_variants.UNPREDICTED}
 
 
 @pytest.mark.parametrize(
-    "name", rest_nightly(CASES, FULL_LANE, "the same layers in a GPT, and other features in a HybridModel")
+    "name",
+    rest_nightly(CASES, FULL_LANE, "test_hybrid.py; the same layers in a GPT, and other features in a HybridModel"),
 )
 def test_a_hybrid_model_trains_as_stock(equals_stock, request, name):
     schedule, flags, ours = CASES[name]
@@ -122,7 +114,10 @@ def test_a_hybrid_model_trains_as_stock(equals_stock, request, name):
     assert len(run.validation) >= 2 or "evaluation" not in name
 
 
-@pytest.mark.parametrize("name", ["pipedream-2bw", "pipedream"])
+@pytest.mark.parametrize(
+    "name",
+    rest_nightly(["pipedream-2bw", "pipedream"], ["pipedream"], "its weights' versions, in test_asynchronous.py"),
+)
 def test_a_hybrid_model_trains_late_as_the_formula_says(train_small, emulate, name):
     flags = test_asynchronous.FLAGS[name]
     # The emulator's stages have equally many layers.
@@ -132,6 +127,7 @@ def test_a_hybrid_model_trains_late_as_the_formula_says(train_small, emulate, na
     assert_predicted_bytes(run)
 
 
+@nightly("Megatron's own check")
 def test_megatron_refuses_a_stage_for_multi_token_prediction(train_small):
     with pytest.raises(CaseFailed) as failed:
         train_small("stock", *hybrid("*-*-*-*-/*-"), LAYOUT, "Ett|tt|m|L")
