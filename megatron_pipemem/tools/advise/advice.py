@@ -11,6 +11,7 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.flags import Flags
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.queues import one_queue_of
+from megatron_pipemem.schedule.display import rare_collection
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB
@@ -19,7 +20,7 @@ from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.launch.feasibility import check_sizes, refusal
 from megatron_pipemem.tools.planner.balance import balance, laid_out, without_layout
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.pricing import STOCKS, as_it_stands, priced_with
+from megatron_pipemem.tools.planner.pricing import STOCKS, Layouts, as_it_stands, priced_with
 from megatron_pipemem.tools.planner.replay import shortest
 from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN, proposed_slices, with_slices
 from megatron_pipemem.tools.planner.space import (
@@ -88,6 +89,7 @@ class Advice:
         return one_queue_of(self.today.run.flags) if ours else None
 
 
+@rare_collection()
 def advise(
     run: Run,
     pace: MeasuredSlowdown | None = None,
@@ -120,8 +122,9 @@ def advise(
     refused: dict[str, tuple[str, list[str]]] = {}
     counts, unsliced = proposed_slices(run) if slices else ((), None)
     bare = _without_recomputation(today, pace)
+    layouts: Layouts = {}
     ways = {
-        kind: [way for base, name in rows for way in priced_with(base, name, pace)]
+        kind: [way for base, name in rows for way in priced_with(base, name, pace, layouts)]
         for kind, rows in _candidates(run, bare, names, counts, pairs).items()
     }
     ways["sliced"] = _worth_slicing(today, ways, memory)

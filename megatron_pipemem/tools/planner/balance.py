@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from math import inf
 from operator import ge
@@ -46,9 +46,19 @@ _TOLERANCE = 1e-9
 class Balance:
     """The best, the even and the given layout of a run."""
 
+    prices: RunPrices
     best: Way  # with the shortest step found
-    even: Way  # with layers divided evenly, or nearly so
-    own: Way | None = None  # with the layout of the user or the run, if there is one
+    own_layers: tuple[int, ...] | None = None  # of the user or the run, if there is a layout
+
+    @cached_property
+    def even(self) -> Way:
+        """The run with layers divided evenly, or nearly so."""
+        return self.prices.way(layout.even(self.prices.run.model, self.prices.placement.model_stages))
+
+    @cached_property
+    def own(self) -> Way | None:
+        """The run with the layout of the user or the run, if there is one."""
+        return None if self.own_layers is None else self.prices.way(self.own_layers)
 
     @property
     def layouts(self) -> dict[str, Way]:
@@ -83,11 +93,7 @@ def balance(
     def weighed(request: Request) -> Balance:
         prices = RunPrices(run, request, pace, run.cluster.memory_bytes)
         counts = _requested_layout(run, layout_text, prices.placement.model_stages)
-        return Balance(
-            best=prices.way(_LayoutSearch(prices, room, trials).best()),
-            even=prices.way(layout.even(run.model, prices.placement.model_stages)),
-            own=None if counts is None else prices.way(counts),
-        )
+        return Balance(prices, prices.way(_LayoutSearch(prices, room, trials).best()), counts)
 
     request = _request(run)
     if request.vocab_cut != AUTO:

@@ -18,7 +18,7 @@ from megatron_pipemem.tools.planner.balance import balance
 from megatron_pipemem.tools.planner.early_wgrad import with_early_head
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.replay import Order
-from megatron_pipemem.tools.planner.run_prices import priced
+from megatron_pipemem.tools.planner.run_prices import RunPrices, priced, request_of
 from megatron_pipemem.tools.planner.space import Limits, orders, why_not_in_chunks
 from megatron_pipemem.tools.planner.variants import HOST_MEMORY
 from megatron_pipemem.tools.planner.ways import Way
@@ -60,13 +60,20 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
     return way if is_known or run.schedule.name == AUTO else _cut_as_priced(way)
 
 
-def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
+Layouts = dict[Order, tuple[int, ...]]
+"""The searched layers per stage, by order."""
+
+
+def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None, layouts: Layouts | None = None) -> Iterator[Way]:
     """Yield a run under the family ``name``, for every number of chunks with its best layout.
 
     Where I may compute the head's weight gradient to free memory, that follows. ``pace`` has the ratios of measured to
     predicted seconds. Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped, and
     so are families that cannot have what the run adds. Megatron's own schedules run without what this package adds.
+    ``layouts`` is extended by the layouts that are searched. Runs that share it share their layouts, such as a run with
+    pairs and the run without, whose layouts take far less time to compare.
     """
+    layouts = {} if layouts is None else layouts
     is_stock = name in STOCKS
     if is_stock and (run.schedule.slices or 1) > 1:
         return
@@ -84,21 +91,24 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[
                 continue
             own = replace(base, parallelism=replace(base.parallelism, chunks=order.chunks))
             try:
-                way = _cut_as_priced(priced(own, pace, memory=memory))
-                if is_stock and 0 in way.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
-                    way = _cut_as_priced(
-                        priced(own, pace, _layers(balance(way.run, pace=pace, trials=_TRIALS).best), memory)
-                    )
+                layers = RunPrices(own, request_of(own), pace).step().layers if is_stock else None
+                # Megatron's own schedule may hang at an empty middle stage.
+                if layers is not None and 0 in layers[1:-1]:
+                    if order not in layouts:
+                        cut = run_layout.with_cut(own, layers)
+                        layouts[order] = balance(cut, pace=pace, trials=_TRIALS).best.layers
+                    layers = layouts[order]
+                way = _cut_as_priced(priced(own, pace, _always(layers), memory))
             except (ScheduleError, UnsupportedError):
                 continue
             yield way
             if (early := _with_early_head(way)) is not None:
-                yield priced(early, pace, _layers(way), memory)
+                yield priced(early, pace, _always(way.layers), memory)
 
 
-def _layers(way: Way) -> Callable[[Placement], tuple[int, ...]]:
-    """Return a function that gives the layers per stage of a way."""
-    return lambda placement: way.layers
+def _always(layers: tuple[int, ...] | None) -> Callable[[Placement], tuple[int, ...] | None]:
+    """Return a function that gives these layers per stage for every placement."""
+    return lambda placement: layers
 
 
 def _cut_as_priced(way: Way) -> Way:
