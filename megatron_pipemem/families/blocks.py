@@ -58,9 +58,9 @@ def _order(passes: list[Pass], units: Units) -> tuple[Action, ...]:
             for kind, stage, place in numbered
         ]
     num_units = len(units)
-    within = ((kind, stage, place) for kind, stage, place in numbered if place < num_units)
+    within = [row for row in numbered if row[2] < num_units]
     if not units.are_whole:
-        within = ((kind, stage, place if kind is Kind.F else units.backward(place)) for kind, stage, place in within)
+        within = [(kind, stage, place if kind is Kind.F else units.backward(place)) for kind, stage, place in within]
     return tuple(map(partial(tuple.__new__, Action), within))  # as Action._make does, in half the time
 
 

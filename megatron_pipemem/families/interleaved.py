@@ -61,8 +61,9 @@ def _from_visits(p: int, units: Units, chunks: int, group: int, group_sizes: lis
     ahead = max((chunks - 1) * group, *waits)
 
     def device_passes(device: int) -> list[Pass]:
-        forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
-        backwards = [Pass(Kind.B, (chunks - 1 - chunk) * p + device) for chunk in visits]
+        of_chunks = [(Pass(Kind.F, stage), Pass(Kind.B, stage)) for stage in range(device, p * chunks, p)]
+        forwards = [of_chunks[chunk][0] for chunk in visits]
+        backwards = [of_chunks[-1 - chunk][1] for chunk in visits]
         warm_up = min(len(visits), 2 * (p - device - 1) + ahead)
         steady = list(chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False)))
         return forwards[:warm_up] + steady + backwards[len(visits) - warm_up :]
@@ -223,12 +224,12 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
     #   device 0: 0F0 0F1 2F0 2F1 | 2I0 2W0 0F2  2I1 2W1 0F3  0I0 0W0 2F2  0I1 0W1 2F3  2I2 2W2 ...
     #   device 1: 1F0 1F1 3F0     | 3I0 3W0 3F1  3I1 3W1 1F2  1I0 1W0 1F3  1I1 1W1 3F2  3I2 3W2 ...
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
-    forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
+    of_chunks = [tuple(Pass(kind, stage) for kind in (Kind.F, Kind.I, Kind.W)) for stage in range(device, p * v, p)]
+    forwards = [of_chunks[chunk][0] for chunk in visits]
     warm_up = max(sizes) * (v - 1) + p - device
     passes = forwards[:warm_up]
     for chunk, forward in zip_longest(visits, forwards[warm_up:]):
-        stage = (v - 1 - chunk) * p + device
-        passes += [Pass(Kind.I, stage), Pass(Kind.W, stage)]
+        passes += of_chunks[-1 - chunk][1:]
         if forward is not None:
             passes.append(forward)
     return passes

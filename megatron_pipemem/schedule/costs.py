@@ -18,6 +18,7 @@ from megatron_pipemem.schedule.prices import (
     Channel,
     MicrobatchFactors,
     Several,
+    are_floats,
     numbers,
     per_part,
     price,
@@ -111,7 +112,8 @@ class Costs:
             if (value := getattr(self, name)) is not None or getattr(Costs, name) is not None:
                 object.__setattr__(self, name, price(name, value, kind))
         links = self.p2p if isinstance(self.p2p, Mapping) else {(): self.p2p}
-        for link, seconds in links.items():
+        unchecked = {} if are_floats(links.values()) and min(links.values()) >= 0 else links
+        for link, seconds in unchecked.items():
             price(".".join(filter(None, ("p2p", "-".join(map(str, link))))), seconds, several=False)
         if self.memory is not None:
             checked = {Kind(kind): numbers(f"memory.{kind}", change) for kind, change in self.memory.items()}

@@ -18,6 +18,7 @@ from weakref import ref
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need
+from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.units import WHOLE, Units
@@ -451,6 +452,11 @@ class Dependencies:
     def nodes_of(self, kind: Kind, stage: int) -> Mapping[int, int]:
         """Return the nodes of a kind on a stage in the order of their device, by unit."""
         return self._nodes.get((kind, stage), {})
+
+    @cached_property
+    def num_messages(self) -> int:
+        """The number of actions whose result is sent to another device."""
+        return sum(len(self.nodes_of(kind, stage)) for kind, stage in Router(self._placement).emitting)
 
     @cached_property
     def walk(self) -> Walk:

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from math import inf
 
 from megatron_pipemem.schedule.action import PLAIN, Action, Kind
 from megatron_pipemem.schedule.action_prices import held_after, unit_factors
@@ -51,7 +50,7 @@ def with_earlier_weights(schedule: Schedule, costs: Costs) -> Schedule:
         {action: after - before for action, (before, after) in zip(order, pairwise(memory), strict=True)}
         for order, memory in zip(schedule.orders, held, strict=True)
     ]
-    limit = loosened(max(limit, *(max(accumulate(dict(_with_limit(changes, -inf)).values())) for changes in devices)))
+    limit = loosened(max(limit, *(max(accumulate(_with_direct_weights(changes))) for changes in devices)))
     orders = tuple(
         order if max(memory) <= limit else tuple(action for action, _ in _with_limit(changes, limit))
         for order, memory, changes in zip(schedule.orders, held, devices, strict=True)
@@ -64,6 +63,16 @@ def _bytes_after(schedule: Schedule, costs: Costs) -> list[list[float]]:
     changes = costs.memory_changes(schedule.placement, units=schedule.units)
     weights = unit_factors(schedule, costs)
     return [[0.0, *held_after(order, changes, weights, schedule.units)] for order in schedule.orders]
+
+
+def _with_direct_weights(changes: _Changes) -> Iterator[float]:
+    """Yield the bytes of a device's actions in the order in which each W directly follows its I."""
+    for action, change in changes.items():
+        kind, stage, microbatch = action
+        if kind is not Kind.W:
+            yield change
+        if kind is Kind.I:
+            yield changes[Action(Kind.W, stage, microbatch)]
 
 
 def _with_limit(changes: _Changes, limit: float) -> Iterator[tuple[Action, float]]:

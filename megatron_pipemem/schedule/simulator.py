@@ -204,7 +204,7 @@ def simulated(schedule: Schedule, costs: Costs, dependencies: Dependencies, begi
         costs,
         tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes[: len(orders)]),
         peaks(schedule, costs),
-        sum(len(dependencies.nodes_of(kind, stage)) for kind, stage in Router(placement).emitting),
+        dependencies.num_messages,
         tuple(map(tuple, transfers.transfers)),
         tuple(map(tuple, transfers.stalls)),
         peaks(schedule, costs, host=True),

@@ -95,3 +95,12 @@ def test_megatrons_own_schedules_are_compared_without_what_this_package_adds():
 def test_families_that_cannot_have_what_a_run_adds_are_left_out():
     assert list(priced_with(under(vocab_cut="2"), "chimera", None)) == []
     assert len(list(priced_with(under(), "chimera", None))) == 1
+
+
+def test_runs_that_share_layouts_search_them_once():
+    run, layouts = replace(BASE, schedule=ScheduleChoice()), {}
+    (way,) = priced_with(run, "interleaved", None, layouts)
+    assert layouts == {way.order: way.layers} and 0 not in way.layers[1:-1]
+    other = (2, *LAYERS[1:-1], 0)
+    (shared,) = priced_with(run, "interleaved", None, {way.order: other})
+    assert shared.layers == other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,6 +173,10 @@ def test_prices_are_small_enough_that_sums_stay_finite() -> None:
     for wrong in ({"forward": 1e308}, {"p2p": 10**400}, {"memory": {Kind.F: -1e31}}):
         with refused("bad-number", kind=CostsError):
             Costs(**wrong)
+    for number, code in ((1e31, "bad-number"), (math.nan, "bad-type"), (math.inf, "bad-number"), (-1.0, "bad-number")):
+        for several in ({"forward": (1.0, number)}, {"p2p": {(0, 1): 1.0, (1, 0): number}}):
+            with refused(code, kind=CostsError):
+                Costs(**several)
     with refused("bad-number", kind=CostsError):
         VocabularyCosts(score=1e31)
 

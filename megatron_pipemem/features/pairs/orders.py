@@ -202,61 +202,69 @@ class _PairingRun:
         pairings, all_ends, all_nodes, sizes = self._pairings, self._ends, self._nodes, self._sizes
         needs, seconds, codes, stops = pairings.needs, pairings.seconds, pairings.codes, pairings.stops
         hidden, all_hidden = pairings.hidden, self._hidden
-        following, waiting = self._following, self._waiting
+        following, waiting, block_stops, swaps = self._following, self._waiting, self._block_stops, self._swaps
         runnable: list[tuple[float, int]] = []
         begin, pacer = inf, self._pacer
-
-        def arrival_at(node: int, block: int) -> float | tuple[int, int]:
-            """Return when the inputs of an action arrive; if one of them has not run, its device and position."""
-            latest = 0.0
-            for owner, position, lag in needs[node]:
-                if block:
-                    position += block * sizes[owner]
-                ends = all_ends[owner]
-                if position >= len(ends):
-                    return owner, position
-                arrival = ends[position] + lag
-                if arrival > latest:
-                    latest = arrival
-            return latest
 
         def queue(lane: int) -> None:
             node, block = following[lane]
             if node == stops[lane]:
                 return
-            arrival, ends = arrival_at(node, block), all_ends[lane]
-            if isinstance(arrival, tuple):
-                owner, position = arrival
-                waiting[owner].setdefault(position, []).append(lane)
-            else:
-                heappush(runnable, (ends[-1] if ends and ends[-1] > arrival else arrival, lane))
+            own = all_ends[lane]
+            start = own[-1] if own else 0.0
+            for owner, position, lag in needs[node]:
+                if block:
+                    position += block * sizes[owner]
+                ends = all_ends[owner]
+                if position >= len(ends):
+                    waiting[owner].setdefault(position, []).append(lane)
+                    return
+                arrival = ends[position] + lag
+                if arrival > start:
+                    start = arrival
+            heappush(runnable, (start, lane))
 
         for lane in range(len(stops)):
             queue(lane)
+        further = self._further
         while runnable:
             start, lane = heappop(runnable)
             if start < begin:
                 begin = start
             first, block = following[lane]
-            following[lane] = second, later = self._after(lane, first, block)
+            second, later = first + 1, block
+            if second == block_stops[lane] and block < further:
+                second, later = second - sizes[lane], block + 1
+            following[lane] = second, later
             ends = all_ends[lane]
-            end = start + seconds[first]
             position = len(ends)
             pair = None
-            if second != stops[lane] and codes[first] + codes[second] == 1 and (self._swaps or codes[second]):
-                arrival = arrival_at(second, later)
-                if not isinstance(arrival, tuple):
-                    pair = self._pair(lane, start, max(start, arrival), (first, second), later - block)
+            if second != stops[lane] and codes[first] + codes[second] == 1 and (swaps or codes[second]):
+                together = start
+                for owner, place, lag in needs[second]:
+                    if later:
+                        place += later * sizes[owner]
+                    others = all_ends[owner]
+                    if place >= len(others):
+                        break
+                    arrival = others[place] + lag
+                    if arrival > together:
+                        together = arrival
+                else:
+                    pair = self._pair(lane, start, together, (first, second), later - block)
             if pair is None:
                 all_hidden[lane] += hidden[first]
-                ends.append(end)
+                ends.append(start + seconds[first])
                 all_nodes[lane].append(first)
             else:
                 nodes, end = pair
                 all_hidden[lane] += hidden[first] + hidden[second]
                 ends += [end, end]
                 all_nodes[lane] += nodes
-                following[lane] = self._after(lane, second, later)
+                second += 1
+                if second == block_stops[lane] and later < further:
+                    second, later = second - sizes[lane], later + 1
+                following[lane] = second, later
             if waiting[lane]:
                 for at in range(position, len(ends)):
                     for other in waiting[lane].pop(at, ()):
@@ -264,14 +272,8 @@ class _PairingRun:
             queue(lane)
             if lane == pacer and len(ends) >= self._begins[lane] + self._block * sizes[lane]:
                 self._skip_blocks()
+                further = self._further
         return begin
-
-    def _after(self, lane: int, node: int, block: int) -> tuple[int, int]:
-        """Return the node after another one, and how many times the block has run again before it."""
-        node += 1
-        if node == self._block_stops[lane] and block < self._further:
-            return node - self._sizes[lane], block + 1
-        return node, block
 
     def _pair(
         self, lane: int, start: float, together: float, both: tuple[int, int], blocks: int
@@ -281,17 +283,19 @@ class _PairingRun:
         The second one, which is that of ``blocks`` later blocks, has its inputs at the time ``together``.
         """
         (first, second), pairings = both, self._pairings
-        a, b = pairings.actions[first], pairings.actions[second]
-        if a.stage == b.stage and a.microbatch == b.microbatch + blocks * pairings.blocks.units:
-            return None
         swaps = pairings.codes[second] == 0
-        forward, backward = (second, first) if swaps else (first, second)
+        forward, backward = (second, first) if swaps else both
         of_first, of_second = pairings.seconds[first], pairings.seconds[second]
         of_both = pairings.together(forward, backward)
         saved, wait = of_first + of_second - of_both, together - start
-        apart = max(start + of_first, together) + of_second
         rounding = _TIE * (of_first + of_second)
-        if wait > self._patience * saved + rounding or together + of_both >= apart - rounding:
+        if wait > self._patience * saved + rounding:
+            return None
+        apart = max(start + of_first, together) + of_second
+        if together + of_both >= apart - rounding:
+            return None
+        a, b = pairings.actions[first], pairings.actions[second]
+        if a[1] == b[1] and a[2] == b[2] + blocks * pairings.blocks.units:
             return None
         self._forwards.append(forward)
         self._hidden[lane] += saved

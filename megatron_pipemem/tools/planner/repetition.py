@@ -12,9 +12,10 @@ result is exact for stages that reach their rhythm late, or whose rhythm takes s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import compress, count
+from operator import eq, ne
 
 from megatron_pipemem.features.pairs.orders import ROUNDING, Blocks
 from megatron_pipemem.schedule.action import Kind
@@ -68,13 +69,13 @@ class Repetition:
         depth = _depth(lanes, dependencies)
         if depth is None or any(lane.cut - depth * lane.size < lane.first for lane in lanes):
             return None
-        begins = [nodes.start + lane.cut for nodes, lane in zip(dependencies.lanes, lanes, strict=True)]
-        ends = [begin + lane.size for begin, lane in zip(begins, lanes, strict=True)]
-        parts: tuple[list[Step], list[Step], list[Step]] = ([], [], [])
-        for step in dependencies.steps:
-            node, device, *_ = step
-            parts[(node >= begins[device]) + (node >= ends[device])].append(step)
-        return cls(longer, dependencies, units // longer.units.parts, *parts, lanes, depth)
+        part_of = bytearray()  # per node: 0 before the block, 1 in it, 2 after it
+        for nodes, lane in zip(dependencies.lanes, lanes, strict=True):
+            sizes = lane.cut, lane.size, len(nodes) - lane.cut - lane.size
+            part_of += b"".join(bytes([part]) * size for part, size in enumerate(sizes))
+        of_steps = [part_of[step[0]] for step in dependencies.steps]
+        before, block, after = (list(compress(dependencies.steps, map(part.__eq__, of_steps))) for part in range(3))
+        return cls(longer, dependencies, units // longer.units.parts, before, block, after, lanes, depth)
 
     def blocks(self, microbatches: int) -> Blocks:
         """Return the block, with the number of times that it runs again in a step with ``microbatches`` microbatches."""
@@ -151,8 +152,8 @@ def _periodic_regions(shorter: Schedule, longer: Schedule) -> tuple[int, list[tu
     regions = []
     for few, many in zip(shorter.orders, longer.orders, strict=True):
         size = len(many) - len(few)
-        head = _common(few, many)
-        tail = _common(_later(reversed(few), more), reversed(many))
+        head = _num_equal(few, many, len(few))
+        tail = _num_equal(_later(reversed(few), more), reversed(many), len(few))
         if head + tail < len(few):
             return None
         regions.append((range(len(few) - tail, head + size), size))
@@ -167,22 +168,20 @@ def _periodic_regions(shorter: Schedule, longer: Schedule) -> tuple[int, list[tu
     return None
 
 
-def _later(rows: Iterator[_Row], units: int) -> Iterator[_Row]:
+def _later(rows: Iterable[_Row], units: int) -> Iterator[_Row]:
     return ((kind, stage, unit + units) for kind, stage, unit in rows)
 
 
-def _common(few: Iterator[_Row] | Sequence[_Row], many: Iterator[_Row] | Sequence[_Row]) -> int:
-    """Return the number of equal rows at the beginning of both."""
-    return sum(1 for _ in takewhile(lambda rows: rows[0] == rows[1], zip(few, many, strict=False)))
+def _num_equal(few: Iterable[_Row], many: Iterable[_Row], most: int) -> int:
+    """Return the number of equal rows at the beginning of both; ``most``, the rows of ``few``, if none differ."""
+    return next(compress(count(), map(ne, few, many)), most)
 
 
 def _is_periodic(rows: Sequence[_Row], size: int, units: int) -> bool:
     """Return whether every row, ``size`` rows later, is the same one of a microbatch that is ``units`` units later."""
     if size == 0:
         return not rows
-    return len(rows) >= 2 * size and all(
-        early == late for early, late in zip(_later(iter(rows), units), rows[size:], strict=False)
-    )
+    return len(rows) >= 2 * size and all(map(eq, _later(rows, units), rows[size:]))
 
 
 def _cut(regions: Sequence[tuple[range, int]], dependencies: Dependencies) -> list[_Lane]:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import islice
 from math import isclose, lcm
+from operator import eq
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.action import PLAIN, Kind
+from megatron_pipemem.schedule.action import KIND_AND_STAGE, PLAIN, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies
@@ -88,9 +89,13 @@ def extended(
     for count, more in _counts(num_devices, num_microbatches):
         if not overlaps and (repetition := _repetition(built, num_devices, count, more)) is not None:
             return OrderPrice(repetition.makespan(costs, num_microbatches), peaks(repetition.schedule, costs))
-        shorter, longer = (built(number).timing(costs, overlaps) for number in (count, count + more))
-        actions = sum(map(len, longer.timeline.schedule.orders))
-        if _repeats(shorter, longer) or 2 * actions > MOST_ACTIONS:
+        replays = built(count), built(count + more)
+        ends_alike = _end_alike(*(replay.schedule for replay in replays))
+        is_last = 2 * sum(map(len, replays[1].schedule.orders)) > MOST_ACTIONS
+        if not (ends_alike or is_last):
+            continue
+        shorter, longer = (replay.timing(costs, overlaps) for replay in replays)
+        if is_last or _repeats(shorter, longer):
             return _extended(shorter, longer, num_microbatches)
     return built(num_microbatches).timing(costs, overlaps).price
 
@@ -179,16 +184,25 @@ def _rhythm(num_devices: int) -> int:
     return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
 
 
+def _end_alike(shorter: Schedule, longer: Schedule) -> bool:
+    """Return whether all devices have the same passes in the second halves of both."""
+    for few, many in zip(shorter.orders, longer.orders, strict=True):
+        second_half = islice(reversed(few), len(few) // 2)
+        if not all(map(eq, map(KIND_AND_STAGE, second_half), map(KIND_AND_STAGE, reversed(many)))):
+            return False
+    return True
+
+
 def _repeats(shorter: Timing, longer: Timing) -> bool:
-    """Return whether both steps have equal peaks, and in their second halves the same passes with equal delays."""
+    """Return whether both steps, which end alike, have equal peaks, and in their second halves equal delays."""
     later, rounding = longer.seconds - shorter.seconds, 1e-9 * longer.seconds
     one, two = shorter.timeline, longer.timeline
     if one.peaks != two.peaks:
         return False
-    for a, b, spans, later_spans in zip(one.schedule.orders, two.schedule.orders, one.spans, two.spans, strict=True):
-        pairs = zip(reversed(a), reversed(b), reversed(spans), reversed(later_spans), strict=False)
-        for mine, other, (_, end), (_, later_end) in islice(pairs, len(a) // 2):
-            if mine[:2] != other[:2] or not isclose(later_end - end, later, rel_tol=0.0, abs_tol=rounding):
+    for spans, later_spans in zip(one.spans, two.spans, strict=True):
+        pairs = zip(reversed(spans), reversed(later_spans), strict=False)
+        for (_, end), (_, later_end) in islice(pairs, len(spans) // 2):
+            if not isclose(later_end - end, later, rel_tol=0.0, abs_tol=rounding):
                 return False
     return True
 

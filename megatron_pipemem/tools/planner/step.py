@@ -23,7 +23,7 @@ left to hide either. If a step may be rolled back, its previous state takes memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -154,11 +154,12 @@ class _Cut:
         ``--recompute-method block`` recomputes, which is a lower bound.
         """
         model = self.model
-        layers = [
-            prices.layer(model, self.execution.at(place), self.cluster, kind, self.pace.layer)
-            for kind, place in zip(model.kinds, places or [model.layers] * model.layers, strict=True)
-        ]
-        return [*layers, self.ahead()][: model.pieces]
+        rows = list(zip(model.kinds, places or [model.layers] * model.layers, strict=True))
+        distinct = {
+            (kind, place): prices.layer(model, self.execution.at(place), self.cluster, kind, self.pace.layer)
+            for kind, place in dict.fromkeys(rows)
+        }
+        return [*map(distinct.__getitem__, rows), self.ahead()][: model.pieces]
 
     def ahead(self) -> Price:
         """Return the prediction for all layers of multi-token prediction together.
@@ -412,7 +413,8 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     )
 
 
-def _links(cut: _Cut, placement: Placement) -> dict[tuple[int, int], float]:
+@lru_cache(maxsize=256)
+def _links(cut: _Cut, placement: Placement) -> Mapping[tuple[int, int], float]:
     execution, cluster = cut.execution, cut.cluster
     nbytes = message_bytes(cut.model, execution)
     apart = execution.tp * execution.cp * cut.dp
@@ -467,11 +469,17 @@ def _sent(message: float, placement: Placement, most: Sequence[float]) -> tuple[
     ``most`` has the most bytes that a microbatch keeps on each stage. With full recomputation these are those of its
     backward, and the sent outputs of other microbatches are left out.
     """
-    sending = {stage for kind, stage in Router(placement).emitting if kind is Kind.F}
+    sending = _sending_stages(placement)
     return tuple(
         message * len(sending & set(owned)) / whole if (whole := sum(most[stage] for stage in owned)) else 0.0
         for owned in placement.stages
     )
+
+
+@lru_cache(maxsize=256)
+def _sending_stages(placement: Placement) -> frozenset[int]:
+    """Return the stages whose output is sent to another device."""
+    return frozenset(stage for kind, stage in Router(placement).emitting if kind is Kind.F)
 
 
 def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
