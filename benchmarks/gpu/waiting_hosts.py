@@ -46,14 +46,14 @@ Place = tuple[int, int]
 
 
 class Nearest:
-    """Takes the place of ``lowering.messages.Horizons``: receives are posted one compute action ahead of what needs them."""
+    """Takes the place of ``lowering.Horizons``: receives are posted one compute action ahead of what needs them."""
 
     def __init__(self, schedule) -> None:
         pass
 
-    def place(self, device: int, position: int, other: int) -> int:
-        """Return 0: no message depends on anything."""
-        return 0
+    def place(self, device: int, position: int, other: int, least: int = 0) -> int:
+        """Return ``least``: no message depends on anything."""
+        return least
 
 
 def program_of(name: str, early: bool) -> Program:

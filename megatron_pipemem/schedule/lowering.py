@@ -1,6 +1,6 @@
 """Lowering adds messages, sums over replicas and gradient reductions to the orders of a schedule, in one of three ways.
 
-**One channel per edge** (``add_messages``). An edge is a pair (source device, destination device). NCCL has no tags,
+**One channel per edge** (``_Messages``). An edge is a pair (source device, destination device). NCCL has no tags,
 so both devices must post the messages of an edge in the same order: that in which the source produces them. A send is
 posted right after the action that produces its data. A receive is posted as late as the order allows, but one compute
 action ahead of the action that consumes its data. So that action hides the transfer.
@@ -38,10 +38,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate
+from typing import Any
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, COMPLETING, EVERYWHERE, MEMORY, ORDERED, SENDS, Action, Kind
@@ -53,7 +54,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import explained_by_validation
-from megatron_pipemem.schedule.waits import last_needed, run_single_queues
+from megatron_pipemem.schedule.waits import LatestNeeds, run_single_queues
 
 
 class Horizons:
@@ -63,59 +64,83 @@ class Horizons:
         dependencies = Dependencies.of_schedule(schedule)
         if error := dependencies.stuck():
             raise error
-        self._lanes, self._needed = dependencies.lanes, last_needed(dependencies)
+        self._lanes = dependencies.lanes
+        self._latest_needs = LatestNeeds(dependencies.graph, dependencies.walk.nodes)
 
-    def place(self, device: int, position: int, other: int) -> int:
-        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``."""
+    def place(self, device: int, position: int, other: int, least: int = 0) -> int:
+        """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``.
+
+        The result is at least ``least``. Lookups for two devices are fast if their positions do not fall.
+        """
         if position == 0:
-            return 0
-        return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
+            return least
+        start = self._lanes[other].start
+        return self._latest_needs.after(self._lanes[device][position - 1], other, start + least - 1) - start + 1
 
 
-def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
-    """Return every device's order with its sends and receives, for one channel per edge.
+class _Messages:
+    """Adds sends and receives to the orders of single devices, for one channel per edge.
 
     Two compute actions are separated by the send of the first one, and then by receives, sorted by source device and
     sending order. A receive is nearest to one action ahead of its consumer, among the positions with which hosts may
     wait for their devices anywhere. Both limits grow from message to message of an edge, so receives stay in order.
     """
-    orders, router, pairs = schedule.orders, Router(schedule.placement), schedule.pairs
-    # The position of the first action of a pair, for its second action; else the position itself.
-    starts = [[max(at - (order[at - 1] in pairs), 0) for at in range(len(order))] for order in orders]
-    consumers = {
-        receive: start
-        for order, begins in zip(orders, starts, strict=True)
-        for start, action in zip(begins, order, strict=True)
-        if (receive := router.awaited(action)) is not None
-    }
-    sends: list[list[list[Action]]] = []
-    edges: dict[Edge, list[tuple[int, Action]]] = {}  # position of the producer, and receive
-    for device, order in enumerate(orders):
-        sends.append([[] for _ in order])
+
+    def __init__(self, schedule: Schedule, horizons: Horizons) -> None:
+        self._orders, self._pairs, self._horizons = schedule.orders, schedule.pairs, horizons
+        self._router = Router(schedule.placement)
+        self._emitted: dict[int, list[tuple[int, Message]]] = {}
+
+    def added_to(self, device: int) -> Order:
+        """Return the order of a device with its messages."""
+        order, pairs = self._orders[device], self._pairs
+        # The position of the first action of a pair, for its second action; else the position itself.
+        starts = [max(at - (order[at - 1] in pairs), 0) for at in range(len(order))] if pairs else range(len(order))
+        consumers = {
+            receive: start
+            for start, action in zip(starts, order, strict=True)
+            if (receive := self._router.awaited(action)) is not None
+        }
+        posted: dict[int, list[Action]] = {}
+        for source in sorted(source for source, destination in self._router.edges if destination == device):
+            for position, receive in self._receives(source, device, consumers):
+                posted.setdefault(starts[position], []).append(receive)
+        sends: dict[int, list[Action]] = {}
+        for position, message in self._emitted_by(device):
+            sends.setdefault(position + (order[position] in pairs), []).append(message.send)
+        lowered: list[Action] = []
         for position, action in enumerate(order):
-            message = router.emitted(action)
-            if message is None:
-                continue
-            sends[device][position + (action in pairs)].append(message.send)
+            lowered += posted.get(position, ())
+            lowered.append(action)
+            lowered += sends.get(position, ())
+        return tuple(lowered)
+
+    def _receives(self, source: int, device: int, consumers: Mapping[Action, int]) -> Iterator[tuple[int, Action]]:
+        """Yield the receives of an edge, each with its position. ``consumers`` has the positions of their consumers."""
+        messages = [(made, message) for made, message in self._emitted_by(source) if message.edge[1] == device]
+        for made, message in messages:
             if message.receive not in consumers:
                 raise ScheduleError(
                     "unmet-need",
                     "no device runs the action that needs the result of this one; validate() shows the action to add",
-                    at=(device, position, order[position]),
+                    at=(source, made, self._orders[source][made]),
                 )
-            edges.setdefault(message.edge, []).append((position, message.receive))
-    posted: list[list[list[Action]]] = [[[] for _ in order] for order in orders]
-    for edge, messages in sorted(edges.items()):
-        order = orders[edge[1]]
-        ahead = _ahead_of([consumers[receive] for _, receive in messages], order)
-        for (made, receive), position in zip(messages, ahead, strict=True):
-            sent = made + (orders[edge[0]][made] in pairs)
-            position = max(position, horizons.place(edge[0], sent + 1, edge[1]))
+        place = self._horizons.place
+        ahead = _ahead_of([consumers[message.receive] for _, message in messages], self._orders[device])
+        for (made, message), position in zip(messages, ahead, strict=True):
+            sent = made + (self._orders[source][made] in self._pairs)
+            position = place(source, sent + 1, device, position)
             # The backward of a pair sends after its forward, whose receive may not depend on the backward.
-            while horizons.place(edge[1], position, edge[0]) > made + 1:
+            while place(device, position, source, made + 1) > made + 1:
                 position -= 1
-            posted[edge[1]][starts[edge[1]][position]].append(receive)
-    return tuple(map(_interleave, orders, posted, sends))
+            yield position, message.receive
+
+    def _emitted_by(self, device: int) -> list[tuple[int, Message]]:
+        """Return the messages that a device sends, each with the position of its producer."""
+        if device not in self._emitted:
+            messages = enumerate(map(self._router.emitted, self._orders[device]))
+            self._emitted[device] = [(position, message) for position, message in messages if message is not None]
+        return self._emitted[device]
 
 
 def _ahead_of(consumers: list[int], order: Order) -> list[int]:
@@ -125,7 +150,7 @@ def _ahead_of(consumers: list[int], order: Order) -> list[int]:
     that of a later message. Copies to the host and back do not count as compute actions.
     """
     positions = []
-    first = consumers[-1]
+    first = len(order)
     for consumer in reversed(consumers):
         first = min(first, consumer)
         position = max(first - 1, 0)
@@ -133,13 +158,6 @@ def _ahead_of(consumers: list[int], order: Order) -> list[int]:
             position -= 1
         positions.append(position)
     return positions[::-1]
-
-
-def _interleave(order: Order, receives: list[list[Action]], sends: list[list[Action]]) -> Order:
-    lowered: list[Action] = []
-    for action, received, sent in zip(order, receives, sends, strict=True):
-        lowered += [*received, action, *sent]
-    return tuple(lowered)
 
 
 def add_gradient_reductions(actions: Order) -> Order:
@@ -227,8 +245,10 @@ def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Hori
         for stage, place in own.items():
             for other in placement.counterparts(stage):
                 there = placement.devices[other]
-                needed = horizons.place(device, place, there)
-                if there != device and places[there][other] < needed:
+                if there == device:
+                    continue
+                needed = horizons.place(device, place, there, places[there][other])
+                if places[there][other] < needed:
                     places[there][other] = needed
                     _keep_order(places[there])
                     moved = True
@@ -479,16 +499,55 @@ def _fastest_in_single_queues(schedule: Schedule, costs: Costs) -> tuple[Order, 
     return min(lists, key=lambda orders: run_single_queues(Program(schedule, orders), costs).makespan)
 
 
+class _Rows(Sequence[Order]):
+    """The actions of all devices with one channel per edge, which are lowered when they are read.
+
+    The first read lowers the actions of the device and of those that send to it, which are what its rank reads. The
+    second read of other actions lowers all of them.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._lowered = schedule, dict[int, Order]()
+
+    def __len__(self) -> int:
+        return self._schedule.num_devices
+
+    def __getitem__(self, device: Any) -> Any:
+        if not isinstance(device, int):
+            return tuple(self)[device]
+        device = range(len(self))[device]
+        if device not in self._lowered:
+            self._lower(range(len(self)) if self._lowered else rows_of_rank(self._schedule.placement, device))
+        return self._lowered[device]
+
+    def __iter__(self) -> Iterator[Order]:
+        self._lower(range(len(self)))
+        return (self._lowered[device] for device in range(len(self)))
+
+    def _lower(self, devices: Iterable[int]) -> None:
+        if missing := [device for device in devices if device not in self._lowered]:
+            messages = _Messages(self._schedule, Horizons(self._schedule))
+            self._lowered |= {device: add_gradient_reductions(messages.added_to(device)) for device in missing}
+
+
+def rows_of_rank(placement: Placement, device: int) -> list[int]:
+    """Return the devices whose actions the rank of a device reads: first its own, then those that send to it."""
+    return [device, *sorted(source for source, destination in Router(placement).edges if destination == device)]
+
+
 __all__ = ["lower"]
 
 
 @explained_by_validation
-def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None = None) -> Program:
+def lower(
+    schedule: Schedule, *, single_queue: bool = False, costs: Costs | None = None, on_demand: bool = False
+) -> Program:
     """Add messages, sums over replicas and gradient reductions to a valid schedule.
 
     ``single_queue`` is for devices that serve all their streams in one queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Only
-    then ``costs`` have an effect: they decide on the positions of messages. ``validate_program`` proves the result.
-    Raise a ScheduleError for a stage that the placement lacks.
+    then ``costs`` have an effect: they decide on the positions of messages. With ``on_demand``, the actions of a device
+    are lowered when they are read, if they do not depend on the lists of all devices. ``validate_program`` proves the
+    result. Raise a ScheduleError for a stage that the placement lacks.
     """
     stages = range(schedule.num_stages)
     if any(action.stage not in stages for order in schedule.orders for action in order):
@@ -498,8 +557,10 @@ def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None
         with_messages = _fastest_in_single_queues(schedule, costs or Costs())
     elif schedule.vocabulary_barriers:
         with_messages = add_messages_in_sequence(schedule)
+    elif on_demand and schedule.placement.replicas == 1:
+        return Program(schedule, _Rows(schedule))
     else:
         horizons = Horizons(schedule)
-        with_messages = add_messages(schedule, horizons)
+        with_messages = tuple(map(_Messages(schedule, horizons).added_to, range(schedule.num_devices)))
     reducing = tuple(map(add_gradient_reductions, with_messages))
     return Program(schedule, add_replica_reductions(reducing, schedule.placement, horizons))

@@ -209,7 +209,7 @@ class Program:
     """A lowered schedule, which the executor runs. Two programs are never equal, even with the same actions."""
 
     schedule: Schedule  # the schedule it was lowered from
-    actions: tuple[Order, ...]
+    actions: Sequence[Order]
     """One tuple per device: the schedule's order, with messages and gradient reductions inserted."""
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ model: that all launches start, and that any one host may wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, permutations
@@ -36,30 +36,82 @@ from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.schedule import Program
 
 
-def last_needed(dependencies: Dependencies) -> list[Sequence[int]]:
-    """Return for every node, per device, the last node there that must run before the node can end; -1 for none.
+class LatestNeeds:
+    """Look up the latest node of a lane that must run before a node can end. The graph must be free of deadlock.
 
-    The entry for the node's own device has no meaning. The graph must be free of deadlock.
+    A lookup searches backwards through the waits, and stops at nodes that are less deep than the result can be. Lookups
+    with the same two lanes go on where the previous one has ended. They take less time if their nodes come in running
+    order, because then no node is searched twice.
+
+    The nodes of a lane are consecutive numbers. ``nodes`` are all nodes, in an order in which they can run.
     """
-    return _last_needed(dependencies.graph, dependencies.walk.nodes, dependencies.num_devices)
 
+    def __init__(self, graph: Graph, nodes: Iterable[int]) -> None:
+        self._waits, self._lane_of = graph.waits, graph.lane_of
+        self._first = [lane[0] if lane else 0 for lane in graph.lanes]
+        # The length of the longest path to a node: a node is deeper than all nodes that it waits for.
+        self._depth = depth = [0] * len(graph.waits)
+        deepest = [0] * len(graph.lanes)
+        for node in nodes:
+            lane = graph.lane_of[node]
+            least = deepest[lane]
+            for needed, _ in graph.waits[node]:
+                if depth[needed] > least:
+                    least = depth[needed]
+            depth[node] = deepest[lane] = least + 1
+        self._searches: dict[tuple[int, int], tuple[int, int, int, dict[int, int]]] = {}
 
-def _last_needed(graph: Graph, nodes: Iterable[int], num_devices: int) -> list[Sequence[int]]:
-    """Return the result of ``last_needed``. ``nodes`` are all nodes of the graph, in an order in which they can run."""
-    waits, lane_of = graph.waits, graph.lane_of
-    needed: list[Sequence[int]] = [()] * len(waits)
-    current: list[Sequence[int]] = [[-1] * num_devices for _ in graph.lanes]
-    for node in nodes:
-        lane = lane_of[node]
-        if waits[node]:
-            merged = current[lane]
-            for other, _ in waits[node]:
-                merged = list(map(max, merged, needed[other]))
-                if (source := lane_of[other]) < num_devices:
-                    merged[source] = max(merged[source], other)
-            current[lane] = merged
-        needed[node] = current[lane]
-    return needed
+    def after(self, node: int, needed_lane: int, bound: int) -> int:
+        """Return the latest node of another lane that ``node`` needs if it comes after ``bound``, else ``bound``.
+
+        ``bound`` is a node of that lane, or the number before its first node.
+        """
+        lane = self._lane_of[node]
+        if bound + 1 >= len(self._lane_of) or self._lane_of[bound + 1] != needed_lane:
+            return bound  # the last node of the lane
+        floor = self._depth[bound + 1]
+        if self._depth[node] <= floor:
+            return bound
+        before, before_bound, latest, searched = self._searches.get((lane, needed_lane), (-1, -2, -1, {}))
+        if node < before or bound < before_bound:
+            latest, searched = -1, {}
+        latest = max(latest, bound, self._search(node, needed_lane, floor, searched))
+        self._searches[lane, needed_lane] = node, bound, latest, searched
+        return latest
+
+    def everywhere(self, nodes: Iterable[int]) -> Iterator[Mapping[int, int]]:
+        """Yield by lane the latest nodes that each of these nodes of one lane, in running order, needs."""
+        searched: dict[int, int] = {}
+        for node in nodes:
+            self._search(node, -1, 0, searched)
+            yield searched
+
+    def _search(self, node: int, needed_lane: int, floor: int, searched: dict[int, int]) -> int:
+        """Return the latest node of a lane among the nodes that ``node`` needs; -1 if the search meets none.
+
+        Nodes that are less deep than ``floor`` are left out, and so are those up to the one in ``searched``, by lane. The
+        nodes of this search are added to ``searched``.
+        """
+        waits, lane_of, depth, latest = self._waits, self._lane_of, self._depth, -1
+        tops = [node]
+        while tops:
+            top = tops.pop()
+            lane = lane_of[top]
+            end = searched.get(lane, self._first[lane] - 1)
+            if top <= end:
+                continue
+            searched[lane] = top
+            for reached in range(top, end, -1):
+                if depth[reached] < floor:
+                    break
+                for needed, _ in waits[reached]:
+                    if depth[needed] < floor:
+                        continue
+                    if lane_of[needed] != needed_lane:
+                        tops.append(needed)
+                    elif needed > latest:
+                        latest = needed
+        return latest
 
 
 def check_host_waits(program: Program, dependencies: Dependencies) -> None:
@@ -79,27 +131,24 @@ def refused_waits(program: Program, dependencies: Dependencies) -> Iterator[tupl
     device's post of a sum over replicas. It depends on ``later``, an action of the post's own device. The host must
     not wait between ``post`` and ``later``.
     """
-    yield from _refused_waits(program, dependencies, last_needed(dependencies))
+    yield from _refused_waits(program, dependencies, LatestNeeds(dependencies.graph, dependencies.walk.nodes))
 
 
 def _refused_waits(
-    program: Program, dependencies: Dependencies, needed: Sequence[Sequence[int]]
+    program: Program, dependencies: Dependencies, latest_needs: LatestNeeds
 ) -> Iterator[tuple[int, int, int]]:
-    lane_of = dependencies.graph.lane_of
-    for end, other in _pairs(program, dependencies):
-        later = needed[other][lane_of[end]]
-        if later > end:
-            yield end, other, later
-
-
-def _pairs(program: Program, dependencies: Dependencies) -> Iterator[tuple[int, int]]:
-    """Yield every post with each node that completes together with it: another device's post, or the collective."""
+    graph = dependencies.graph
     for first, posts in _meetings(program):
-        if first.kind not in COLLECTIVES:
-            yield from permutations(posts, 2)
-    for collective in chain.from_iterable(dependencies.lanes[dependencies.num_devices :]):
+        for end, other in () if first.kind in COLLECTIVES else permutations(posts, 2):
+            later = latest_needs.after(other, graph.lane_of[end], end)
+            if later > end:
+                yield end, other, later
+    collectives = [*chain.from_iterable(dependencies.lanes[dependencies.num_devices :])]
+    for collective, latest in zip(collectives, latest_needs.everywhere(collectives), strict=True):
         # The node of a collective needs everything that its posts need.
-        yield from ((post, collective) for post, _ in dependencies.graph.waits[collective])
+        for post, _ in graph.waits[collective]:
+            if (later := latest[graph.lane_of[post]]) > post:
+                yield post, collective, later
 
 
 def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
@@ -231,8 +280,7 @@ def check_starts(program: Program, dependencies: Dependencies) -> None:
                 "channel that needs a later launch of the device; lower the schedule for single queues",
                 at=(device, count, dependencies.actions[lane[count]]),
             )
-    needed = _last_needed(graph, nodes, dependencies.num_devices)
-    for end, other, later in _refused_waits(program, dependencies, needed):
+    for end, other, later in _refused_waits(program, dependencies, LatestNeeds(graph, nodes)):
         raise _fault(dependencies, end, other, later)
 
 

@@ -22,6 +22,7 @@ from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule import validator
 from megatron_pipemem.schedule.action import MEMORY, MESSAGES, ORDERED, RECEIVES, SENDS, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.dependencies import Dependencies, Graph, Waits
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
@@ -29,7 +30,7 @@ from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import Moment, family_window, steady
 from megatron_pipemem.schedule.validator import validate_program
-from megatron_pipemem.schedule.waits import run_single_queues
+from megatron_pipemem.schedule.waits import LatestNeeds, run_single_queues
 from megatron_pipemem.search import search_schedule
 
 NAMES = [family.name for family in families()]
@@ -427,3 +428,52 @@ def test_orders_that_wait_for_ever_are_told() -> None:
     orders = ((Action(Kind.B, 0, 0), Action(Kind.F, 0, 0)), (Action(Kind.F, 1, 0), Action(Kind.B, 1, 0)))
     with refused("unmet-need", kind=ScheduleError):
         lower(Schedule("wrong", Placement.linear(2), 1, orders), single_queue=True)
+
+
+@examples(60)
+@given(
+    random_schedules(max_replicas=2, max_slices=2) | family_schedules(max_devices=4, max_microbatches=5), st.randoms()
+)
+def test_the_latest_needs_are_those_of_the_closure(schedule: Schedule, chance: random.Random) -> None:
+    """Bounded lookups in any order, those of every lane, and those of all lanes."""
+    dependencies = Dependencies.of_schedule(schedule)
+    graph, nodes = dependencies.graph, dependencies.walk.nodes
+    needs: list[set[int]] = [set() for _ in graph.waits]
+    for node in nodes:
+        before = [node - 1] * (node not in {lane[0] for lane in graph.lanes if lane})
+        for needed in (*before, *(needed for needed, _ in graph.waits[node])):
+            needs[node] |= {needed} | needs[needed]
+    latest_needs = LatestNeeds(graph, nodes)
+    for _ in range(30):
+        lane = chance.choice([lane for lane in graph.lanes if lane])
+        bound, node = chance.randrange(lane[0] - 1, lane[-1] + 1), chance.choice(nodes)
+        if graph.lane_of[node] != graph.lane_of[lane[0]]:
+            expected = max([bound, *needs[node].intersection(lane)])
+            assert latest_needs.after(node, graph.lane_of[lane[0]], bound) == expected
+    lane = chance.choice([lane for lane in graph.lanes if lane])
+    for node, latest in zip(lane, latest_needs.everywhere(lane), strict=True):
+        for other, others in enumerate(graph.lanes):
+            if others != lane:
+                assert latest.get(other, -1) == max(needs[node].intersection(others), default=-1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "gpipe"])
+def test_lowering_and_proof_look_at_few_waits_per_action(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at those of every device."""
+    looked = 0
+
+    class Counted(list[Waits]):
+        def __getitem__(self, node):
+            nonlocal looked
+            looked += 1
+            return super().__getitem__(node)
+
+    def count(self: LatestNeeds, graph: Graph, nodes: list[int]) -> None:
+        start(self, graph, nodes)
+        self._waits = Counted(graph.waits)
+
+    start = LatestNeeds.__init__
+    monkeypatch.setattr(LatestNeeds, "__init__", count)
+    schedule = build_schedule(name, num_devices=32, num_microbatches=64)
+    validate_program(lower(schedule))
+    assert 0 < looked < 16 * sum(map(len, schedule.orders))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.dependencies import Wait
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.memory_cap import parse_caps
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.schedule_file import Fault, find_fault, find_obstacle
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate_program
@@ -164,7 +164,7 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
             f"({header.strip('# ').strip()}); write the file with "
             "--to pipemem",
         )
-    rows = schedule.orders
+    rows: Sequence[Order] = schedule.orders
     if with_messages:
         program = lower(schedule) if letters == "pipemem" else lower_paired(schedule)
         validate_program(program, microbatch_order=False)
