@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -22,18 +22,18 @@ from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, Memor
 from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.logs import is_first_rank, tell
-from megatron_pipemem.mcore.agreement import Groups, decided_by_first, gather
+from megatron_pipemem.mcore.agreement import Groups, decided_by_first, done_by_all
 from megatron_pipemem.part_costs import PartCosts, head_seconds, with_cut_head
 from megatron_pipemem.queues import starts_in_order
 from megatron_pipemem.request import Request
 from megatron_pipemem.results import announcement
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.lowering import lower, rows_of_rank
 from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import HostLink
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import check_placement
 
@@ -94,6 +94,8 @@ class Compiled(NamedTuple):
     plan: Choice | None
     in_one_queue: Program | None = None
     """The same actions in an order for one hardware queue per rank, if some steps need it."""
+    digest: str = ""
+    """The hash that the ranks compare: of the proved programs, with the actions that this rank reads as it has them."""
 
     def order(self, single_queue: bool) -> Program:
         """Return ``in_one_queue`` if ``single_queue`` and if it is not ``None``; else ``program``."""
@@ -102,11 +104,17 @@ class Compiled(NamedTuple):
 
 def digest_of(*programs: Program) -> str:
     """Return the hash of the schedules and action lists of programs, which all ranks compare before they run them."""
-    text = "".join(
-        program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
-        for program in programs
-    )
+    return _joined((program.schedule, map(_digest_of_row, program.actions)) for program in programs)
+
+
+def _joined(programs: Iterable[tuple[Schedule, Iterable[str]]]) -> str:
+    """Return the hash of programs, from their schedules and the hashes of their rows."""
+    text = "".join(schedule.digest + "".join(rows) for schedule, rows in programs)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest_of_row(actions: Order) -> str:
+    return hashlib.sha256(",".join(map(str, actions)).encode()).hexdigest()
 
 
 class Programs:
@@ -187,7 +195,8 @@ class Programs:
     def get(self, shape: Shape, agree: Callable[[str], None], pipeline: dist.ProcessGroup | None = None) -> Compiled:
         """Return the validated program of steps of this shape.
 
-        ``agree`` is called with the hash of each new program, to compare it between the ranks of ``pipeline``.
+        The first rank of ``pipeline`` proves each new program for all of its ranks. Every other rank lowers the actions
+        that it reads. ``agree`` is called with the hash of these and of the proved ones, and compares it between the ranks.
 
         Raises:
             UnsupportedError: the schedule does not exist for this shape.
@@ -196,8 +205,8 @@ class Programs:
         key = shape, pipeline
         if key not in self._programs:
             before = self._outdated.get(key)
-            compiled = self._build(shape) if before is None else self._build_again(shape, before)
-            agree(digest_of(*filter(None, (compiled.program, compiled.in_one_queue))))
+            compiled = self._build(key) if before is None else self._build_again(key, before)
+            agree(compiled.digest)
             self._programs[key] = compiled
             self._outdated.pop(key, None)
             if compiled.plan is not None and compiled is not before:
@@ -427,55 +436,76 @@ class Programs:
             choice = replace(choice, schedule=replace(choice.schedule, name=AUTO))
         return choice
 
-    def _build(self, shape: Shape) -> Compiled:
+    def _build(self, key: Key) -> Compiled:
+        shape, pipeline = key
         first = self._update is None and all(shape.forward_only for shape, _ in self._programs)
         why = "start" if first else f"step of {shape.num_microbatches} microbatches"
-        return self._compiled(self.plan(shape, why), shape)
+        return self._compiled(self.plan(shape, why), shape, pipeline)
 
-    def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
+    def _build_again(self, key: Key, before: Compiled) -> Compiled:
         """Plan with the new measurements and return the program; if that fails, keep the program ``before``.
 
         Raises:
             UnsupportedError: with the counted bytes, no schedule keeps the memory cap.
         """
-        update, program, failure = self._update, before, None
+        (shape, pipeline), update = key, self._update
         assert update is not None, "programs are outdated by an update"
         try:
-            plan = self.plan(shape, update.reason, before.plan, update.minimum_gain)
-            program = self._compiled(plan, shape)
-        except Exception as error:  # the other ranks must hear of it, whatever it is
-            failure = error
-        code = failure.code if isinstance(failure, PipememError) else None
-        failures = gather(None if failure is None else (f"{failure}", code), self.groups)
-        message, code = next((failed for failed in failures if failed is not None), (None, None))
-        if message is None:
-            return program
-        if code is not None and update.changes is not None:
-            raise failure or UnsupportedError(code, message)
-        sentence = "could not plan again (%s): %s; the schedule stays"
-        tell(logger, sentence, update.reason, message, level=logging.WARNING)
+            plan = done_by_all(lambda: self.plan(shape, update.reason, before.plan, update.minimum_gain), self.groups)
+            return done_by_all(lambda: self._compiled(plan, shape, pipeline), self.groups)
+        except Exception as error:  # on all ranks
+            is_refusal = isinstance(error, PipememError) and error.code != "other-rank-failed"
+            if is_refusal and update.changes is not None:
+                raise
+            sentence = "could not plan again (%s): %s; the schedule stays"
+            tell(logger, sentence, update.reason, error, level=logging.WARNING)
         return before
 
-    def _compiled(self, plan: Choice, shape: Shape) -> Compiled:
-        _check_placement(plan.schedule, self.placement(shape.num_devices, shape.chunks))
-        program, *others = (self._proved(plan.schedule, plan.costs, single_queue) for single_queue in self.queues)
-        return Compiled(program, None if shape.forward_only else plan, *others)
+    def _compiled(self, plan: Choice, shape: Shape, pipeline: dist.ProcessGroup | None) -> Compiled:
+        schedule, costs = plan.schedule, plan.costs
+        _check_placement(schedule, self.placement(shape.num_devices, shape.chunks))
+        groups = [pipeline] if pipeline is not None and pipeline.size() > 1 else []
+        # The cut of a trial needs the actions of all devices.
+        reads_all = not groups or self.request.overlap_steps
+        devices = range(schedule.num_devices) if reads_all else rows_of_rank(schedule.placement, groups[0].rank())
+        programs, own = {}, {}
+        for single_queue in self.queues:
+            programs[single_queue] = program = lower(
+                schedule, single_queue=single_queue, costs=costs, on_demand=bool(groups)
+            )
+            own[single_queue] = {device: _digest_of_row(program.actions[device]) for device in devices}
+
+        def prove() -> dict[bool, list[str]]:
+            """Return for the programs that may run the hashes of all actions."""
+            proved = {kind: program for kind, program in programs.items() if self._is_proved(program, kind)}
+            return {kind: list(map(_digest_of_row, program.actions)) for kind, program in proved.items()}
+
+        proved = decided_by_first(prove, groups)
+        # The usual order may need the order for one queue in its place.
+        kinds = [kind if kind in proved else True for kind in self.queues]
+        rows = ([own[kind].get(device, row) for device, row in enumerate(proved[kind])] for kind in kinds)
+        digest = _joined((schedule, of_program) for of_program in rows)
+        program, *others = (programs[kind] for kind in kinds)
+        return Compiled(program, None if shape.forward_only else plan, others[0] if others else None, digest)
 
     def _proved(self, schedule: Schedule, costs: Costs, single_queue: bool) -> Program:
-        """Return a schedule's program with its proof.
-
-        If both kinds of orders are needed and all launches share a queue, the usual order is proved for that, too. If the
-        proof fails, the result is the order for one hardware queue.
-        """
+        """Return a schedule's program with its proof."""
         program = lower(schedule, single_queue=single_queue, costs=costs)
+        return program if self._is_proved(program, single_queue) else self._proved(schedule, costs, single_queue=True)
+
+    def _is_proved(self, program: Program, single_queue: bool) -> bool:
+        """Prove a program. Return ``False`` if the order for one hardware queue must take its place.
+
+        If both kinds of orders are needed and all launches share a queue, the usual order is proved for that, too.
+        """
         shares_queue = not single_queue and len(self.queues) > 1 and starts_in_order(os.environ)
         try:
             validate_program(program, single_queue=single_queue, ordered_starts=shares_queue)
         except ScheduleError:
             if not shares_queue:
                 raise
-            return self._proved(schedule, costs, single_queue=True)
-        return program
+            return False
+        return True
 
 
 def _check_placement(schedule: Schedule, placement: Placement) -> None:

@@ -1,16 +1,24 @@
-"""What ranks agree on arrives on every rank: 2 x 3 ranks in threads, two hops."""
+"""What ranks agree on arrives on every rank: 2 x 3 ranks in threads, two hops. One rank of a pipeline proves its programs."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.mcore import agreement
+from megatron_pipemem.mcore import programs as run_programs
+from megatron_pipemem.mcore.programs import Programs, digest_of
+from megatron_pipemem.request import Request
+from megatron_pipemem.runtime.executor import rank_program
+from megatron_pipemem.schedule.lowering import lower, rows_of_rank
 
 TP, PP = 2, 3
 
@@ -34,7 +42,7 @@ class _Line:
         return seen
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
     """A line as one of its ranks sees it."""
 
@@ -189,3 +197,96 @@ def test_groups_of_a_model_reach_its_copies():
     groups = SimpleNamespace(tp=tp, cp=SimpleNamespace(size=lambda: 1), dp=dp, dp_cp=dp_cp)
     assert agreement.groups_of_model(groups, pp) == [tp, pp, dp]
     assert agreement.groups_of_model(SimpleNamespace(tp=None, cp=cp, dp=None, dp_cp=dp_cp), pp) == [cp, pp, dp_cp]
+
+
+def _own_rank() -> int:
+    return int(threading.current_thread().name)
+
+
+def _compiled(rank: int, groups: list[_Group], queues: tuple[bool, ...] = (False,), again: bool = False):
+    """Return the program of a rank's steps, and as ``again`` the one after a new plan."""
+    programs = Programs(Request("1f1b"))
+    programs.join(groups)
+    programs.queues = queues
+    call = Shape(PP, 1, 9), partial(agreement.agree, group=groups[1]), groups[1]
+    compiled = programs.get(*call)
+    if again:
+        programs.renew(run_programs.MeasurementUpdate("costs measured", None, None, 0.0))
+        return programs.get(*call)
+    return compiled
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_one_rank_of_a_pipeline_proves_and_every_rank_lowers_what_it_reads(on_all_ranks, monkeypatch, again) -> None:
+    proved, prove = [], run_programs.validate_program
+
+    def counted(program, **queue):
+        proved.append(_own_rank())
+        prove(program, **queue)
+
+    monkeypatch.setattr(run_programs, "validate_program", counted)
+    results = on_all_ranks(partial(_compiled, again=again))
+    assert Counter(proved) == {0: 1 + again, 1: 1 + again}
+    expected = lower(results[0].program.schedule)
+    for rank, compiled in enumerate(results):
+        device = rank // TP
+        assert compiled.digest == digest_of(expected)
+        assert rank_program(compiled.program, device) == rank_program(expected, device)
+        lowered = set(compiled.program.actions._lowered)
+        assert lowered == (set(range(PP)) if device == 0 else set(rows_of_rank(expected.placement, device)))
+        assert tuple(compiled.program.actions) == tuple(expected.actions)
+
+
+def test_a_rank_that_cannot_plan_again_keeps_all_from_it(on_all_ranks, monkeypatch) -> None:
+    def failing(self, shape, why, *before):
+        if before and _own_rank() == 3:
+            raise ZeroDivisionError
+        return plan(self, shape, why, *before)
+
+    plan = Programs.plan
+    monkeypatch.setattr(Programs, "plan", failing)
+    digests = {compiled.digest for compiled in on_all_ranks(partial(_compiled, again=True))}
+    assert len(digests) == 1
+
+
+def test_a_proof_that_fails_on_one_rank_ends_all(on_all_ranks, monkeypatch) -> None:
+    def refuse(program, **queue):
+        assert _own_rank() in (0, 1)
+        raise ScheduleError("queue-order", "hangs", at=(1, 0, program.actions[1][0]))
+
+    monkeypatch.setattr(run_programs, "validate_program", refuse)
+    results = on_all_ranks(_compiled)
+    assert all(isinstance(error, PipememError) for error in results)
+    assert {error.code for error in results} == {"queue-order"}
+
+
+@pytest.mark.parametrize("queues", [(False,), (True,), (False, True)])
+def test_a_rank_with_another_program_than_the_proved_one_ends_its_pipeline(on_all_ranks, monkeypatch, queues) -> None:
+    """World rank 3 is device 1 of the second pipeline."""
+
+    def other(schedule, **how):
+        program = lower(schedule, **how)
+        if _own_rank() != 3:
+            return program
+        rows = [*program.actions]
+        rows[1] = (*rows[1][:-2], *reversed(rows[1][-2:]))
+        return replace(program, actions=tuple(rows))
+
+    monkeypatch.setattr(run_programs, "lower", other)
+    results = on_all_ranks(partial(_compiled, queues=queues))
+    for rank, result in enumerate(results):
+        assert (getattr(result, "code", None) == "ranks-differ") is (rank % TP == 1)
+
+
+def test_all_ranks_take_the_order_for_one_queue_where_the_usual_one_is_not_proved(on_all_ranks, monkeypatch) -> None:
+    monkeypatch.setattr(run_programs, "starts_in_order", lambda environment: True)
+    both = partial(_compiled, queues=(False, True))
+    expected = lower(on_all_ranks(both)[0].program.schedule, single_queue=True)
+
+    def refuse(program, ordered_starts=False, **queue):
+        if ordered_starts:
+            raise ScheduleError("queue-order", "hangs")
+
+    monkeypatch.setattr(run_programs, "validate_program", refuse)
+    for compiled in on_all_ranks(both):
+        assert compiled.program is compiled.in_one_queue and compiled.program.actions == expected.actions

@@ -12,6 +12,7 @@ import torch
 from asked_programs import programs_of
 from megatron.core.timers import Timers
 from refusals import refused
+from torch.distributed import ProcessGroup
 
 from megatron_pipemem import queues as queue_settings
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
@@ -160,9 +161,10 @@ def test_a_family_whose_placement_depends_on_the_microbatches_is_refused(monkeyp
 def test_every_pipeline_compares_its_programs_once():
     """A rank of two pipelines, which need not take the same steps."""
     programs, seen = family("1f1b"), []
-    for pipeline in ("first", "second", "first"):
+    first, second = ProcessGroup(0, 1), ProcessGroup(0, 1)
+    for pipeline in (first, second, first):
         programs.get(Shape(4, 1, 8), lambda digest, pipeline=pipeline: seen.append((pipeline, digest)), pipeline)
-    assert [pipeline for pipeline, _ in seen] == ["first", "second"] and len({digest for _, digest in seen}) == 1
+    assert [pipeline for pipeline, _ in seen] == [first, second] and len({digest for _, digest in seen}) == 1
 
 
 def test_a_program_that_ranks_disagree_on_is_not_kept():
