@@ -173,8 +173,8 @@ GRAPHED = Refusals(
         "fp4": "the scales of quantised tensors are updated by calls that a replay does not make",
         "attention_dropout": "captured random numbers are not proved to be those of training; pass --attention-dropout 0",
         "hidden_dropout": "captured random numbers are not proved to be those of training; pass --hidden-dropout 0",
-        "recompute_granularity": "a forward that runs again sets random states, which a graph cannot hold",
-        "mtp_num_layers": "the losses of multi-token prediction are logged by calls that a replay does not make",
+        "recompute_granularity": "parts of a layer that run again alone are not proved in graphs, and those of attention read "
+        "a number on the host; pass --recompute-granularity full",
         "variable_seq_lengths": _ONE_SHAPE,
         "sft": _ONE_SHAPE,
         "dataloader_inter_document_masking": _ONE_SHAPE,
@@ -191,7 +191,7 @@ GRAPHED = Refusals(
         "save_dgrads_interval": _SAVED,
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
-    only={"recompute_granularity": bool},
+    only={"recompute_granularity": lambda granularity: granularity == "selective"},
 )
 WHOLE_STEP = Refusals(
     " by a step in which the host acts between passes",

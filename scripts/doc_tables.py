@@ -122,6 +122,7 @@ WORDS = {
 REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "context_parallel_size": "above 1",
     "cuda_graph_impl": "but `none`",
+    ("GRAPHED", "recompute_granularity"): "`selective`",
     ("UNCAPTURED", "cuda_graph_impl"): "`local`, or `transformer_engine` with more than whole backwards",
     ("WHOLE_STEP", "cuda_graph_impl"): "`full_iteration`",
     "cuda_graph_warmup_steps": "0",
@@ -134,7 +135,6 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "expert_gtp_weight_remat_size": "above 1",
     "rerun_mode": "but `disabled`",
     "recompute_granularity": "`full`",
-    ("GRAPHED", "recompute_granularity"): "if given",
     "recompute_modules": "with `moe`",
     "optimizer": "but `adam`, `sgd`",
     "grad_norm_skip_threshold": "if finite",

@@ -330,6 +330,14 @@ RNG_TRACKER = Symbol(
     ("use_te_rng_tracker", "force_reset"),
     purposes=("CUDA graphs of passes",),
 )
+GET_RNG_STATES, SET_RNG_STATES = (
+    Symbol(RNG_TRACKER.module, name, arguments, purposes=RNG_TRACKER.purposes)
+    for name, arguments in (
+        ("_get_all_rng_states", ()),
+        ("_set_all_rng_states", ("cpu_rng_state", "cuda_rng_state", "cuda_rng_state_tracker")),
+    )
+)
+"""The states with which a recomputed forward draws the numbers of the first one."""
 
 # Which rank a chunk belongs to, and building the chunks.
 RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank", purposes=_PLACED)
@@ -595,8 +603,6 @@ USED = (
     Symbol(_SCHEDULES, "get_tensor_shapes", ("seq_length", "micro_batch_size", "config")),
     Symbol(_SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config", "vp_stage")),
     Symbol(_DDP, "DistributedDataParallel._make_backward_post_hook", ("param",)),
-    Symbol(_RANDOM, "_get_all_rng_states"),
-    Symbol(_RANDOM, "_set_all_rng_states"),
     Symbol(_RANDOM, "_fork_rng"),
     Symbol(
         "megatron.core.transformer.multi_token_prediction",

@@ -3,15 +3,83 @@
 from __future__ import annotations
 
 import pytest
+from lanes import nightly
+from model_flags import (
+    DISTRIBUTED,
+    EVALUATION,
+    FUSION,
+    LAYOUT,
+    LLAMA,
+    MULTI_TOKEN,
+    OVERLAP,
+    RECOMPUTE,
+    RESUMED,
+    SIX,
+    TP2,
+    TP_AND_SP,
+    UNTIED,
+)
 
-STEPS = ("--train-iters", "4", "--bf16")
 GRAPHS = ("--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1")
-REPLAYED = 3
-"""Of four steps: all but the first. The second one captures every pass, and replays it at once."""
+FOUR = ("--train-iters", "4")
+# Steps of 2, 2, 2, 4, 4, 4 and 4 microbatches, which are captured twice. The scale is first too large for fp16.
+LOSS_SCALE = (
+    *("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1", "--tensorboard-dir", "unused"),
+    *("+--global-batch-size", "--step-batch-size-schedule", "0:2 384:4", "--train-iters", "7"),
+)
+# It doubles after every two steps.
+GROWING_SCALE = ("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "2", "--tensorboard-dir", "unused")
+# name -> schedule, flags, replays of a rank: passes of the steps after the first of each number of microbatches
+CASES = {
+    "distributed optimizer, evaluation": ("v-half", (*DISTRIBUTED, *EVALUATION[:-2], *FOUR, "--bf16"), 3 * 2 * 3 * 2),
+    "recomputed": ("zb-h1", (*RECOMPUTE, *FOUR), 3 * 3 * 4),
+}
+FURTHER = {
+    "bf16": ("zb-h1", (*FOUR, "--bf16"), 3 * 3 * 4),
+    "whole backwards": ("1f1b", (*FOUR, *TP2), 3 * 2 * 4),
+    "sequence parallel": ("zb-h1", (*TP_AND_SP, *FOUR), 3 * 3 * 4),
+    "distributed optimizer, sequence parallel": ("v-half", (*TP_AND_SP, *DISTRIBUTED, *FOUR, "--bf16"), 3 * 2 * 3 * 4),
+    "fused gradients": ("zb-h1", (*TP_AND_SP, *FUSION, *FOUR), 3 * 3 * 4),
+    "reduced gradients": ("v-half", (*OVERLAP, *SIX, *FOUR), 3 * 2 * 3 * 3),
+    "loss per token": ("v-half", (*LLAMA, "--calculate-per-token-loss", *FOUR), 3 * 2 * 3 * 4),
+    "empty stages": ("zbv", (LAYOUT, "Et||tt|tL", *FOUR), 3 * 2 * 3 * 4),
+    "further tokens": ("v-half", (*MULTI_TOKEN, *GROWING_SCALE, *FOUR), 3 * 2 * 3 * 4),
+}
 
 
-@pytest.mark.parametrize(("schedule", "passes"), [("zb-h1", 3 * 4), ("v-half", 2 * 3 * 4)])
-def test_trains_as_without_graphs(train_small, schedule, passes):
-    run = train_small(schedule, *STEPS, *GRAPHS, report=None)
-    assert run.weights == train_small(schedule, *STEPS, report=None).weights
-    assert run.replays == [REPLAYED * passes] * 2
+def further_losses(run) -> list[tuple[str, int, float]]:
+    """The logged losses of multi-token prediction."""
+    return [row for row in run.scalars if row[0].startswith("mtp_")]
+
+
+INSTEAD = nightly("the cases above, and tests/mcore/test_pass_graphs.py")
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=INSTEAD) for name in FURTHER)])
+def test_trains_as_without_graphs(train_small, name):
+    schedule, flags, replays = (CASES | FURTHER)[name]
+    ranks = 4 if OVERLAP[0] in flags else None
+    plain, run = (train_small(schedule, *flags, *more, report=None, ranks=ranks) for more in ((), GRAPHS))
+    assert (run.weights, run.validation) == (plain.weights, plain.validation)
+    assert {*run.replays} == {replays}
+    assert further_losses(run) == further_losses(plain)
+    assert len(run.validation) >= 2 or "evaluation" not in name
+
+
+def test_steps_that_change_their_microbatches_and_loss_scale_train_as_without_graphs(train_small):
+    plain, run = (train_small("v-half", *LOSS_SCALE, *more, report=None) for more in ((), GRAPHS))
+    assert run.weights == plain.weights
+    scales = [value for name, _, value in run.scalars if name == "loss-scale"]
+    assert scales == sorted(scales, reverse=True) and scales[0] > scales[-2] == scales[-1], "some steps were skipped"
+    assert run.replays == [(2 * 2 + 3 * 4) * 2 * 3] * 2
+
+
+@INSTEAD
+def test_a_run_in_graphs_goes_on_from_a_checkpoint_of_one(train_small, tmp_path):
+    steps = (UNTIED, "--bf16", *RESUMED)
+    place = ("--save", str(tmp_path), "--save-interval", "2")
+    train_small("v-half", *steps, *GRAPHS, *place, report=None)
+    load = ("--load", str(tmp_path), "--ckpt-step", "2")
+    run = train_small("v-half", *steps, *GRAPHS, *load, report=None, initialise=False)
+    assert run.weights == train_small("v-half", *steps, report=None).weights
+    assert run.replays == [2 * 3 * 4] * 2

@@ -120,6 +120,7 @@ VALUES = {
 """Values that are refused, where ``True`` is none."""
 BESIDE = {
     "CAPTURED": GRAPHS,
+    "GRAPHED": {"recompute_granularity": "selective"},
     "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
     "ROLLED_BACK": {"clip_grad": 1.0},
     "SPLIT_BACKWARD": ENGINE,
@@ -252,6 +253,11 @@ FREE = "--pipemem-overlap-steps --rerun-mode disabled"
         ("zb-h1 --recompute-granularity selective --recompute-modules mlp --disable-bias-linear", None, ()),
         ("zb-h1 --overlap-moe-expert-parallel-comm --recompute-granularity full", "unsupported-setting", ()),
         ("zb-h1 --cuda-graph-impl local --num-experts 8", "unsupported-setting", ("num_moe_experts",)),
+        (
+            "zb-h1 --cuda-graph-impl local --recompute-granularity selective",
+            "unsupported-setting",
+            ("recompute_granularity", "full"),
+        ),
         ("zb-h1 --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0", "unsupported-setting", (1,)),
     ],
 )

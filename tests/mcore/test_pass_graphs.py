@@ -9,7 +9,9 @@ from unittest import mock
 import cuda_graphs
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from refusals import refused
 from toy import ROWS, WIDTH, Stage
 
@@ -30,7 +32,10 @@ HERE = SimpleNamespace(chunk=lambda chunk: nullcontext())
 
 
 class Chunk(Stage):
-    """A stage of ``toy`` as Megatron calls it. The last one returns a loss for every row, for which ``labels`` are there."""
+    """A stage of ``toy`` as Megatron calls it. The last one returns a loss for every row, for which ``labels`` are there.
+
+    As with multi-token prediction, it adds the gradient of a further loss to its own.
+    """
 
     def __init__(self, index: int, is_last: bool):
         super().__init__(index)
@@ -46,7 +51,10 @@ class Chunk(Stage):
         if self.index == EMPTY:
             return self.input
         output = super().forward(tokens * self.scale if self.input is None else self.input)
-        return (output - labels).square().sum(1) if self.is_last else output
+        if not self.is_last:
+            return output
+        further = 0.1 * (output + labels).square().sum(1)
+        return MTPLossAutoScaler.apply((output - labels).square().sum(1), further)
 
 
 class Mail:
@@ -108,7 +116,7 @@ class World:
             enable_autocast=False,
             calculate_per_token_loss=False,
             num_moe_experts=None,
-            mtp_num_layers=None,
+            mtp_num_layers=1,
             grad_scale_func=lambda loss: loss * (1 + number),  # as a loss scaler that changes its scale
             deallocate_pipeline_outputs=True,
             grad_sync_func=None,
@@ -219,6 +227,26 @@ def test_another_order_of_replays_reads_memory_that_others_have_taken():
     assert not all(map(torch.equal, plain.step(1, False), graphed.step(1, True)))
 
 
+def test_replays_repeat_messages_whose_wait_copies_what_arrived():
+    """As gloo's ``reduce_scatter_tensor`` does, which sequence parallelism calls."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    graphs, values, result = GraphsOfStep(()), torch.ones(3), torch.empty(3)
+
+    def run() -> None:
+        sums = torch.empty(3)
+        dist.reduce_scatter_tensor(sums, 2 * values, async_op=True).wait()
+        result.copy_(sums)
+
+    try:
+        graph = graphs.capture(run)
+        assert result.tolist() == [2.0] * 3
+        values.fill_(5)
+        graph.replay()
+        assert result.tolist() == [10.0] * 3
+    finally:
+        dist.destroy_process_group()
+
+
 def attend(x: torch.Tensor, dropout: float) -> torch.Tensor:
     query = x.expand(1, 1, 3, 3).contiguous()
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, query, query, dropout)[0]
@@ -313,8 +341,10 @@ def test_a_step_is_captured_after_the_steps_without_graphs_and_anew_if_it_is_ano
         return features[0].graphs if features else None
 
     assert [begin(), begin(ledger=object()), begin()] == [None] * 3
-    first = begin()
-    assert first.is_complete and begin() is first
+    with mock.patch.object(torch.cuda, "empty_cache") as empty_cache:
+        first = begin()
+        assert first.is_complete and begin() is first
+    empty_cache.assert_called_once_with()
     assert begin(ledger=object()) is None and begin() is first
     assert [begin(8), begin(8)] == [None, None] and begin(8) not in (None, first)
     chunk.scale.data = chunk.scale.data.clone()
@@ -342,5 +372,11 @@ def test_random_streams_stay_as_they_are_in_a_capture():
     steps._graphs.is_capturing = True
     with tracker.fork("none"):
         pass
+    assert steps._get_states(lambda: (1, 2, 3)) == (None,) * 3
+    steps._set_states(mock.Mock(side_effect=AssertionError), None, None, None)
+    steps._graphs.is_capturing = False
+    assert steps._get_states(lambda: (1, 2, 3)) == (1, 2, 3)
+    steps._set_states(make, 1, 2, 3)
+    make.assert_called_with(1, 2, 3)
     steps.close(True)
     assert "fork" not in vars(tracker)

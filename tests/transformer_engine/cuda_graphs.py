@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -115,7 +116,7 @@ class _Capture(TorchDispatchMode):
         elif operator._schema.is_mutable:
             self._keep(operator, arguments)
         aliases = tree_map_only(torch.Tensor, lambda tensor: _alias(tensor, self.pool), arguments)
-        result = operator(*args, **(kwargs or {}))
+        result = _finished(operator(*args, **(kwargs or {})))
         storages = {tensor.untyped_storage().data_ptr() for tensor in given}
         new: list[tuple[int, torch.Tensor]] = []
 
@@ -152,15 +153,27 @@ class _Capture(TorchDispatchMode):
 def _again(operator: Any, aliases: tuple, results: list[torch.Tensor], known: set[int]) -> None:
     args, kwargs = aliases
     made: list[torch.Tensor] = []
-    returned = operator(*args, **kwargs)
-    if operator.namespace == "c10d":
-        # On a GPU, messages wait for each other on streams. Here the host waits at once, which needs their order to be
-        # that of one hardware queue.
-        tree_map_only(torch.ScriptObject, lambda work: Work.unbox(work).wait(), returned)
+    returned = _finished(operator(*args, **kwargs))
     tree_map_only(torch.Tensor, made.append, returned)
     fresh = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in known]
     for kept, tensor in zip(results, fresh, strict=True):
         kept.copy_(tensor)
+
+
+def _finished(result: Any) -> Any:
+    """Wait for the messages among the results of an operator, and return works that have ended in their place.
+
+    On a GPU, messages wait for each other on streams. Here the host waits at once, which needs their order to be that of one
+    hardware queue. Some waits of gloo run operators, such as a copy of what arrived, which a capture must not record.
+    """
+
+    def finish(work: torch.ScriptObject) -> torch.ScriptObject:
+        Work.unbox(work).wait()
+        ended: torch.futures.Future = torch.futures.Future()
+        ended.set_result(None)
+        return _create_work_from_future(ended).boxed()
+
+    return tree_map_only(torch.ScriptObject, finish, result)
 
 
 class CUDAGraph:

@@ -7,7 +7,7 @@ Batches, loss functions and the scaling of losses stay outside, so user code run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
@@ -23,7 +24,13 @@ from megatron_pipemem.features.graphs.runtime import FixedArguments, GraphedWeig
 from megatron_pipemem.mcore.model.language_model import is_language_model, pattern_of
 from megatron_pipemem.mcore.model.stages import ChunkStage, shadowed
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import LANGUAGE_MODULE, RNG_TRACKER, Replacements
+from megatron_pipemem.mcore.symbols import (
+    GET_RNG_STATES,
+    LANGUAGE_MODULE,
+    RNG_TRACKER,
+    SET_RNG_STATES,
+    Replacements,
+)
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.weight_gradients import HOOKED, defers
 from megatron_pipemem.schedule.action import Kind
@@ -59,7 +66,12 @@ class GraphedSteps(Extension):
         """The trackers of random streams, whose forks do nothing in a capture."""
 
     def replacements(self) -> Replacements:
-        return [(LANGUAGE_MODULE, self._build), (RNG_TRACKER, self._make_tracker)]
+        return [
+            (LANGUAGE_MODULE, self._build),
+            (RNG_TRACKER, self._make_tracker),
+            (GET_RNG_STATES, self._get_states),
+            (SET_RNG_STATES, self._set_states),
+        ]
 
     def _build(self, original: Callable, model: torch.nn.Module, config: Any, *args, **kwargs) -> None:
         """Build a model without Megatron's graphs, on a stream that can be captured.
@@ -84,9 +96,19 @@ class GraphedSteps(Extension):
             tracker.fork = partial(self._fork, tracker.fork)
             self._trackers.append(tracker)
 
+    @property
+    def _is_capturing(self) -> bool:
+        return self._graphs is not None and self._graphs.is_capturing
+
     def _fork(self, original: Callable[..., AbstractContextManager], *args, **kwargs) -> AbstractContextManager:
-        is_capturing = self._graphs is not None and self._graphs.is_capturing
-        return nullcontext() if is_capturing else original(*args, **kwargs)
+        return nullcontext() if self._is_capturing else original(*args, **kwargs)
+
+    def _get_states(self, original: Callable[[], tuple]) -> tuple:
+        return (None,) * 3 if self._is_capturing else original()
+
+    def _set_states(self, original: Callable[..., None], *states: Any) -> None:
+        if not self._is_capturing:
+            original(*states)
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         if step.observation.ledger is not None:
@@ -100,6 +122,7 @@ class GraphedSteps(Extension):
             self._steps += 1
             if self._steps <= step.context.config.cuda_graph_warmup_steps:
                 return ()
+            torch.cuda.empty_cache()  # captures can take no memory that steps without graphs have cached
             self._graphs = GraphsOfStep(order)
         for stage, runner in step.stages.items():
             step.stages[stage] = runner.recast(GraphedStage, graphs=self._graphs, stage=stage)
@@ -177,6 +200,21 @@ def check_chunks_for_graphs(chunks: Sequence[torch.nn.Module]) -> None:
                     )
 
 
+def _logged_since(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the process groups and settings of the log of multi-token prediction that a captured forward has noted.
+
+    ``before`` is the log before the forward. Sums are tensors, to which a replay adds.
+    """
+    noted = {name: value for name, value in MTPLossLoggingHelper.tracker.items() if before.get(name) is not value}
+    if any(isinstance(value, torch.Tensor) for value in noted.values()):
+        raise UnsupportedError(
+            "graph-model",
+            f"a captured forward began the sums {', '.join(noted)} of multi-token prediction, and every replay would begin "
+            "them again; keep the log's tracker from step to step, or pass --cuda-graph-impl none",
+        )
+    return noted
+
+
 def _backward_hooks(module: torch.nn.Module) -> Iterator[Callable]:
     yield from module._backward_hooks.values()
     yield from module._backward_pre_hooks.values()
@@ -216,13 +254,16 @@ class GraphedStage(ChunkStage):
         if passes is None:
             own = None if input is None else self.graphs.fixed(input).requires_grad_()
             passes = self.graphs.passes[key] = PassGraphs(FixedArguments.of(self.graphs, call), own)
+            logged = dict(MTPLossLoggingHelper.tracker)
             passes.forward = self.graphs.capture(partial(self._forward_once, forward, passes))
+            passes.logged = _logged_since(logged)
             assert passes.output is not None
             passes.output.data = passes.output.new_empty(1)
         else:
             passes.fill(call, input)
             assert passes.forward is not None
             passes.forward.replay()
+            MTPLossLoggingHelper.tracker.update(passes.logged)
         if input is not None:
             input.data = input.new_empty(1)  # copied, and the executor keeps the tensor until the backward
         assert passes.result is not None
@@ -260,6 +301,10 @@ class GraphedStage(ChunkStage):
                 raise UnsupportedError(
                     "graph-model", "the loss does not depend on the model's output; pass --cuda-graph-impl none"
                 )
+            if self.step.config.mtp_num_layers:
+                # The backward of further losses reads it there.
+                scale = self.graphs.fill_scale(MTPLossAutoScaler.main_loss_backward_scale)
+                MTPLossAutoScaler.set_loss_scale(scale)
             if passes.backward is None:
                 passes.gradient = self.graphs.fixed(output_gradient)
                 passes.backward = self.graphs.capture(partial(self._backward_once, passes))

@@ -140,6 +140,7 @@ class PassGraphs:
     result: torch.Tensor | None = None
     gradient: torch.Tensor | None = None  # of the output
     input_gradient: torch.Tensor | None = None
+    logged: Mapping[str, Any] = field(default_factory=dict)  # entries of a log that the forward sets, except tensors
     # Between the captures of the forward and the backward: the output without its data, whose autograd graph the latter needs.
     output: torch.Tensor | None = None
 
@@ -175,6 +176,7 @@ class GraphsOfStep:
     _results: dict[Any, torch.Tensor] = field(default_factory=dict)
     _read: WeakSet[torch.UntypedStorage] = field(default_factory=WeakSet)
     _kept: list[torch.UntypedStorage] = field(default_factory=list)
+    _scale: torch.Tensor | None = None
     is_complete: bool = False
     is_capturing: bool = False
 
@@ -191,6 +193,12 @@ class GraphsOfStep:
         if key not in self._results:
             self._results[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
         return self._results[key]
+
+    def fill_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the fixed tensor for the scale of further losses, with the values of ``scale``."""
+        if self._scale is None:
+            self._scale = scale.clone()
+        return self._scale.copy_(scale)
 
     def free(self, passes: PassGraphs) -> None:
         """Let captures of later passes use the fixed tensors of a microbatch."""
