@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import product
+from itertools import count, product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from commands import pipemem
@@ -200,6 +201,25 @@ def test_it_tells_which_stage_runs(lane):
     stages = ("a middle stage with 1 layer", "a middle stage with 2 layers", "the first stage", "the last stage")
     for stage in stages:
         assert any(f"running {stage}" in line and "2 microbatches" in line for line in lines)
+
+
+def launches_of(model: Model, execution: Execution, microbatches: int) -> tuple[float, int]:
+    """Seconds of launches by a clock that ticks when it is read, and the waits for an idle device before them."""
+    import torch
+
+    from megatron_pipemem.tools.megatron import profiling
+
+    with (
+        profiling.lone_rank(execution),
+        mock.patch.object(torch.cuda, "synchronize") as waits,
+        mock.patch.object(profiling.time, "perf_counter", side_effect=count()),
+    ):
+        seconds = profiling.launch_seconds(model, execution, model.kinds[:2], microbatches)
+    return seconds, waits.call_count
+
+
+def test_the_host_launches_every_pass_to_an_idle_device(lane):
+    assert lane(launches_of, SMALL_GPT, Execution(), 3) == (3.0, 3 * 3)
 
 
 SMALL = {"gpt": SMALL_GPT, "llama": SMALL_LLAMA}

@@ -19,6 +19,7 @@ from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.launch.feasibility import check_sizes, refusal
 from megatron_pipemem.tools.planner.balance import balance, laid_out, without_layout
+from megatron_pipemem.tools.planner.host import bound_by_host
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import STOCKS, Layouts, as_it_stands, priced_with
 from megatron_pipemem.tools.planner.replay import shortest
@@ -81,6 +82,7 @@ class Advice:
     # why Megatron cannot cut the model as the run asks; ``today`` then has a layout with which the run starts
     fails: str | None = None
     unsliced: str | None = None  # why sequences cannot be cut into slices, if slices might help
+    bound_by_host: str | None = None  # the seconds of host and device, if the host is slower by measured prices
 
     @property
     def one_queue(self) -> str | None:
@@ -142,7 +144,8 @@ def advise(
         verdict = "pairs" if best is proposals.get(PAIRED) else "ours"
     elif fails is not None:
         verdict = "layout"
-    return Advice(today, stock, needless, proposals, refused, excess, verdict, best, fails, unsliced)
+    bound = bound_by_host(today, pace)
+    return Advice(today, stock, needless, proposals, refused, excess, verdict, best, fails, unsliced, bound)
 
 
 def tuned_stock(today: Way, pace: MeasuredSlowdown | None) -> Way | None:

@@ -313,6 +313,7 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
         "too large": advice.excess
         and f"today's run takes {gibibytes(advice.excess)} GiB more than a device has: compared without that limit",
         "no slices": advice.unsliced,
+        "host": advice.bound_by_host,
         "in doubt": doubt_of([run, *(way.run for way in advice.proposals.values())]),
         "one queue": advice.one_queue,
     }
@@ -397,6 +398,7 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
         "fails": advice.fails,
         "unsliced": advice.unsliced,
         "one_queue": advice.one_queue,
+        "bound_by_host": advice.bound_by_host,
         "excess_bytes": advice.excess,
         "ways": {kind: way and _way_facts(way, reading, advice) for kind, way in ways.items()},
         "refused": {

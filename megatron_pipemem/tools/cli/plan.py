@@ -42,6 +42,7 @@ from megatron_pipemem.tools.config.runs import OVERLAPS, Run
 from megatron_pipemem.tools.launch.feasibility import refused_settings
 from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, laid_out
 from megatron_pipemem.tools.planner.explanation import pace_of
+from megatron_pipemem.tools.planner.host import bound_by_host
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import as_it_stands
@@ -128,6 +129,8 @@ def plan_command(
             run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace, refused_settings)
         )
     one_queue = None if all(is_stocks(way.run) for way in answer.plans) else one_queue_of(run.flags)
+    first = next(iter(answer.plans), None) if today is None else today
+    host = None if first is None else bound_by_host(first, pace)
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     result = {
         "today": today and facts(today),
@@ -135,13 +138,14 @@ def plan_command(
         "plans": [facts(way) for way in answer.plans],
         "without_overlap": other and facts(other),
         "one_queue": one_queue,
+        "bound_by_host": host,
         "rejected": dict(answer.rejected.most_common()),
         "considered": answer.considered,
         "seconds": answer.seconds,
         "output": [*files],
     }
     doubt = doubt_of(way.run for way in (*answer.plans, *([] if today is None else [today])))
-    notes = (one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
+    notes = (host, one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
     print_answer(result, _shown(answer, today, stock, [note for note in notes if note is not None]), as_json)
     for path, text in files.items():
         write_whole(path, text)

@@ -245,6 +245,11 @@ class Run:
         return bool(self.flags.get(EP_OVERLAP))
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether passes, layers or the step run as CUDA graphs."""
+        return self.flags.get("cuda-graph-impl") not in (None, "none")
+
+    @property
     def delays_updates(self) -> bool:
         """Whether the optimizer step of a batch waits for its gradient norm while the next batch already runs."""
         name = self.schedule.name

@@ -50,7 +50,7 @@ from megatron_pipemem.model.counts import early_modules
 from megatron_pipemem.model.model import Execution, Model, Sublayer
 from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
-from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.lowering import lower
@@ -91,6 +91,10 @@ def profile(model: Model, execution: Execution, repeats: int = 5) -> Profile:
         if execution.attention == "unfused":
             ends = {kind: part(FIRST, kind, kind) - part(FIRST, kind) for kind in twos}
 
+        launching = None
+        if torch.empty(0, device=torch.cuda.current_device()).is_cuda:  # on a CPU, to launch is to compute
+            launching = {kind: launch_seconds(model, execution, (kind, kind), 1 + repeats) / 2 for kind in twos}
+
     seconds = {kind: two.seconds * 0.5 for kind, two in twos.items()}
 
     def timed(kind: str, layer: Part) -> Part:
@@ -111,6 +115,7 @@ def profile(model: Model, execution: Execution, repeats: int = 5) -> Profile:
         last=head,
         message_bytes=int(message_bytes(model, execution)),
         optimizer_seconds=_optimizer_seconds(twos[main].parameters, repeats),
+        launching=launching,
         end_layers={kind: timed(kind, layer) for kind, layer in ends.items()} if ends is not layers else None,
     )
 
@@ -181,6 +186,32 @@ def _stage_part(model: Model, execution: Execution, position: int, kinds: Sequen
             seconds[traced.action.kind].append(traced.end - traced.start)
     times = Passes(*(median(durations) if durations else 0.0 for durations in seconds.values()))
     return Part(times, memory, sum(parameter.numel() for parameter in stage.parameters()))
+
+
+def launch_seconds(model: Model, execution: Execution, kinds: Sequence[str], microbatches: int) -> float:
+    """Return the seconds in which the host launches F, I and W of a middle stage with layers of these ``kinds``.
+
+    Call it within ``lone_rank``. It is the sum of the medians of the microbatches after a first one.
+    """
+    launches = _Launches()
+    run_stage(build_stage(model, execution, MIDDLE, kinds), model, execution, MIDDLE, microbatches, [launches])
+    return sum(median(seconds[1:]) for seconds in launches.seconds.values())
+
+
+class _Launches(StepFeature):
+    """Times the launches of every pass. The device is idle before, so that no full queue makes the host wait."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
+
+    def extend(self, executor: Executor) -> Handlers:
+        return {kind: partial(self._timed, executor.handlers[kind]) for kind in self.seconds}
+
+    def _timed(self, handler: Handler, instruction: Instruction) -> None:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        handler(instruction)
+        self.seconds[instruction.action.kind].append(time.perf_counter() - begin)
 
 
 def _excess(part: Part, layer: Passes) -> Passes:
@@ -351,27 +382,35 @@ def build_stage(model: Model, execution: Execution, position: int, kinds: Sequen
     return stage if execution.precision == "fp32" else Float16Module(config, stage)
 
 
-def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observation:
+def run_stage(
+    stage: Any,
+    model: Model,
+    execution: Execution,
+    position: int,
+    microbatches: int,
+    features: Sequence[StepFeature] = (),
+) -> Observation:
     """Run F, I and W of ``microbatches`` microbatches through a stage, and return the bytes and times of actions.
 
     Each F except the first runs before the I and W of the previous microbatch. The result has the first microbatch too:
-    callers leave its times out, and take bytes by ``changes``.
+    callers leave its times out, and take bytes by ``changes``. With ``features``, nothing is counted and timed beside them.
     """
     config = stage.config
     groups = ProcessGroupCollection.use_mpu_process_groups()
     (shape,) = message_shapes(model.sequence, execution.micro_batch, None, config, groups)
-    observed = observe([stage])
+    observed = observe([stage], count=not features, time=not features)
     step = StepContext(
         config, _forward_step, microbatches, execution.cp, False, False, None, False,
         num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
     )  # fmt: skip
-    batch = watch_batches(repeat(_batch(model, execution, position)), observed.counter.exclude)
+    excludes = [] if observed.ledger is None else [observed.ledger.exclude]
+    batch = watch_batches(repeat(_batch(model, execution, position)), *excludes)
     placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
     runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
     program = lower(_schedule(microbatches))
     # The part of a transport that a step without earlier and later stages uses.
     messages: Any = _MadeUpMessages(shape, config.pipeline_dtype)
-    Executor(program, position, {position: runner}, messages, (), observed.ledger, observed.trace).run()
+    Executor(program, position, {position: runner}, messages, features, observed.ledger, observed.trace).run()
     return observed
 
 

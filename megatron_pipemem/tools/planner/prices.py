@@ -118,6 +118,8 @@ class MeasuredSlowdown:
     layer: Passes = _AS_MODELLED
     head: Passes = _AS_MODELLED
     messages: float = 1.0  # between pipeline ranks
+    launching: tuple[tuple[str, float], ...] = ()
+    """By kind of layer, the measured seconds in which the host launches F, I and W; empty if they are not measured."""
 
 
 def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:

@@ -60,6 +60,8 @@ class Profile:
     message_bytes: float  # of one microbatch between two stages
     optimizer_seconds: float  # of one step, per parameter
     bandwidths: Bandwidths | None = None  # to the host, if measured
+    launching: dict[str, float] | None = None
+    """Seconds in which the host launches F, I and W of a layer, by kind, if measured on a GPU."""
     end_layers: dict[str, Part] | None = None
     """Layers of the first and the last stage, if they differ: there unfused attention takes its mask from the batch, and
     elsewhere every layer makes and keeps one."""
@@ -94,6 +96,8 @@ class Profile:
         return MeasuredSlowdown(
             layer=longer(self.layer, prices.layer(self.model, self.execution, cluster, self.model.main_kind)),
             head=longer(self.last, prices.last(self.model, self.execution, cluster)),
+            # Recomputation launches more, and a run may recompute less than its profile.
+            launching=tuple((self.launching or {}).items()) if self.execution.recompute == "none" else (),
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
