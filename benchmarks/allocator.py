@@ -11,7 +11,10 @@ reserved memory, with expandable segments too; the working memory of one action,
 its begin and its end. ``gaps`` is free memory at the peak of reserved memory, and the sizes
 that did not fit into it.
 
-    python benchmarks/allocator.py [--schedules 1f1b zbv] [--devices 8] [--hidden 4096] [--sequence 4096] [--layers 4]
+With ``--graphs``, every pass is a CUDA graph. Captures allocate from a pool of their own, which keeps its memory. They begin
+with giving back what the steps before have cached.
+
+    python benchmarks/allocator.py [--graphs] [--schedules 1f1b zbv] [--devices 8] [--hidden 4096] [--sequence 4096]
 """
 
 from __future__ import annotations
@@ -100,6 +103,13 @@ class Allocator:
         block.is_free = True
         self._add(block)
 
+    def empty_cache(self) -> None:
+        """Give back the segments of which no block is in use. Do not call it with ``expandable``."""
+        for entries in self._free.values():
+            unused = [entry for entry in entries if entry[2].before is None and entry[2].after is None]
+            self.reserved -= sum(size for size, _, _ in unused)
+            entries[:] = [entry for entry in entries if entry not in unused]
+
     def _segment(self, size: int, is_small: bool) -> Block:
         nbytes = LARGE_SEGMENT if size < MIDDLE else rounded(size, SMALL_SEGMENT)
         nbytes = SMALL_SEGMENT if is_small else nbytes
@@ -146,6 +156,7 @@ class Event(NamedTuple):
     storage: int = 0
     nbytes: int = 0
     action: str = ""
+    is_captured: bool = False
 
 
 class Replay(NamedTuple):
@@ -158,29 +169,40 @@ class Replay(NamedTuple):
 
 
 BEGIN, END = "begin of a step", "end of a step"
+EMPTY_CACHE = "cached memory is given back"
 
 
-def replay(events: Iterable[Event], allocator: Allocator) -> Replay:
-    """Return the bytes that the steps after the first ``STEPS`` take."""
-    blocks: dict[int, Block] = {}
-    steps = permanent = begin = highest = working = 0
-    for storage, nbytes, action in events:
-        if action:
+def replay(events: Iterable[Event], allocator: Allocator, pool: Allocator | None = None) -> Replay:
+    """Return the bytes that the steps after the first ``STEPS`` take. Captures allocate from ``pool``."""
+    pool = pool or allocator
+    owners = {id(owner): owner for owner in (allocator, pool)}.values()
+    blocks: dict[int, tuple[Allocator, Block]] = {}
+    steps = permanent = begin = highest = working = peak = allocated = reserved = 0
+    for storage, nbytes, action, is_captured in events:
+        if action == EMPTY_CACHE:
+            allocator.empty_cache()
+            reserved = 0
+        elif action:
             if steps > STEPS:
-                working = max(working, highest - max(begin, allocator.allocated))
-            begin = highest = allocator.allocated
+                working = max(working, highest - max(begin, allocated))
+            begin = highest = allocated
             if action == BEGIN:
                 steps += 1
                 if steps == 1:
                     allocator.missed.clear()
                 if steps == STEPS + 1:
-                    permanent = allocator.peak = allocator.allocated
+                    permanent = peak = allocated
         elif nbytes:
-            blocks[storage] = allocator.allocate(nbytes)
-            highest = max(highest, allocator.allocated)
+            owner = pool if is_captured else allocator
+            blocks[storage] = owner, owner.allocate(nbytes)
         elif storage in blocks:  # storages of no bytes have none
-            allocator.free(blocks.pop(storage))
-    return Replay(allocator.peak - permanent, allocator.reserved - permanent, working, allocator.missed)
+            owner, block = blocks.pop(storage)
+            owner.free(block)
+        allocated = sum(owner.allocated for owner in owners)
+        highest, peak = max(highest, allocated), max(peak, allocated)
+        reserved = max(reserved, sum(owner.reserved for owner in owners))
+    missed = sum((owner.missed for owner in owners), Counter[int]())
+    return Replay(peak - permanent, reserved - permanent, working, missed)
 
 
 class _Storage(ref):
@@ -193,6 +215,20 @@ class _Storage(ref):
 
     def __init__(self, storage: Any, freed: Any, number: int):
         self.number = number
+
+
+class _Graph:
+    """Replaces ``torch.cuda.CUDAGraph``. The storages that are made in its capture are noted as such."""
+
+    capturing = False
+
+    def capture_begin(self, **_: Any) -> None:
+        _Graph.capturing = True
+
+    def capture_end(self) -> None:
+        _Graph.capturing = False
+
+    def replay(self) -> None: ...
 
 
 @contextmanager
@@ -212,7 +248,7 @@ def noted(events: list[Event]) -> Iterator[None]:
         if earlier is None or earlier() is None:
             number = len(events) + 1
             storages[storage._cdata] = _Storage(storage, lambda gone: events.append(Event(gone.number)), number)
-            events.append(Event(number, storage.nbytes()))
+            events.append(Event(number, storage.nbytes(), is_captured=_Graph.capturing))
 
     class Notes(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -237,11 +273,17 @@ def noted(events: list[Event]) -> Iterator[None]:
         run(executor, until)
         events.append(Event(action=END))
 
-    with mock.patch.object(Executor, "run", run_noted), Notes():
+    with (
+        mock.patch.object(Executor, "run", run_noted),
+        mock.patch.object(torch.cuda, "CUDAGraph", _Graph),
+        mock.patch.object(torch.cuda, "graph_pool_handle", object),
+        mock.patch.object(torch.cuda, "empty_cache", lambda: events.append(Event(action=EMPTY_CACHE))),
+        Notes(),
+    ):
         yield
 
 
-def trace(model: Any, devices: int, name: str) -> tuple[list[Event], int]:
+def trace(model: Any, devices: int, name: str, graphs: bool = False) -> tuple[list[Event], int]:
     """Return the notes of the first rank's steps, and the bytes of activations that the plugin predicts."""
     import json
     from tempfile import TemporaryDirectory
@@ -253,6 +295,8 @@ def trace(model: Any, devices: int, name: str) -> tuple[list[Event], int]:
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatron_pipemem.features.graphs import megatron as graphed
 
     def as_own(results: list[Any], own: Any, group: Any = None) -> None:
         results[:] = [own] * len(results)
@@ -276,12 +320,15 @@ def trace(model: Any, devices: int, name: str) -> tuple[list[Event], int]:
             (torch.nn.Module, "to", convert),
             (random, "_get_share_storage", lambda: lambda output, source: None),
             (tensor_parallel.get_cuda_rng_tracker(), "fork", nullcontext),
+            # Fake parameters have no addresses, and these have no gradient buffers.
+            (graphed, "_parameters", lambda chunks: ()),
+            (graphed, "check_chunks_for_graphs", lambda chunks: None),
         ):
             stack.enter_context(mock.patch.object(owner, attribute, stand_in))
         folder = stack.enter_context(TemporaryDirectory())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with noted(events):
-            solo_rank.run_steps(name, "local", model, devices, None, steps=STEPS)
+            solo_rank.run_steps(name, "local", model, devices, None, steps=STEPS, graphs=graphs)
         report = Path(folder) / "report.json"
         solo_rank.run_steps(name, "local", model, devices, report, steps=1)
         return events, json.loads(report.read_text())["ranks"][0]["predicted_peak_bytes"]
@@ -297,6 +344,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1", "zbv", "v-half", "v-min"])
     for name, default in (("devices", 8), ("hidden", 4096), ("sequence", 4096), ("layers", 4), ("vocabulary", 32000)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--graphs", action="store_true", help="capture every pass as a CUDA graph")
     options = parser.parse_args()
     from megatron_pipemem.tools.cpu import activate
 
@@ -308,17 +356,23 @@ def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     size = Size(options.hidden, options.hidden // 128, options.layers, options.sequence, options.vocabulary)
-    model = solo_rank.Model("GPT", size, ("local",), (options.devices,), (0,), (), 3)
+    model = solo_rank.Model(
+        "GPT", size, ("local",), (options.devices,), (0,), (), 3, options={"cuda_graph_warmup_steps": STEPS}
+    )
     write(
         "| schedule | activations GB | allocated | reserved | expandable | working MB | gaps MB: sizes that did not fit |"
     )
     write("|---|---|---|---|---|---|---|")
     for name in options.schedules:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.devices)
-        events, activations = trace(model, options.devices, name)
+        events, activations = trace(model, options.devices, name, options.graphs)
         dist.destroy_process_group()
-        segments, expandable = (replay(events, Allocator(is_expandable)) for is_expandable in (False, True))
-        over = [f"{100 * (nbytes / activations - 1):.1f} %" for nbytes in (*segments[:2], expandable.reserved)]
+        segments = replay(events, Allocator(), Allocator() if options.graphs else None)
+        reserved = (
+            [segments.reserved] if options.graphs else [segments.reserved, replay(events, Allocator(True)).reserved]
+        )
+        over = [f"{100 * (nbytes / activations - 1):.1f} %" for nbytes in (segments.allocated, *reserved)]
+        over += ["-"] * options.graphs
         sizes = ", ".join(f"{nbytes / MiB:.4g} MiB x {times}" for nbytes, times in segments.missed.most_common(3))
         gaps = (segments.reserved - segments.allocated) / 1e6
         row = [f"`{name}`", f"{activations / 1e9:.3f}", *over, f"{segments.working / 1e6:.0f}", f"{gaps:.0f}: {sizes}"]

@@ -136,11 +136,14 @@ def play(name: str, layers: str, model: Model, devices: int) -> tuple[dict, list
     return values, missed
 
 
-def run_steps(name: str, layers: str, model: Model, devices: int, path: Path | None, steps: int = 3) -> dict:
+def run_steps(
+    name: str, layers: str, model: Model, devices: int, path: Path | None, steps: int = 3, graphs: bool = False
+) -> dict:
     """Bytes and seconds of steps, after the first two.
 
     Args:
         path: of the run's report. Without it, nothing is counted or timed within the steps.
+        graphs: whether every pass is captured as a CUDA graph.
     """
     import torch
     from gpt_chunks import training
@@ -165,7 +168,7 @@ def run_steps(name: str, layers: str, model: Model, devices: int, path: Path | N
         mock.patch("megatron_pipemem.mcore.step.forward_backward.check_whole_model"),
         mock.patch("megatron_pipemem.features.offload.megatron._rank_budget", budget_alone),
     ):
-        megatron_pipemem.enable(name, report=None if path is None else str(path))
+        megatron_pipemem.enable(name, report=None if path is None else str(path), graphs=graphs)
         try:
             step = training(model.size, layers, devices, chunks, microbatches, model.position, **model.options)
             for _ in range(2):  # by the order for one hardware queue; gradients are allocated

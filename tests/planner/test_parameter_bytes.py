@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from refusals import refused
 
+from megatron_pipemem.model.activations import message_bytes
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.config.arguments import flags_of_attributes, frozen_flags
 from megatron_pipemem.tools.config.cluster import GIB
@@ -115,6 +116,17 @@ def test_copies_of_a_step_count_where_activations_do_not():
     assert much == pytest.approx([static + buffers + 1e12 * (1 + sent) for static, buffers, sent in rows])
     assert step.room(much[1])[1] == pytest.approx(1e12)
     assert min(step.stepping) > max(step.buffers)
+
+
+def test_graphs_keep_the_memory_of_activations_during_the_optimizers_step():
+    """They hold two messages more."""
+    flags = {"grad-reduce-in-bf16": True, "use-precision-aware-optimizer": False}
+    plain = price(on_host(**flags), Placement.linear(2))
+    graphed = price(on_host(**flags, **{"cuda-graph-impl": "local"}), Placement.linear(2))
+    kept = plain.room(1e12)
+    added = [graphs - bytes for graphs, bytes in zip(graphed.held(kept), plain.held(kept), strict=True)]
+    messages = 2 * message_bytes(RUN.model, on_host().execution)
+    assert added == pytest.approx([nbytes + messages for nbytes in plain.stepping]) and min(plain.stepping) > 0
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -15,7 +15,8 @@ Bytes of a rank are parameters, gradients, the optimizer or its shard (``paramet
 schedule keeps, sent messages, and buffers. The output of a stage is kept until an answer shows that it was used
 (``schedule.message_memory``), so there is about one for each microbatch whose activations are kept. Buffers are other
 messages, NCCL's own, the logits' gradient on the rank of the head, and the activations of the layers that are
-recomputed together. The optimizer's step copies tensors when no activations are held. If
+recomputed together. The optimizer's step copies tensors when no activations are held, but CUDA graphs keep the memory of
+the activations for the next step. If
 the devices hold several replicas of the model, all of that exists once per replica, but a microbatch runs through only
 one of them. The gradients of the replicas are summed, two ranks at a time, before the reduction, and no computing is
 left to hide either. If a step may be rolled back, its previous state takes memory on the device or the host.
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
 _OTHER_MESSAGES = 2
 """Messages per stage that arrive, or that are sent gradients. With one sent output per kept microbatch, this is the least
 that covers the fullest rank of every family."""
+_MESSAGES_OF_GRAPHS = 2
+"""Messages of memory that a step of CUDA graphs takes beside those without graphs (``benchmarks/allocator.py --graphs``): the
+result of a pass, and its copy before it is sent."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class PlannedStep:
     rollback: tuple[float, ...]
     """Per device, bytes of the state for a rollback; part of ``static``."""
     stepping: tuple[float, ...]
-    """Per device, further bytes during the optimizer's step, when no activations are held."""
+    """Per device, further bytes during the optimizer's step, when no activations are held; part of ``static`` if CUDA graphs
+    keep their memory."""
     host_optimizer: tuple[float, ...]  # per device, bytes of the optimizer on its host
     host: float = inf  # bytes of host memory for a rank's activations
 
@@ -138,6 +143,7 @@ class _Cut:
     bytes: ParameterBytes
     pace: MeasuredSlowdown
     rolls_back: bool = False  # whether a step may be undone
+    has_graphs: bool = False  # whether memory of activations stays with CUDA graphs between steps
     gradients: int = 1  # copies of the fp32 gradients: 2 if updates are delayed
     needed: tuple[bool, ...] = ()  # per layer, whether it is of the kind that every device needs
     shared_ends: bool = False  # whether every device holds an equal share of embedding and head
@@ -269,6 +275,7 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
         bytes=parameter_bytes(run.precision, run.flags),
         pace=pace or MeasuredSlowdown(),
         rolls_back=run.rolls_back,
+        has_graphs=run.has_graphs,
         gradients=2 if run.delays_updates else 1,
         needed=tuple(needed_layers(run.model.pattern or "", run.flags)),
     )
@@ -391,13 +398,17 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     static_of = {at: cut.static(part) for at, part in distinct.items()}
     updated_of = {at: cut.updated(*part.trained) for at, part in distinct.items()}
     updated = [sum(updated_of[id(part)] for part in device) for device in device_parts]
+    stepping = [cut.bytes.stepping * count for count in updated]
+    static = [sum(static_of[id(part)] for part in device) for device in device_parts]
+    if cut.has_graphs:
+        static, stepping = [*map(add, static, stepping)], [0.0] * len(stepping)
     return PlannedStep(
         placement=placement,
         layers=layers,
         moved=tuple(sum(part.moved for part in stage) for stage in stages),
         costs=costs,
         weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in device_parts),
-        static=tuple(sum(static_of[id(part)] for part in device) for device in device_parts),
+        static=tuple(static),
         buffers=_buffers(cut, placement, layers),
         sent=_sent(message_bytes(cut.model, cut.execution), placement, [max(s.saved, s.after_input) for s in kept]),
         communication=tuple(sum(part.communication.total for part in device) / replicas for device in device_parts),
@@ -408,7 +419,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         + max(_sums(cut, device, placement) for device in device_parts),
         optimizer=max(updated) * prices.adam_seconds(cut.cluster, cut.bytes),
         rollback=tuple(cut.bytes.rollback * cut.rolls_back * count for count in updated),
-        stepping=tuple(cut.bytes.stepping * count for count in updated),
+        stepping=tuple(stepping),
         host_optimizer=tuple(cut.bytes.host * count for count in updated),
     )
 
@@ -437,11 +448,14 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
     def recomputed(owned: Sequence[int]) -> float:
         return whole * max(min(unit, layers[stage % placement.model_stages]) for stage in owned)
 
-    per_stage = _OTHER_MESSAGES * message_bytes(cut.model, execution) * (placement.num_devices > 1)
+    message = message_bytes(cut.model, execution)
+    per_stage = _OTHER_MESSAGES * message * (placement.num_devices > 1)
+    of_graphs = _MESSAGES_OF_GRAPHS * message * cut.has_graphs
     of_nccl = _nccl_bytes(placement) if cut.cluster.backend == "nccl" else (0,) * placement.num_devices
     logits = prices.logit_bytes(cut.model, execution)
     return tuple(
         per_stage * len(owned)
+        + of_graphs
         + of_nccl[device]
         + recomputed(owned)
         + logits * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
