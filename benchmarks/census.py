@@ -69,7 +69,10 @@ def _bridge() -> Path:
 
 
 def benchmarks() -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of the benchmark recipes that have a pipeline and can be evaluated."""
+    """Yield the settings of the benchmark recipes that have a pipeline and can be evaluated.
+
+    Numbers of experts may be on Hugging Face alone. A recipe with expert-parallel ranks then has one expert per rank here.
+    """
     folder, names = _bridge(), []
     for file in sorted((folder / "perf_recipes").rglob("*.py")):
         module = ".".join(("megatron.bridge", *file.relative_to(folder).with_suffix("").parts))
@@ -81,7 +84,8 @@ def benchmarks() -> Iterator[Mapping[str, Any]]:
         ]
     for facts in evaluate(names):
         if facts.get("values", {}).get(_RANKS, 1) > 1:
-            yield facts["values"]
+            ranks = facts["values"].get("expert_model_parallel_size") or 1
+            yield ({"num_moe_experts": ranks} if ranks > 1 else {}) | facts["values"]
 
 
 def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:
