@@ -168,6 +168,7 @@ def _packed_params(batch: Batch) -> PackedSeqParams:
         max_seqlen_q=int(longest.item()),
         max_seqlen_kv=int(longest.item()),
         tokens_per_sample=get_args().seq_length,
+        total_tokens=get_args().seq_length,  # by which Mamba layers know the document of every token
     )
 
 

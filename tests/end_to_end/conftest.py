@@ -28,8 +28,6 @@ from comparing import (  # noqa: E402
 from model_flags import as_hybrid  # noqa: E402
 from text_to_dataset import find_documents, write_dataset  # noqa: E402
 
-MAMBA = str(Path(__file__).parents[1] / "mamba")
-
 # A GPT small enough that a step takes tenths of a second. Dropout is off because its random numbers depend on the placement.
 # Gradients are never clipped, because the norm's last bits do too and would reach the weights.
 MODEL = """
@@ -257,7 +255,7 @@ def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[.
         if (version, size) not in trainers:
             stop()
             folder = tmp_path_factory.mktemp("transformer_engine")
-            path = [*packages.folders(version), packages.FLASH_ATTENTION, MAMBA]
+            path = [*packages.folders(version), packages.FLASH_ATTENTION, packages.MAMBA]
             ranks = ConductedRanks("training", folder, path, size)
             trainers[version, size] = Trainer(ranks, folder, text)
         backend = () if "--attention-backend" in flags else ("--attention-backend", "unfused")

@@ -70,6 +70,7 @@ class _LocalStack(TransformerBlock):
 
 STATES = {
     "attention_backend": AttnBackend.unfused,
+    "activation_func": torch.nn.functional.silu,
     **dict(mamba_num_heads=4, mamba_head_dim=16, mamba_num_groups=2, mamba_state_dim=8),
     **dict(linear_num_key_heads=2, linear_key_head_dim=8, linear_num_value_heads=4, linear_value_head_dim=16),
 }

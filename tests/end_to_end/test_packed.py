@@ -5,7 +5,10 @@ Megatron counts their tokens and squared lengths in every forward step, to log F
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from comparing import assert_close_training
 from lanes import nightly, rest_nightly
 from model_flags import (
@@ -76,3 +79,13 @@ def test_documents_of_pretraining_data(train_small, equals_stock, documents, tmp
     run, stock = equals_stock("v-half", "--dataloader-inter-document-masking", *short)
     assert run.packed == stock.packed
     assert run.losses != train_small("stock", *short).losses
+
+
+def test_layers_with_states_know_the_document_of_every_token(monkeypatch):
+    """Else a Mamba layer would hand its state on to the next document, under every schedule."""
+    import gpt_pretraining
+
+    monkeypatch.setattr(gpt_pretraining, "get_args", lambda: SimpleNamespace(seq_length=16))
+    monkeypatch.setattr(gpt_pretraining.training, "update_seqlen_stats_from_cu_seqlens", lambda ends: None)
+    batch = {"cu_seqlens": torch.tensor([[0, 5, 16]], dtype=torch.int32), "max_seqlen": torch.tensor(11)}
+    assert gpt_pretraining._packed_params(batch).seq_idx.tolist() == [[0] * 5 + [1] * 11]

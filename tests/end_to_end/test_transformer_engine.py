@@ -9,7 +9,7 @@ from itertools import combinations, product
 import packages
 import pytest
 import test_unequal
-from comparing import assert_close_training, assert_predicted_bytes, assert_same_training
+from comparing import assert_close_training, assert_predicted_bytes, assert_same_training, bits
 from lanes import nightly, rest_nightly
 from model_flags import (
     BY_FLOPS,
@@ -22,13 +22,14 @@ from model_flags import (
     QUICK,
     RECOMPUTE,
     RECOMPUTED,
+    RESUMED,
     ROPE,
     TP2,
     TP_AND_SP,
     UNTIED,
     VOCABULARY,
 )
-from ranks import CaseFailed
+from ranks import CaseFailed, ConductedRanks
 
 DEFAULTS = (*FUSION, *OVERLAP)  # what users start with, in addition to bias
 NO_BIAS = "--disable-bias-linear"
@@ -232,6 +233,7 @@ def test_early_weights_of_grouped_experts_hold_less_for_w(equals):
 HYBRID = (
     *("--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
     *("--mamba-num-heads", "8", "--mamba-head-dim", "16", "--mamba-num-groups", "2", "--mamba-state-dim", "16"),
+    *DELTA_NETS[4:-2],
     "--hybrid-layer-pattern",
 )
 
@@ -248,6 +250,7 @@ def test_a_hybrid_model_of_nvidias_layers_trains_as_stock(train_te):
 
 # Of layers that carry a state along the sequence: schedule, pattern, flags of stock too, flags of ours
 MAMBA = "M*-MM-M*"
+MIXED = "M*-GM-G*"  # with gated delta nets
 STATES = {
     "split backwards": ("zb-h1", MAMBA, (), ()),
     "interleaved": ("interleaved", MAMBA, (), ()),
@@ -276,6 +279,15 @@ STATES = {
     "overlapped steps": ("zbv", MAMBA, OVERLAPPED, ("--pipemem-overlap-steps",)),
     "weighed by a function": ("1f1b", MAMBA, (), test_unequal.BY_CONTENT),
     "layout": ("v-half", MAMBA, (), ("--pipemem-layout", "auto")),
+    "gated delta nets": ("zb-h1", MIXED, LLAMA, ()),
+    "packed": ("v-half", MIXED, (*FLASH, *LLAMA), ()),
+    # Steps of 2, 2, 2, 4, 4 and 4 microbatches.
+    "another number of microbatches": (
+        "v-half",
+        MIXED,
+        (*LLAMA, "--rampup-batch-size", "2", "2", "6", "--train-iters", "6"),
+        (),
+    ),
 }
 RESUMMED = {"two replicas", "cut vocabulary", "weighed by FLOPs", "weighed by a function"}
 
@@ -283,10 +295,63 @@ RESUMMED = {"two replicas", "cut vocabulary", "weighed by FLOPs", "weighed by a 
 @pytest.mark.parametrize(
     "name", rest_nightly(STATES, ["cut vocabulary"], "test_twins.py; states of layers in a V above")
 )
-def test_layers_with_states_train_as_stock(equals, name):
+def test_layers_with_states_train_as_stock(equals, request, name):
     schedule, pattern, flags, ours = STATES[name]
-    how = {"initialise": False} if name == "random numbers" else {"nbytes": None} if "E" in pattern else {}
-    equals(schedule, *DEFAULTS, *flags, *HYBRID, pattern, ours=ours, close=name in RESUMMED, **how)
+    if name == "packed":  # in every microbatch other documents, and scans within these
+        flags = (*request.getfixturevalue("packed"), *flags)
+    uncounted = name == "packed" or "E" in pattern
+    how = {"initialise": False} if name == "random numbers" else {"nbytes": None} if uncounted else {}
+    run, stock = equals(schedule, *DEFAULTS, *flags, *HYBRID, pattern, ours=ours, close=name in RESUMMED, **how)
+    assert run.packed == stock.packed
+
+
+CUT = f"{MIXED[:4]}|{MIXED[4:]}"
+
+
+@nightly("test_twins.py; states of layers in a V above")
+def test_layers_with_states_train_late_as_the_formula_says(train_te):
+    flags = (*LLAMA, "--train-iters", "3", *HYBRID)
+    alone = ("--pipeline-model-parallel-size", "1", *flags)
+    run = train_te("pipedream-2bw", *flags, CUT)
+    late = train_te("stock", *alone, MIXED, ranks=1, emulate=("pipedream-2bw", 2, 1))
+    assert bits(run.losses) == bits(late.losses)
+    assert run.losses[2:] != train_te("stock", *flags, CUT).losses[2:], "nothing was late"
+    assert_predicted_bytes(run)
+
+
+@nightly("test_checkpoints.py; names and initial values of layers with states above")
+def test_checkpoints_of_layers_with_states_go_to_another_cut(train_te, tmp_path):
+    train_te("v-half", *LLAMA, "--save", str(tmp_path), "--save-interval", "2", *HYBRID, MIXED)
+    resumed = train_te("stock", *LLAMA, *RESUMED, "--load", str(tmp_path), *HYBRID, CUT, initialise=False)
+    whole = train_te("stock", *LLAMA, "--train-iters", "4", *HYBRID, CUT)
+    assert bits(resumed.losses) == bits(whole.losses[2:])
+
+
+@nightly("test_hybrid.py; layers with states above")
+def test_layers_with_states_are_added_to_a_checkpoint_of_a_gpt(train_te, tmp_path):
+    """They begin with random values, which depend on the layer alone."""
+    train_te("stock", UNTIED, NO_BIAS, "--save", str(tmp_path), "--save-interval", "2")
+    load = (UNTIED, NO_BIAS, *RESUMED, "--load", str(tmp_path), "--pipemem-rng", "layerwise", *HYBRID)
+    losses = {
+        tuple(bits(train_te(schedule, *load, pattern, initialise=False).losses))
+        for schedule, pattern in (("stock", "M*-*-|M*-*-"), ("v-half", "M*-*-M*-*-"), ("zb-h1", "M*-*-|M*-*-"))
+    }
+    assert len(losses) == 1 and len({*losses.pop()}) == 2
+
+
+@nightly("test_plain_loop.py; layers with states above")
+def test_a_program_builds_chunks_of_layers_with_states(tmp_path):
+    path = [*packages.folders(packages.NEWEST), packages.MAMBA]
+    ranks = ConductedRanks("plain_loop", tmp_path, path, 2, preload=["te_stand_in", "plain_loop"])
+    case = {"chunks": 1, "import_after": False, "ddp": True, "hybrid": "states"}
+    try:
+        stock, *others = (
+            ranks.run({**case, **how})[-1]["losses"]
+            for how in ({"schedule": "stock"}, {"schedule": "zb-h1"}, {"schedule": "v-half", "chunks": 2})
+        )
+    finally:
+        ranks.stop()
+    assert len({*stock}) > 10 and others == [stock, stock]
 
 
 def test_a_state_is_not_handed_on_between_slices(train_te):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,26 +19,40 @@ def load(name: str, folder: str = "mamba_ssm/ops/triton"):
     spec = importlib.util.spec_from_file_location(f"reference_{name}", _FOLDER / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with mock.patch.object(sys, "path", [str(_FOLDER), *sys.path]):
+        spec.loader.exec_module(module)
     return module
 
 
-def test_a_layer_is_a_convolution_and_a_recurrence():
-    batch, tokens, heads, channels, groups, states, seen = 2, 7, 4, 3, 2, 5, 4
+# Where packed sequences begin, if there are any.
+PACKED = pytest.mark.parametrize("begins", [None, (0, 1, 4)], ids=["whole", "packed"])
+
+
+def ends_of(begins, tokens: int) -> torch.Tensor | None:
+    return None if begins is None else torch.tensor([*begins, tokens])
+
+
+@PACKED
+def test_a_layer_is_a_convolution_and_a_recurrence(begins):
+    tokens, heads, channels, groups, states, seen = 7, 4, 3, 2, 5, 4
+    batch, starts = (2, (0,)) if begins is None else (1, begins)
+    first_of = [max(start for start in starts if start <= t) for t in range(tokens)]
     width, convolved = heads * channels, heads * channels + 2 * groups * states
     torch.manual_seed(1)
     projection = torch.randn(batch, tokens, width + convolved + heads, dtype=torch.float64)
     weight, bias = torch.randn(convolved, seen, dtype=torch.float64), torch.randn(convolved, dtype=torch.float64)
     step_bias, decay, past = (torch.rand(heads) for _ in range(3))
     y = load("ssd_combined").mamba_split_conv1d_scan_combined(
-        projection, weight, bias, step_bias, -decay, past, 128, "silu", channels, groups, False
+        *(projection, weight, bias, step_bias, -decay, past, 128, "silu", channels, groups, False),
+        seq_idx=None if begins is None else torch.tensor([first_of], dtype=torch.int32),
     )
     z, xbc, dt = projection.split([width, convolved, heads], dim=-1)
     silu = torch.nn.functional.silu
     for b in range(batch):
-        state = torch.zeros(heads, channels, states, dtype=torch.float64)
         for t in range(tokens):
-            window = torch.stack([xbc[b, t - seen + 1 + i] if t - seen + 1 + i >= 0 else 0 * bias for i in range(seen)])
+            if t == first_of[t]:
+                state = torch.zeros(heads, channels, states, dtype=torch.float64)
+            window = torch.stack([xbc[b, s] if s >= first_of[t] else 0 * bias for s in range(t - seen + 1, t + 1)])
             mixed = silu((window.t() * weight).sum(1) + bias)
             x, into, out = mixed.split([width, groups * states, groups * states])
             x = x.view(heads, channels)
@@ -63,7 +79,8 @@ def test_the_norm_gates_before_or_behind():
     torch.testing.assert_close(behind, norm(x * silu))
 
 
-def test_a_gated_delta_net_is_megatrons():
+@PACKED
+def test_a_gated_delta_net_is_megatrons(begins):
     """As Megatron computes it, in parts of 64 tokens, for its deterministic mode."""
     common = pytest.importorskip("megatron.core.ssm.gated_delta_net.common")
     batch, tokens, heads, keys, values = 2, 70, 3, 4, 5
@@ -74,14 +91,21 @@ def test_a_gated_delta_net_is_megatrons():
         -torch.rand(batch, tokens, heads),
         torch.rand(batch, tokens, heads),
     )
-    result, _ = load("gated_delta_rule", "fla/ops").chunk_gated_delta_rule(q, k, v, g, beta)
-    wanted, _ = common.torch_chunk_gated_delta_rule(q, k, v, g, beta)
-    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
+    tensors, ends = (q, k, v, g, beta), ends_of(begins, tokens)
+    result, _ = load("gated_delta_rule", "fla/ops").chunk_gated_delta_rule(*tensors, cu_seqlens=ends)
+    for begin, end in pairwise([0, tokens] if begins is None else [*begins, tokens]):
+        wanted, _ = common.torch_chunk_gated_delta_rule(*(tensor[:, begin:end] for tensor in tensors))
+        torch.testing.assert_close(result[:, begin:end], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_convolution_and_a_norm_of_a_gated_delta_net():
+@PACKED
+def test_a_convolution_and_a_norm_of_a_gated_delta_net(begins):
     x, weight = torch.randn(2, 7, 3), torch.randn(3, 4)
-    result, _ = load("convolution", "fla/modules").causal_conv1d(x, weight, activation="silu")
-    torch.testing.assert_close(result[:, -1], torch.nn.functional.silu((x[:, 3:] * weight.t()).sum(1)))
+    convolve = load("convolution", "fla/modules").causal_conv1d
+    result, _ = convolve(x, weight, activation="silu", cu_seqlens=ends_of(begins, 7))
+    for first in (0,) if begins is None else begins:
+        torch.testing.assert_close(result[:, first], torch.nn.functional.silu(x[:, first] * weight[:, -1]))
+    seen = x[:, 3:] if begins is None else torch.nn.functional.pad(x[:, 4:], (0, 0, 1, 0))
+    torch.testing.assert_close(result[:, -1], torch.nn.functional.silu((seen * weight.t()).sum(1)))
     normed = load("l2norm", "fla/modules").l2norm(x)
     torch.testing.assert_close(normed.norm(dim=-1), torch.ones(2, 7))

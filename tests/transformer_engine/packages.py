@@ -47,6 +47,9 @@ def folders(version: str) -> list[str]:
 FLASH_ATTENTION = str(Path(__file__).with_name("flash"))
 """Where the stand-in of flash-attn lies, for the module search path."""
 
+MAMBA = str(Path(__file__).parents[1] / "mamba")
+"""Where the stand-ins of ``mamba_ssm``, ``causal_conv1d`` and ``fla`` lie."""
+
 
 def consumers() -> list[str]:
     """Where the programs that train with Megatron lie, and Transformer Engine, of which they take the layers.

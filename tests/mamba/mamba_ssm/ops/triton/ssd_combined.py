@@ -24,7 +24,7 @@ def mamba_chunk_scan_combined(
         D: (heads) or (heads, channels), what passes by the state.
         z: as ``x``: the gate.
         dt_bias: (heads).
-        seq_idx: of packed sequences; there are none here.
+        seq_idx: of packed sequences; ``mamba_split_conv1d_scan_combined`` takes them apart.
         dt_softplus: whether steps are made positive.
     """
     assert seq_idx is None
@@ -65,13 +65,20 @@ def mamba_split_conv1d_scan_combined(
         zxbcdt: the projection: gate, input, into and out of the state, steps.
         conv1d_weight: (channels, tokens that it sees), causal.
         conv1d_bias: (channels).
-        dt_bias, A, D, chunk_size, seq_idx: as of ``mamba_chunk_scan_combined``.
+        dt_bias, A, D, chunk_size: as of ``mamba_chunk_scan_combined``.
         activation: behind the convolution.
         headdim: channels per head.
         ngroups: of heads.
         norm_before_gate: there is no norm here.
+        seq_idx: (1, tokens), the number of the packed sequence of every token. Sequences see nothing of each other.
     """
     assert activation == "silu" and not norm_before_gate
+    if seq_idx is not None:
+        assert seq_idx.shape == zxbcdt.shape[:2] and len(seq_idx) == 1
+        _, lengths = seq_idx[0].unique_consecutive(return_counts=True)
+        layer = conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, activation, headdim, ngroups, norm_before_gate
+        sequences = zxbcdt.split(lengths.tolist(), 1)
+        return torch.cat([mamba_split_conv1d_scan_combined(own, *layer) for own in sequences], 1)
     heads, tokens = A.numel(), zxbcdt.shape[1]
     width = heads * headdim
     states = (zxbcdt.shape[-1] - 2 * width - heads) // 2
@@ -81,7 +88,5 @@ def mamba_split_conv1d_scan_combined(
     x, B, C = F.silu(convolved[..., :tokens]).transpose(1, 2).split([width, states, states], dim=-1)
     x, z = (tensor.unflatten(-1, (heads, headdim)) for tensor in (x, z))
     B, C = (tensor.unflatten(-1, (ngroups, -1)) for tensor in (B, C))
-    y = mamba_chunk_scan_combined(
-        x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, dt_softplus=True
-    )
+    y = mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=True)
     return y.flatten(-2)
