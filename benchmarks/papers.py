@@ -34,7 +34,7 @@ from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import CHEAP
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.step import mfu, price
-from megatron_pipemem.tools.planner.variants import PLAIN, variants
+from megatron_pipemem.tools.planner.variants import PLAIN, run_step, variants
 from megatron_pipemem.tools.planner.ways import Answer
 
 MACHINE = "a100-80g"
@@ -109,8 +109,7 @@ MISSES = {
     "as with the post-validated optimizer of arXiv 2401.10241, only V-ZB would gain: that ratio is in the notes.",
     "offload": "Stages hold whole layers. If these do not divide among 32 devices, the bound of PP32 shows the possible gain. "
     "The host's memory is an assumption, so two sizes are shown.",
-    "vocabulary": "If layers move away, our partition sometimes finds a better split than the paper's. For the cut "
-    "vocabulary, collectives take the slowest link, and a small shard's passes are too short to hide them.",
+    "vocabulary": "If layers move away, our partition sometimes finds a better split than the paper's.",
 }
 """Main reasons of the differences between planner and paper."""
 
@@ -243,7 +242,7 @@ def _vocabulary(run: Run, method: str, known: dict) -> float:
     even = layout.uncut(run.model, cut.pp) if method == "baseline" else None
     step = price(run, Placement.linear(cut.pp), even)
     if method in known:
-        step = known[method].prepare(run, Placement.linear(cut.pp), None)
+        step = run_step(replace(run, schedule=known[method].choice(run.schedule)), Placement.linear(cut.pp))
         schedule = known[method].apply(schedule, step, step.room(run.cluster.memory_bytes))
     return mfu(run, simulate(schedule, step.costs).makespan + step.outside)
 

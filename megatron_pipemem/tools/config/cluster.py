@@ -125,3 +125,17 @@ class Cluster(Limited):
         The first rank of the group is the first rank of a node.
         """
         return self.intra_node if (devices - 1) * stride < self.devices_per_node else self.inter_node
+
+    def ring(self, devices: int, stride: int = 1) -> Link:
+        """Return a ring through a group of ``devices`` ranks, whose numbers are ``stride`` apart, as one link.
+
+        A byte of a broadcast or a reduction passes every hop once, so latencies add up. Between two nodes, a group uses the
+        adapters of all its devices in a node, as NCCL's channels do. The first rank of the group is the first rank of a node.
+        """
+        in_node = min(devices, max(1, self.devices_per_node // stride))
+        nodes = -(-devices // in_node)
+        outside = nodes - 1
+        inside = devices - 1 - outside
+        latency = inside * self.intra_node.latency_us + outside * self.inter_node.latency_us
+        speeds = [self.intra_node.gb_per_s] * (inside > 0) + [in_node * self.inter_node.gb_per_s] * (outside > 0)
+        return Link(min(speeds, default=self.intra_node.gb_per_s), latency)

@@ -5,8 +5,8 @@ A variant changes the costs of stages, adds actions to an order, or both. It als
 * Offload (arXiv 2503.01328): activations wait on the host. Copies are planned within the memory of each device and
   host, the longest-lived activations first.
 * Vocabulary parallelism (arXiv 2411.05288): embedding and head are cut over all pipeline ranks. Every rank holds an
-  equal share of both, with its passes and collectives between those of layers. Collectives use the slowest link of the
-  pipeline. They also slow the layers' kernels (7 to 8 % of F and B in the paper's profile), which is not priced.
+  equal share of both, with its passes and collectives between those of layers. Collectives run on a ring through the
+  pipeline's ranks (``Cluster.ring``), and slow the kernels that run beside them (``BESIDE_COLLECTIVES``).
 """
 
 from __future__ import annotations
@@ -232,6 +232,11 @@ def built(
 
 
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
+BESIDE_COLLECTIVES = 1.064
+"""Seconds of F, I, W, S and T with a cut vocabulary over those without collectives beside them.
+
+It is the mean of the ten cases that the artifact of arXiv 2411.05288 profiled on 8 A100. A collective holds some of a
+device's multiprocessors while it runs, and while it waits for other ranks."""
 
 
 def _vocabulary_step(
@@ -252,10 +257,12 @@ def _vocabulary_step(
             "the embedding and head of a model with a vision tower cannot be cut over the pipeline; pass "
             "--pipemem-vocab-cut off",
         )
-    step = step_of(run, placement, layers, pace, shared_ends=True)
+    own = pace or MeasuredSlowdown()
+    slowed = replace(own, layer=own.layer * BESIDE_COLLECTIVES)
+    step = step_of(run, placement, layers, slowed, shared_ends=True)
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism
-    link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
+    link = run.cluster.ring(p, cut.tp * cut.cp * cut.dp)
     # With multi-token prediction, one head computes all predictions, so that its tokens are multiplied.
     depths, once = run.model.heads_of_output, message_bytes(run.model, execution)
     hidden, n = depths * once, depths * execution.tokens(run.model)
@@ -271,7 +278,9 @@ def _vocabulary_step(
         Kind.BCAST_G: gather(n * 4, p, link),
     }
     embedding, head = ends_seconds(run, pace)
-    costs = VocabularyCosts.of_head(head, p, barriers, embedding=embedding, collectives=collectives)
+    costs = VocabularyCosts.of_head(
+        head, p, barriers, embedding=embedding, scaling=1 / BESIDE_COLLECTIVES, collectives=collectives
+    )
     # Held from S to T: a shard's logits and the head's input; with one barrier also both halves of the input's gradient.
     head_bytes = depths * logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
     memory = {**(step.costs.memory or {}), Kind.S: (head_bytes,) * p, Kind.T: (-head_bytes,) * p}
