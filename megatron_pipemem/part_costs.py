@@ -52,7 +52,7 @@ class Passes(Summed):
 
 @dataclass(frozen=True)
 class Part:
-    """The costs of a layer or a frame, on one rank and for one microbatch."""
+    """The costs of a layer, or of a stage without its layers (a frame), on one rank and for one microbatch."""
 
     seconds: Passes = Passes()
     memory: dict[Kind, float] = field(default_factory=dict)

@@ -141,7 +141,7 @@ def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
         round_trip += forward[device + 1] + backward[device + 1] + links[0] + links[1]
         while_waiting = int(loosened(round_trip / forward[device])) if forward[device] else most
         many[device] = min(most, max(many[device + 1], 1 + while_waiting))
-    middle = [(a + b + 1) // 2 for a, b in zip(few, many, strict=True)]
+    middle = [(low + high + 1) // 2 for low, high in zip(few, many, strict=True)]
     return [tuple(few), tuple(many), tuple(middle)]
 
 

@@ -103,7 +103,7 @@ def without_groups(pattern: str) -> str:
 
 
 def grouped_layers(pattern: str) -> list[bool]:
-    """Return, for each layer of a hybrid pattern without cuts, whether it is in one group with the layer before it."""
+    """Return, per layer of a hybrid pattern without ``|``, whether it shares brackets with the layer before it."""
     return [place > 0 for item in PATTERN_ITEM.findall(pattern) for place in range(len(without_groups(item)))]
 
 

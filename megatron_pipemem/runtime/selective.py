@@ -110,12 +110,12 @@ def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
     and returns the ``Replay`` for a second run.
     """
 
-    def run(*arguments):
+    def run_region(*arguments):
         if _recording is None or not torch.is_grad_enabled():
             return function(*arguments)
         return _recording.run(function, replay(), arguments)
 
-    return run
+    return run_region
 
 
 def is_recording() -> bool:

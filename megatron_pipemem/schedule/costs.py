@@ -122,7 +122,7 @@ class Costs:
             if strange := [kind for kind in self.further if kind not in FURTHER]:
                 raise CostsError(
                     "unknown-key",
-                    f"further has the kind {strange[0]}, which register_kind has not added; leave the kind out, or "
+                    f"the key further has the kind {strange[0]}, which register_kind has not added; leave the kind out, or "
                     "register it",
                 )
             own = {

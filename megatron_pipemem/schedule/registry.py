@@ -303,11 +303,11 @@ def _module(target: str) -> ModuleType:
     """Import the module of that name or in that file. A file is imported only once."""
     if not target.endswith(".py"):
         return import_module(target)
-    where = Path(target).resolve()
-    name = f"pipemem_schedule_{where.stem}_{crc32(str(where).encode()):08x}"
+    path = Path(target).resolve()
+    name = f"pipemem_schedule_{path.stem}_{crc32(str(path).encode()):08x}"
     if name not in sys.modules:
-        spec = spec_from_file_location(name, where)
-        assert spec is not None and spec.loader is not None, f"{where} ends with .py"
+        spec = spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, f"{path} ends with .py"
         sys.modules[name] = module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])

@@ -93,7 +93,7 @@ class Units:
         return self.ends.step if isinstance(self.ends, range) else 0
 
     def times(self, count: int) -> Units:
-        """Return the units of ``count`` such steps, one after another."""
+        """Return the units of ``count`` consecutive steps with these units."""
         if self._size:
             return Units.equal(count * self.num_microbatches, self._size)
         return Units(tuple(step * len(self) + end for step in range(count) for end in self.ends))

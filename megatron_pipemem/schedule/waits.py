@@ -138,8 +138,8 @@ def _refused_waits(
     program: Program, dependencies: Dependencies, latest_needs: LatestNeeds
 ) -> Iterator[tuple[int, int, int]]:
     graph = dependencies.graph
-    for first, posts in _meetings(program):
-        for end, other in () if first.kind in COLLECTIVES else permutations(posts, 2):
+    for first_action, posts in _meetings(program):
+        for end, other in () if first_action.kind in COLLECTIVES else permutations(posts, 2):
             later = latest_needs.after(other, graph.lane_of[end], end)
             if later > end:
                 yield end, other, later
@@ -166,9 +166,9 @@ def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
         if action.kind in COLLECTIVES:
             together.setdefault(action._replace(stage=0), {})[action.stage] = node
         elif action.kind is Kind.REDUCE_REPLICAS:
-            first = action._replace(stage=action.stage % placement.model_stages)
-            together.setdefault(first, {})[placement.devices[action.stage]] = node
-    return meetings + [(first, [*posts.values()]) for first, posts in together.items()]
+            first_action = action._replace(stage=action.stage % placement.model_stages)
+            together.setdefault(first_action, {})[placement.devices[action.stage]] = node
+    return meetings + [(first_action, [*posts.values()]) for first_action, posts in together.items()]
 
 
 def _fault(dependencies: Dependencies, end: int, other: int, later: int) -> ScheduleError:
@@ -182,8 +182,8 @@ def _fault(dependencies: Dependencies, end: int, other: int, later: int) -> Sche
         mend = f"post {partner} before the actions that need {after}, or {action} after {after}"
     return ScheduleError(
         "host-wait",
-        f"is complete only after {after} at position {later - first} of its own device; a host that waits for its "
-        f"whole device between the two, for example to load a kernel, waits without end; {mend}, as lower() does",
+        f"completes only after {after} at position {later - first}, a later action of the same device; the host hangs if it "
+        f"synchronizes the device between the two, for example to load a kernel; {mend}, as lower() does",
         at=(device, end - first, action),
     )
 
@@ -231,15 +231,15 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
             seconds[node + 1] = prices.second_of_pair(action, actions[node + 1])
     meeting_of: dict[int, int] = {}
     firsts = {nodes.start for nodes in lanes}
-    for meeting, (first, posts) in enumerate(meetings, start=len(actions)):
+    for meeting, (first_action, posts) in enumerate(meetings, start=len(actions)):
         waits.append([(post - 1, 0) for post in posts if post not in firsts])
-        if first.kind is Kind.REDUCE_REPLICAS:
-            seconds.append(prices.sums[first.stage] if len(posts) > 1 else 0.0)
-        elif first.kind in COLLECTIVES:
-            seconds.append(prices.of(*first))
+        if first_action.kind is Kind.REDUCE_REPLICAS:
+            seconds.append(prices.sums[first_action.stage] if len(posts) > 1 else 0.0)
+        elif first_action.kind in COLLECTIVES:
+            seconds.append(prices.of(*first_action))
         else:
             source, destination = (devices[actions[post].stage] for post in posts)
-            seconds.append(prices.of_message((source, destination), first.microbatch))
+            seconds.append(prices.of_message((source, destination), first_action.microbatch))
         for post in posts:
             waits[post], seconds[post], meeting_of[post] = ((meeting, 0),), 0.0, meeting
     graph = Graph([*lanes, *([meeting] for meeting in range(len(actions), len(waits)))], waits, range(len(waits)))
@@ -297,9 +297,9 @@ def _graph_of_starts(program: Program, dependencies: Dependencies) -> Graph:
     lane_of, waits = dependencies.graph.lane_of, [list(of_node) for of_node in dependencies.graph.waits]
     completions = {post: node for node in chain.from_iterable(collectives) for post, _ in waits[node]}
     channels: dict[int, tuple[object, ...]] = {node: () for node in completions.values()}
-    for first, posts in _meetings(program):
-        if first.kind not in COLLECTIVES:
-            channels[len(waits)] = first.kind in SENDS, *(lane_of[post] for post in posts)
+    for first_action, posts in _meetings(program):
+        if first_action.kind not in COLLECTIVES:
+            channels[len(waits)] = first_action.kind in SENDS, *(lane_of[post] for post in posts)
             completions |= dict.fromkeys(posts, len(waits))
             waits.append([(post, 0) for post in posts])
     for nodes in devices:
@@ -323,8 +323,8 @@ def check_queues(program: Program, dependencies: Dependencies) -> None:
     *devices, channel = dependencies.lanes
     waits = [list(of_node) for of_node in dependencies.graph.waits]
     moves = {post: collective for collective in channel for post, _ in waits[collective]}
-    for first, posts in _meetings(program):
-        if first.kind in SENDS:
+    for first_action, posts in _meetings(program):
+        if first_action.kind in SENDS:
             moves |= dict.fromkeys(posts, len(waits))
             waits.append([(post, 0) for post in posts])
     for nodes_of_device in devices:

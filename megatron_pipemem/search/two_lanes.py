@@ -361,7 +361,7 @@ def lanes_of(schedule: Schedule, costs: Costs, caps: Sequence[float] | None) -> 
 
 
 def turns_of(schedule: Schedule) -> Turns:
-    """Return the turns of a schedule."""
+    """Return the forwards, backwards and pairs of a schedule, per device in running order. Its W are left out."""
     m, devices = schedule.num_microbatches, schedule.num_devices
     most = max(sum(action.kind is not Kind.W for action in order) for order in schedule.orders)
     forward, backward = np.full((2, devices, most + 1), NONE)

@@ -42,7 +42,7 @@ class WeightVersions:
         self.most_held = 1
         """The highest number of versions that existed at the same time."""
         self._held = {0: self._allocate()}
-        self._shown: int | None = None
+        self._shown_version: int | None = None
         for parameter, view in zip(self._parameters, self._views(0), strict=True):
             view.copy_(parameter.detach())
         self.show(0)
@@ -72,11 +72,11 @@ class WeightVersions:
 
     def show(self, version: int) -> None:
         """Make the parameters views of the buffers of this version."""
-        if version == self._shown:
+        if version == self._shown_version:
             return
         for parameter, view in zip(self._parameters, self._views(version), strict=True):
             parameter.data = view
-        self._shown = version
+        self._shown_version = version
 
     def advance(self, needed: Collection[int]) -> None:
         """Make a new version with the values of the newest, and show it, so that the optimizer can update it.
@@ -93,14 +93,14 @@ class WeightVersions:
             self._held[following] = self._held.pop(self.newest)
         self.newest = following
         self.most_held = max(self.most_held, len(self._held))
-        self._shown = None
+        self._shown_version = None
         self.show(following)
 
     def renumber(self, by: int) -> None:
         """Add ``by`` to the numbers of all versions."""
         self._held = {version + by: buffers for version, buffers in self._held.items()}
         self.newest += by
-        self._shown = None if self._shown is None else self._shown + by
+        self._shown_version = None if self._shown_version is None else self._shown_version + by
 
     def keep_only_newest(self) -> None:
         """Drop all versions but the newest, keep their buffers for later versions, and show the newest."""

@@ -118,18 +118,18 @@ def with_round_trips(
     # its rank at equal times, and its number, counted trip by trip.
     insertions: list[tuple[int, float, float, int]] = []
     for number, (item, out, back) in enumerate(own):
-        made, used = lives[item.key]
+        forward, backward = lives[item.key]
         # If passes take no time, many positions have the same time; the four actions of a round trip keep their order.
-        at_out = min(used, max(made + 1, bisect_right(ends, out + exact)))
+        at_out = min(backward, max(forward + 1, bisect_right(ends, out + exact)))
         at_left = max(at_out, bisect_left(starts, out + item.out - exact))
-        at_back = min(used, max(at_left, bisect_right(ends, back + exact)))
+        at_back = min(backward, max(at_left, bisect_right(ends, back + exact)))
         # At one time, actions that free memory come before actions that take it. A transfer without duration does both.
         first = number * len(ROUND_TRIP)
         insertions += [
             (at_out, out, 2 if item.out else -1, first),
             (at_left, out + item.out, 0, first + 1),
             (at_back, back, 2 if item.back else 0.5, first + 2),
-            (used, item.used, 1, first + 3),
+            (backward, item.backward_start, 1, first + 3),
         ]
     actions: list[Action] = []
     at = 0
@@ -146,14 +146,14 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
 
     Forwards without a later use are left out.
     """
-    made: dict[Key, int] = {}
+    forwards: dict[Key, int] = {}
     spans: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):
         key = (action.stage, action.microbatch)
         if action.kind is Kind.F:
-            made[key] = at
+            forwards[key] = at
         elif action.kind in (Kind.RS, Kind.I, Kind.B) and key not in spans:
-            spans[key] = made[key], at
+            spans[key] = forwards[key], at
     return spans
 
 
@@ -336,7 +336,7 @@ class Planner:
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
         """Return a rank that no plan with these activations or some of them can beat: each has a channel of its own."""
-        trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
+        trips = [RoundTrip(item, item.forward_end, item.backward_start - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
         return self._rank([self._group(part, trips, ())])
 
@@ -372,7 +372,7 @@ class Planner:
         items = []
         for device in part.devices:
             starts, ends = part.timetable.starts[device], part.timetable.ends[device]
-            for (stage, microbatch), (made, used) in self._lives[device].items():
+            for (stage, microbatch), (forward, backward) in self._lives[device].items():
                 weight = 1.0 if self._weights is None else self._weights[microbatch]
                 at = self._units.place(stage, microbatch)
                 size = -self._changes[Kind.WAIT_OFFLOAD][at] * weight
@@ -381,7 +381,9 @@ class Planner:
                         self._seconds[kind][at] * of_microbatch[self._units.microbatch(microbatch)] * factor
                         for kind, of_microbatch in self._of_copies.items()
                     )
-                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, weight))
+                    items.append(
+                        Item(device, stage, microbatch, ends[forward], starts[backward], out, back, size, weight)
+                    )
         # If only some of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(
@@ -453,6 +455,7 @@ def _counts(items: Sequence[Item]) -> list[int]:
     One number is how many the channel can carry between the first forward and the last backward.
     """
     shares = {-(-len(items) * share // _NUM_SHARES) for share in range(1, _NUM_SHARES + 1)}
-    span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)
+    first = min((item.forward_end for item in items), default=0.0)
+    span = max((item.backward_start for item in items), default=0.0) - first
     capacity = bisect_right(list(accumulate(item.out + item.back for item in items)), span)
     return sorted((shares | {capacity}) - {0})

@@ -34,8 +34,8 @@ class Item(NamedTuple):
     device: int
     stage: int
     microbatch: int
-    made: float  # time at which the forward ends
-    used: float  # time at which the backward starts
+    forward_end: float  # time at which the forward ends
+    backward_start: float  # time at which the backward starts
     out: float  # seconds of the copy to the host
     back: float  # seconds of the copy back
     size: float  # memory that these activations take, with ``weight`` included
@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
     @property
     def lifespan(self) -> float:
-        return self.used - self.made
+        return self.backward_start - self.forward_end
 
 
 class RoundTrip(NamedTuple):
@@ -74,7 +74,7 @@ def plan_round_trips(
 class _TransferPlan:
     def __init__(self, items: Sequence[Item], duplex: bool, host_budget: Sequence[float] | None) -> None:
         self._items, self._duplex = items, duplex
-        self._coming = sorted(items, key=lambda item: item.made, reverse=True)
+        self._coming = sorted(items, key=lambda item: item.forward_end, reverse=True)
         self._resident: list[tuple[float, int, Item]] = []  # the last used first
         self._away: list[tuple[float, int, Item]] = []  # the first used first
         self._out_start: dict[Item, float] = {}
@@ -82,7 +82,7 @@ class _TransferPlan:
         self._free = {False: 0.0, True: 0.0}  # per direction; a half duplex channel uses both at once
         # Latest start of each transfer back for which it and all later ones are in time.
         self._due = [inf]
-        self._exact = 1e-9 * max((item.used for item in items), default=0.0)
+        self._exact = 1e-9 * max((item.backward_start for item in items), default=0.0)
         self._reasons: dict[Item, str] = {}
         self._host_budget = host_budget
         self._host_held: dict[int, float] = {}
@@ -124,19 +124,19 @@ class _TransferPlan:
             self._free[direction] = until
 
     def _arrive(self, now: float) -> None:
-        while self._coming and self._coming[-1].made <= now + self._exact:
+        while self._coming and self._coming[-1].forward_end <= now + self._exact:
             item = self._coming.pop()
-            insort(self._resident, (-item.used, len(self._coming), item))
+            insort(self._resident, (-item.backward_start, len(self._coming), item))
         while self._host_uses and self._host_uses[0][0] <= now + self._exact:
             _, device, size = heappop(self._host_uses)
             self._host_held[device] -= size
 
     def _send_away(self, item: Item) -> None:
-        entry = (item.used, -len(self._out_start), item)
+        entry = (item.backward_start, -len(self._out_start), item)
         away, due = self._away, self._due
         at = bisect_left(away, entry)
         away.insert(at, entry)
-        due.insert(at, min(due[at], item.used) - item.back)
+        due.insert(at, min(due[at], item.backward_start) - item.back)
         while at:  # items before it must return sooner, until there is enough time
             at -= 1
             used, _, other = away[at]
@@ -147,8 +147,8 @@ class _TransferPlan:
 
     def _with_another(self, item: Item) -> tuple[float, float]:
         """Return the latest start times, if ``item`` left too, of the next copy back and of the item's own."""
-        at = bisect_left(self._away, (item.used,))
-        start = own = min(self._due[at], item.used) - item.back
+        at = bisect_left(self._away, (item.backward_start,))
+        start = own = min(self._due[at], item.backward_start) - item.back
         while at:
             at -= 1
             used, _, other = self._away[at]
@@ -169,7 +169,7 @@ class _TransferPlan:
             entry = self._resident.pop(0)
             item = entry[2]
             arrived = now + item.out
-            if arrived + item.back > item.used + self._exact:
+            if arrived + item.back > item.backward_start + self._exact:
                 continue  # it never can, because time only advances
             if not self._host_has_room(item):
                 self._reasons[item] = NO_HOST_MEMORY
@@ -183,7 +183,7 @@ class _TransferPlan:
         self._resident = stay + self._resident
         if chosen is not None and self._host_budget is not None:
             self._host_held[chosen.device] = self._host_held.get(chosen.device, 0.0) + chosen.size
-            heappush(self._host_uses, (chosen.used, chosen.device, chosen.size))
+            heappush(self._host_uses, (chosen.backward_start, chosen.device, chosen.size))
         return chosen
 
     def _returns_in_time(self, item: Item, now: float) -> bool:
@@ -203,7 +203,7 @@ class _TransferPlan:
         """Return the next time at which something changes. If nothing more can leave, drop the items that stay, to end."""
         times = [due, *self._free.values()]
         if self._coming:
-            times.append(self._coming[-1].made)
+            times.append(self._coming[-1].forward_end)
         if self._host_uses:
             times.append(self._host_uses[0][0])
         later = [time for time in times if time > now + self._exact]

@@ -46,7 +46,7 @@ _DECLARES = re.compile(r"^(declare|typeset)(?= +(?!-\w*g))", re.MULTILINE)
 
 @dataclass
 class Evaluation:
-    """What bash made of a script.
+    """The commands that a script would start, as bash evaluates it, and the values that they depend on.
 
     Args:
         commands: the words of every program that the script starts, in their order.

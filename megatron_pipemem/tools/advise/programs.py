@@ -381,7 +381,9 @@ def _verl_sft(settings: _Settings, launcher: Mapping[str, str], program: str, co
         ask_for(str(kind), "engine")
     if f"engine={kind}" != _ENGINE:
         raise ConfigError(
-            "wrong-file", f"trains with {kind or 'fsdp'}; give {_ENGINE}, if Megatron trains it", key="engine"
+            "wrong-file",
+            f"the run trains with {kind or 'fsdp'}, not with Megatron; give {_ENGINE} if Megatron trains it",
+            key="engine",
         )
     flags, assumed = _verl_flags(settings, "model", "engine", "optim", context)
     flags["seq-length"] = settings.number("data.max_length", 1024)

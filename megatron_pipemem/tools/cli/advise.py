@@ -127,7 +127,8 @@ def _patch(source: list[str], variables: dict[str, str], reading: Reading, advic
     path, way = Path(source[0]), advice.best
     if not _is_script(path, alone=len(source) == 1) or reading.consumer is not MEGATRON:
         raise ConfigError(
-            "no-patch", f"{source[0]} is no launch script of Megatron; leave --diff out, and use the line"
+            "no-patch",
+            f"{source[0]} is not a launch script of Megatron; leave --diff out, and copy the line that the answer prints",
         )
     if way is None:
         raise ConfigError("no-patch", "the answer is to stay, or to change what cannot start; leave --diff out")

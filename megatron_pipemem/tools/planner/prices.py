@@ -79,7 +79,7 @@ class Price(Summed):
     moved: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
     experts: int = 0  # trained parameters of experts among them; fewer ranks share their optimizer
-    ends: int = 0  # trained parameters of the embedding and the output layer among them
+    end_parameters: int = 0  # trained parameters of the embedding and the output layer among them
     frozen: int = 0  # parameters among them without gradients
     cached: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
 
@@ -103,7 +103,7 @@ class Price(Summed):
             communication=Passes(waits.forward, waits.input),
             kept=activations.Kept(self.kept.saved),
             experts=0,
-            ends=0,
+            end_parameters=0,
             frozen=self.parameters,
         )
 
@@ -227,7 +227,7 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
         communication=Passes(messages),
         kept=activations.embedding_bytes(model, execution),
         parameters=parameters,
-        ends=parameters,
+        end_parameters=parameters,
     ).without_weights(execution)
 
 
@@ -255,7 +255,7 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
         communication=communication,
         kept=activations.head_bytes(model, execution),
         parameters=parameters,
-        ends=parameters,
+        end_parameters=parameters,
     ).without_weights(execution)
 
 
@@ -277,9 +277,9 @@ def ahead(
     own = layer(model, execution, cluster, layers[0], (pace or MeasuredSlowdown()).layer) * len(layers)
     if not looks_up:
         return own
-    lookup = replace(embedding(model, execution, cluster), parameters=0, ends=0) * len(layers)
+    lookup = replace(embedding(model, execution, cluster), parameters=0, end_parameters=0) * len(layers)
     parameters = counts.embedding_parameters(model, execution)
-    copy = Price(parameters=parameters, ends=parameters)
+    copy = Price(parameters=parameters, end_parameters=parameters)
     return own + lookup + copy.without_weights(execution)
 
 

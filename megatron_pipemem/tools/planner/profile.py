@@ -151,8 +151,8 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
     behind = Part(memory={Kind.F: message, Kind.SEND_F: -message, Kind.RECV_I: message, Kind.I: -message})
     batch = Part()
     if execution.cp > 1 and execution.attention == "unfused":  # the rank's rows of the mask that the batch brings
-        mask = model.sequence**2 / execution.cp
-        batch = Part(memory={Kind.F: mask, Kind.I: -mask})
+        mask_bytes = model.sequence**2 / execution.cp
+        batch = Part(memory={Kind.F: mask_bytes, Kind.I: -mask_bytes})
     return Profile(
         model=model,
         execution=execution,

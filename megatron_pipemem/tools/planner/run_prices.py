@@ -37,7 +37,7 @@ from megatron_pipemem.tools.planner.replay import (
 )
 from megatron_pipemem.tools.planner.slices import with_slices
 from megatron_pipemem.tools.planner.step import PlannedStep
-from megatron_pipemem.tools.planner.variants import HOST_MEMORY, paired, paired_price, run_step, variant_of
+from megatron_pipemem.tools.planner.variants import HOST_MEMORY, paired_price, paired_timeline, run_step, variant_of
 from megatron_pipemem.tools.planner.ways import Way
 
 _EFFORT, _UNLIMITED = 0.1, 1e9  # of the search for the order of ``auto``, in seconds
@@ -148,7 +148,7 @@ class RunPrices:
     def _with_passes(self, schedule: Schedule, step: PlannedStep) -> Schedule:
         """Return the schedule with the pairs, the vocabulary passes or the copies to the host that the run adds."""
         if self.run.pairs:
-            return paired(schedule, step, step.room(self._memory)).schedule
+            return paired_timeline(schedule, step, step.room(self._memory)).schedule
         if not self._adds_passes:
             return schedule
         request = replace(self._request, file=schedule)

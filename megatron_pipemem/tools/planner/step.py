@@ -195,7 +195,7 @@ class _Cut:
             Price(
                 seconds=(part.seconds + part.communication * -1) * (1 / devices),
                 parameters=-(-part.parameters // devices),
-                ends=-(-part.ends // devices),
+                end_parameters=-(-part.end_parameters // devices),
             )
             for part in self.vocabulary()
         ]
@@ -220,7 +220,7 @@ class _Cut:
         stored = part.parameters - (0 if of.keeps_weights else part.quantised(self.execution))
         weights = self.shared(stored, min(experts, stored)) if of.shards_weights else stored
         gradients = self.shared(trained, experts) if of.shards_gradients else trained
-        ends = self.updated(part.ends, 0) * (of.ends_optimizer - of.optimizer)
+        ends = self.updated(part.end_parameters, 0) * (of.ends_optimizer - of.optimizer)
         nbytes = weights * of.weight + gradients * self.gradients * of.gradient + part.cached
         return nbytes + (of.optimizer + of.rollback * self.rolls_back) * self.updated(trained, experts) + ends
 
@@ -327,9 +327,9 @@ def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple
 
 
 def pieces_of(run: Run) -> list[Passes]:
-    """Return the seconds of the part before the layers, of every piece of the model, and of the part after them.
+    """Return the seconds per microbatch of the part before the layers, of every layer, and of the part after them.
 
-    They are those of one microbatch.
+    Multi-token prediction counts as one more layer.
     """
     cut = _cut(run, None)
     first, last = cut.ends()

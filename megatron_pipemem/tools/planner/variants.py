@@ -151,7 +151,7 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
         ) from error
 
 
-def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Timeline:
+def paired_timeline(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Timeline:
     """Return the simulated step of the schedule with the pairs that make it shortest, within ``room`` bytes per device.
 
     It has no pairs if none makes it shorter.
@@ -166,7 +166,7 @@ def paired(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Ti
 def paired_price(
     published: Callable[[int], Replay], step: PlannedStep, room: tuple[float, ...], num_microbatches: int
 ) -> OrderPrice:
-    """Return the time and peaks of a step of any length with the pairs that make it shortest, as ``paired`` chooses them.
+    """Return the time and peaks of a step of any length with the pairs that ``paired_timeline`` chooses.
 
     ``published`` returns the replay of a step without pairs with a given number of microbatches.
     """
@@ -210,7 +210,7 @@ def _versions(
 IN_PAIRS = Variant(
     "pairs",
     choice=lambda choice: choice,
-    apply=lambda schedule, step, room: paired(schedule, step, room).schedule,
+    apply=lambda schedule, step, room: paired_timeline(schedule, step, room).schedule,
 )
 """Forwards and backwards in pairs, for runs with ``--overlap-moe-expert-parallel-comm`` only."""
 

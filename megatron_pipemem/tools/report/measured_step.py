@@ -114,10 +114,10 @@ class MeasuredStep:
 
     @cached_property
     def _waits(self) -> tuple[list[int], list[bool]]:
-        dependencies, steps = self._graph
+        dependencies, ordered_nodes = self._graph
         ends, free = [0] * len(self.actions), [0] * len(dependencies.graph.lanes)
         delays, awaits_message = [0] * len(self.actions), [False] * len(self.actions)
-        for node, lane, waits, _ in steps:
+        for node, lane, waits, _ in ordered_nodes:
             arrived = max((ends[needed] for needed, _ in waits), default=0)
             ready = max(free[lane], arrived)
             start, end = self._by_node.get(node, (ready, ready))
@@ -145,10 +145,10 @@ class MeasuredStep:
         ``begins`` has the nanoseconds at which every device begins; 0 if it is empty. With the step's own ``seconds``
         and ``delays`` the result is the measured step.
         """
-        dependencies, steps = self._graph
+        dependencies, ordered_nodes = self._graph
         starts, ends = [0] * len(seconds), [0] * len(seconds)
         free = [*begins, *[0] * (len(dependencies.graph.lanes) - len(begins))]
-        for node, lane, waits, _ in steps:
+        for node, lane, waits, _ in ordered_nodes:
             start = free[lane]
             for needed, _ in waits:
                 if ends[needed] > start:

@@ -178,7 +178,7 @@ class OverlappedOptimizer:
         self._snapshot: Snapshot | None = None
         self._pending: LateNorm | None = None
         self._owed: list[Callable[[], None]] = []
-        self._clean = self._ahead = self._redone = 0
+        self._clean_steps = self._ahead_steps = self._redone_steps = 0
 
     def catch(self, original: Callable, config, model_chunks: list[torch.nn.Module], *args, **kwargs):
         """Build the optimizer with ``original``, ``get_megatron_optimizer``. Replace its ``step`` and ``zero_grad``."""
@@ -247,7 +247,7 @@ class OverlappedOptimizer:
         """
         optimizer = self.require()
         if self.clip > 0:
-            if self._clean < CLEAN_STEPS:
+            if self._clean_steps < CLEAN_STEPS:
                 stepped = take_step()
                 self._is_clean(norm)
                 return stepped
@@ -261,7 +261,7 @@ class OverlappedOptimizer:
     def _ahead_of(self, norm: LateNorm, stepped: bool) -> tuple[bool, LateNorm, None]:
         """Count a step that has not waited for its norm, and return the result of Megatron's ``step`` for it."""
         self.answers_locally = True
-        self._ahead += 1
+        self._ahead_steps += 1
         return stepped, norm, None
 
     def total(self, own: float) -> LateSum:
@@ -285,7 +285,7 @@ class OverlappedOptimizer:
         assert self._snapshot is not None and self._step is not None, "a step is pending"
         with self._snapshot.rolled_back():
             self._step()
-        self._redone += 1
+        self._redone_steps += 1
         self._pending = None
         self._pay()
 
@@ -314,16 +314,16 @@ class OverlappedOptimizer:
         del self._caught.step, self._caught.zero_grad
         self._caught, self._chunks, self._step, self._norms, self._snapshot = None, [], None, None, None
         self._pending, self._owed, self.overlaps, self.answers_locally = None, [], False, False
-        self._clean = self._ahead = self._redone = 0
+        self._clean_steps = self._ahead_steps = self._redone_steps = 0
 
     def statistics(self) -> Overlap:
         """Return how many steps did not wait for their norm, how many were redone, and the bytes of the snapshot."""
         nbytes = 0 if self._snapshot is None else self._snapshot.nbytes
-        return Overlap(self._ahead, self._redone, nbytes)
+        return Overlap(self._ahead_steps, self._redone_steps, nbytes)
 
     def _is_clean(self, norm: LateNorm) -> bool:
         clean = norm.is_below(self.clip)
-        self._clean = self._clean + 1 if clean else 0
+        self._clean_steps = self._clean_steps + 1 if clean else 0
         return clean
 
     def _zero(self, zero: Callable[[], None]) -> None:

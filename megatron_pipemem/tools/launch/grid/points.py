@@ -195,13 +195,13 @@ def _filter(
         )
 
     def read(pattern: Mapping[str, Any], key: str) -> dict[str, list[Any]]:
-        patterns = flat(pattern)
-        for name in patterns:
+        values_by_key = flat(pattern)
+        for name in values_by_key:
             if all(_value(run, name, _ABSENT) is _ABSENT for run in runs):
                 raise ConfigError("bad-filter", "is set by no point; leave it out", key=f"{key}.{name}", file=file)
         return {
             name: [normal(name, value, key) for value in (values if isinstance(values, list) else [values])]
-            for name, values in patterns.items()
+            for name, values in values_by_key.items()
         }
 
     def matches(run: Run, patterns: Sequence[Mapping[str, list[Any]]]) -> bool:
