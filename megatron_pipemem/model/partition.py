@@ -41,7 +41,7 @@ class Loads:
 
 
 def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the number of layers of every stage, in the order of the stages.
+    """Divide the layers among the stages so that the slowest device takes the least time, and return their numbers.
 
     With ``start``, begin with these numbers, and only move layers away from the slowest device. Raise an
     UnsupportedError if there are no layers, or if the placement has several replicas.

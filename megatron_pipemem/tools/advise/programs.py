@@ -576,12 +576,14 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
             hint = "are not known here; unset HF_HUB_OFFLINE to ask Hugging Face"
             raise ConfigError("unknown-size", f"the sizes of {facts['unknown']} {hint}") from error
     values = facts["values"]
-    variant = values.get("experimental_attention_variant", _PRICED[0])
-    if variant not in _PRICED or values.get("enable_hyper_connections"):
+    variant = values.get("experimental_attention_variant")
+    unpriced = ["hyper-connections"] if values.get("enable_hyper_connections") else []
+    unpriced += [f"attention of the kind {variant}"] if variant not in (None, *_PRICED) else []
+    if unpriced:
         raise ConfigError(
             "unsupported-model",
-            f"{recipe} has hyper-connections or attention of the kind {variant}, whose seconds and bytes are not known; "
-            "no schedules can be compared for this model",
+            f"{recipe} has {' and '.join(unpriced)}, whose seconds and bytes are not known; no schedules can be compared "
+            "for this model",
         )
     if facts["adapters"] is not None and not facts["rank"]:
         raise ConfigError(
