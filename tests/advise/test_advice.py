@@ -14,7 +14,8 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.tools.advise.advice import AS_FAST, ROOM, SAME_MEMORY, Advice, advise, changed_flags
+from megatron_pipemem.tools.advise import advice as advice_module
+from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, ROOM, SAME_MEMORY, Advice, advise, changed_flags
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
@@ -98,6 +99,34 @@ def test_the_flag_for_pairs_is_named_where_experts_are_far_apart():
     kept = replace(run, flags=run.flags | flag, schedule=paired.run.schedule)
     kept = advise(kept, names=("1f1b", "zb-h1"))
     assert kept.today.run.pairs and kept.verdict != "pairs"
+
+
+def of_large_vocabulary(**settings: object) -> Run:
+    """A model of eight layers and a head that takes as long as four of them, on four ranks."""
+    model = replace(LLAMA.model, layers=8, vocabulary=400_000, **settings)
+    return replace(LLAMA, model=model, parallelism=replace(LLAMA.parallelism, pp=4, dp=2, global_batch=16))
+
+
+def test_a_large_vocabulary_is_cut_where_that_is_faster():
+    run = of_large_vocabulary()
+    whole, advice = advise(run, names=FEW), advise(run, names=FEW, vocabulary=True)
+    cut = advice.proposals[CUT]
+    assert advice.best is cut and CUT not in whole.proposals
+    others = [way for way in (whole.stock, *whole.proposals.values()) if way is not None]
+    assert cut.seconds < min(way.seconds for way in others) - AS_FAST * advice.today.seconds
+    added, _ = changed_flags(run, cut.run)
+    assert added["pipemem-vocab-cut"] == cut.run.schedule.vocab_cut and refusal(cut.run) is None
+    # As the planner prices it.
+    sizes = run.parallelism
+    allowed = {key: [getattr(sizes, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
+    named = {"schedule": [cut.order.name], "recompute": ["none"], "variant": [cut.variant]}
+    planned = plan(run, memory=1e13, limits=Limits({**allowed, **named}), search_seconds=0).plans
+    assert cut.seconds in [way.seconds for way in planned]
+
+
+def test_a_cut_vocabulary_is_priced_only_where_equal_ranks_would_gain_by_it(monkeypatch):
+    monkeypatch.setattr(advice_module, "with_cut_vocabulary", None)  # calling it would raise
+    assert CUT not in advise(LLAMA, names=FEW, vocabulary=True).proposals
 
 
 def test_few_microbatches_of_long_sequences_are_cut_into_slices():

@@ -12,7 +12,7 @@ from megatron_pipemem.flags import Flags
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import rare_collection
-from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.options import OFF, STOCK, VocabularyCut
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.runs import Run
@@ -21,7 +21,7 @@ from megatron_pipemem.tools.launch.feasibility import check_sizes, refusal
 from megatron_pipemem.tools.planner.balance import balance, laid_out, without_layout
 from megatron_pipemem.tools.planner.host import bound_by_host
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.pricing import STOCKS, Layouts, as_it_stands, priced_with
+from megatron_pipemem.tools.planner.pricing import STOCKS, Layouts, as_it_stands, priced_with, with_cut_vocabulary
 from megatron_pipemem.tools.planner.replay import shortest
 from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN, proposed_slices, with_slices
 from megatron_pipemem.tools.planner.space import (
@@ -31,6 +31,7 @@ from megatron_pipemem.tools.planner.space import (
     why_not_in_chunks,
     without_overlap,
 )
+from megatron_pipemem.tools.planner.variants import BESIDE_COLLECTIVES
 from megatron_pipemem.tools.planner.ways import Way
 
 OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
@@ -62,6 +63,12 @@ Verdict = Literal["stay", "overlap", "layout", "stock", "recompute", "pairs", "o
 out the recomputation alone, take the proposal in pairs, or take another proposal."""
 SMALLER = "less memory"
 """The kind of a proposal that is as fast as a run near the limit of its memory, and smaller."""
+CUT = "cut vocabulary"
+"""The kind of a proposal whose embedding and head are cut over all pipeline ranks."""
+_ALGORITHMS: tuple[VocabularyCut, ...] = ("2", "1")
+"""The values of a cut vocabulary, the one that holds less first."""
+_MOST_CUT_PASSES = 6_000
+"""The most passes in all steps that are priced with a cut vocabulary, which takes longest; one step is always priced."""
 PAIRED = "pairs"
 """The kind of a proposal that runs forwards and backwards in pairs. It may need more memory than today, if devices have it."""
 
@@ -73,7 +80,7 @@ class Advice:
     today: Way  # the run as it is
     stock: Way | None  # the fastest of Megatron's own schedules with the best layout; None if none fits, or can be had
     needless: Way | None  # the run without recomputation, if that is faster and fits with room
-    proposals: dict[str, Way]  # the best schedule of each kind, such as ``less memory``; at most five
+    proposals: dict[str, Way]  # the best schedule of each kind, such as ``less memory``
     # by code of a refusal, its message and the names of schedules that would be proposed without it
     refused: dict[str, tuple[str, list[str]]]
     excess: float  # bytes that the run needs by its prices in addition to the device's memory
@@ -98,13 +105,15 @@ def advise(
     names: Collection[str] = (*STOCKS, *OURS),
     slices: bool = False,
     pairs: bool = False,
+    vocabulary: bool = False,
 ) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
     A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``pace`` has
     measured prices. ``names`` are the schedules that the run's program can take. With ``slices``, all of its sequences have the
     same length, so that schedules may cut them. With ``pairs``, it can take schedules whose passes run in
-    pairs. A run without a pipeline, or without a price for its present schedule, is refused.
+    pairs. With ``vocabulary``, embedding and head may be cut over its pipeline. A run without a pipeline, or without a
+    price for its present schedule, is refused.
     """
     check_sizes(run)
     if run.parallelism.pp == 1:
@@ -130,6 +139,7 @@ def advise(
         for kind, rows in _candidates(run, bare, names, counts, pairs).items()
     }
     ways["sliced"] = _worth_slicing(today, ways, memory)
+    ways[CUT] = _worth_cutting(today, ways["whole"], memory, pace) if vocabulary else []
     limit = max(memory * (1 - ROOM), today.peak)
     stock = _first([way for way in ways["stock"] if way.peak <= limit], _BY_SECONDS, refused)
     needless = bare if bare is not None and bare.peak <= memory * (1 - ROOM) and refusal_of(bare) is None else None
@@ -217,6 +227,28 @@ def _worth_slicing(today: Way, ways: Mapping[str, Sequence[Way]], memory: float)
     return [way for way in ways["sliced"] if all(way.seconds < s * (1 - LEAST_SLICED_GAIN) for s in others)]
 
 
+def _worth_cutting(today: Way, whole: Sequence[Way], memory: float, pace: MeasuredSlowdown | None) -> list[Way]:
+    """Return ways with a cut vocabulary, made of the fastest of ``whole``, the ways of schedules that fit.
+
+    A way is left out if it would gain nothing even where all ranks have equal work and none idles. Then no step is priced.
+    """
+    limit = max(memory * (1 - ROOM), today.peak * (1 + SAME_MEMORY))
+    fitting = sorted((way for way in whole if way.peak <= limit), key=_BY_SECONDS)
+    choice, m = today.run.schedule, today.run.parallelism.microbatches
+    if not fitting or choice.vocab_cut != OFF or choice.offload != OFF:
+        return []
+    goal = min(fitting[0].seconds, today.seconds) - AS_FAST * today.seconds
+
+    def bound(way: Way) -> float:
+        return BESIDE_COLLECTIVES * m * sum(way.step.work) / len(way.step.work) + way.step.outside
+
+    worth = [way for way in fitting if bound(way) < goal]
+    passes = 3 * m * max((way.step.placement.num_stages for way in worth), default=1)
+    rows = [(way, algorithm) for way in worth for algorithm in _ALGORITHMS]
+    cut = (with_cut_vocabulary(way, algorithm, pace) for way, algorithm in rows[: max(1, _MOST_CUT_PASSES // passes)])
+    return [way for way in cut if way is not None]
+
+
 def why_not_cut(run: Run) -> str | None:
     """Return the reason why Megatron's own schedule cannot cut a GPT as the run's flags say.
 
@@ -293,14 +325,15 @@ def _proposals(
         ("same memory", [way for way in same if way.step.placement.num_chunks == 1], _BY_SECONDS),
         chunked,
         cut,
+        (CUT, [way for way in ways[CUT] if way.peak <= max(room, most)], _BY_SECONDS),
         (PAIRED, together, _BY_SECONDS),
         ("more memory", more, _BY_SECONDS),
         smaller,
     ):
-        # That slices or pairs are refused, a user who has not asked for them need not know.
-        way = _first(fitting, key, {} if kind in (cut[0], PAIRED, "more memory") else refused)
+        # That slices, pairs or a cut vocabulary are refused, a user who has not asked for them need not know.
+        way = _first(fitting, key, {} if kind in (cut[0], CUT, PAIRED, "more memory") else refused)
         recomputes = way is not None and way.run.schedule.recompute == today.run.schedule.recompute
-        if way is None or (way.order in proposed and way.slices == 1 and kind != PAIRED and recomputes):
+        if way is None or (way.order in proposed and way.slices == 1 and kind not in (CUT, PAIRED) and recomputes):
             continue
         if kind == smaller[0] or way.seconds < fastest - AS_FAST * today.seconds:
             fastest = min(fastest, way.seconds)

@@ -66,6 +66,7 @@ class Consumer:
     families: tuple[str, ...] = (*STOCKS, *OURS)  # schedules that the program can run
     slices: bool = False  # whether its sequences can be cut: they are not packed, and equally long
     pairs: bool = False  # whether it can run the schedules in which pairs pay
+    vocabulary: bool = False  # whether its vocabulary can be cut: its forward step returns Megatron's token losses
 
 
 def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[list[str], list[str]]:
@@ -158,7 +159,7 @@ def _swift(field: str, value: Any) -> list[str]:
     return [name] if value is None else [name, str(value).lower() if value is False else str(value)]
 
 
-MEGATRON = Consumer(slices=True, pairs=True)
+MEGATRON = Consumer(slices=True, pairs=True, vocabulary=True)
 BRIDGE = Consumer(where="in the recipe", setting=_python, pairs=True)
 BRIDGE_HYBRID = replace(BRIDGE, families=("1f1b", "zb-h1", "gis"))  # its provider refuses virtual stages
 NEMO_RL = Consumer(

@@ -17,7 +17,7 @@ from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.model.cut_flags import RESHARDABLE, is_given, saves_optimizer_by_rank, upstream_faults
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.advise.advice import AS_FAST, SAME_MEMORY, Advice, Way, advise
+from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, SAME_MEMORY, Advice, Way, advise
 from megatron_pipemem.tools.advise.consumers import BRIDGE, MEGATRON, call, changes
 from megatron_pipemem.tools.advise.patch import patch
 from megatron_pipemem.tools.advise.programs import (
@@ -166,7 +166,7 @@ def advise_measured(source: list[str], report: Path) -> tuple[list[Shown], dict[
 def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
     """Return the advice for a run, by the schedules that its program can take."""
     consumer = reading.consumer
-    return advise(reading.run, pace, consumer.families, consumer.slices, consumer.pairs)
+    return advise(reading.run, pace, consumer.families, consumer.slices, consumer.pairs, consumer.vocabulary)
 
 
 def _read(
@@ -295,7 +295,9 @@ def _table(rows: Mapping[str, Way]) -> FittingTable:
 
 def _name(way: Way) -> str:
     length = f" of {min(run_slices(way.run, way.slices)):,} tokens" if way.slices > 1 else ""
-    return f"{way.name}{length}{', W earlier' * way.has_earlier_weights}"
+    algorithm = way.variant.removeprefix("vocabulary-")
+    cut = "" if algorithm == way.variant else f", vocabulary cut by Algorithm {algorithm}"
+    return f"{way.name}{length}{cut}{', W earlier' * way.has_earlier_weights}"
 
 
 def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
@@ -317,6 +319,7 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
         "host": advice.bound_by_host,
         "in doubt": doubt_of([run, *(way.run for way in advice.proposals.values())]),
         "one queue": advice.one_queue,
+        "losses": CUT in advice.proposals and "a cut vocabulary changes them by about 1e-6",
     }
     return [
         ("the run", f"{model.layers} layers of {model.hidden:,} channels, {sizes}; {batch}; {run.precision}"),

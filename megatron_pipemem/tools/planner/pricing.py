@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.model.counts import early_modules
-from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, VocabularyCut
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.tools.config import run_layout
@@ -104,6 +104,15 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None, layouts: Lay
             yield way
             if (early := _with_early_head(way)) is not None:
                 yield priced(early, pace, _always(way.layers), memory)
+
+
+def with_cut_vocabulary(way: Way, algorithm: VocabularyCut, pace: MeasuredSlowdown | None) -> Way | None:
+    """Return a way with embedding and head cut over the pipeline, in its best layout; ``None`` if it cannot have that."""
+    run = replace(way.run, schedule=replace(way.run.schedule, vocab_cut=algorithm))
+    try:
+        return _cut_as_priced(priced(run, pace))
+    except (ScheduleError, UnsupportedError):
+        return None
 
 
 def _always(layers: tuple[int, ...] | None) -> Callable[[Placement], tuple[int, ...] | None]:
