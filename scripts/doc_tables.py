@@ -125,6 +125,7 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     ("GRAPHED", "recompute_granularity"): "`selective`",
     ("UNCAPTURED", "cuda_graph_impl"): "`local`, or `transformer_engine` with more than whole backwards",
     ("WHOLE_STEP", "cuda_graph_impl"): "`full_iteration`",
+    ("SHARED_SLICES", "cp_comm_type"): "but `all_gather`",
     "cuda_graph_warmup_steps": "0",
     "num_microbatches_with_partial_activation_checkpoints": "if given",
     "moe_router_load_balancing_type": "`quantile_balancing`, `global_aux_loss`",

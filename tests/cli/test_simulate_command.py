@@ -20,7 +20,7 @@ KEYS = [
     "schedule", "devices", "microbatches", "chunks", "slices", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
     "peak_activations", "peak_activation", "peak_bytes", "share_of_1f1b",
     "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
-    "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_weights", "pairs",
+    "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_factors", "pairs",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 SIZE = ("simulate", "1f1b", "-p", 4, "-m", 8)
@@ -167,7 +167,7 @@ def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, 
     answer = pipemem_json(*size, "-m", 4)
     assert (answer["makespan"], answer["peak_activations"]) == (timeline.makespan, [1.5, 1])
     assert answer["ideal"] < answer["lower_bound"] < answer["makespan"]
-    assert answer["microbatch_weights"] == {"time": weights["time"], "memory": weights["memory"]}
+    assert answer["microbatch_factors"] == {"time": weights["time"], "memory": weights["memory"]}
     told = "microbatch factors   time 1 to 4, mean 1.75, memory 1 to 2, mean 1.25"
     assert told in pipemem(*size, "-m", 4).stdout
     assert pipemem_json("show", *size[1:], "-m", 4)[0]["makespan"] == timeline.makespan

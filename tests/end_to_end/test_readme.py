@@ -1,4 +1,4 @@
-"""The bytes in the documents' tables of the quickstart are those of its model. The rest: tests/scripts/test_readme.py."""
+"""The bytes in the documents' table of the quickstart are those of its model. The rest: tests/scripts/test_readme.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megatron_pipemem.schedule.registry import family
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
-COPIES = (ROOT / "docs" / "other-schedules.md").read_text(encoding="utf-8")
 TABLE = re.search(r"<!-- quickstart -->(.*?)<!-- end of quickstart -->", QUICKSTART, re.DOTALL)[1]
 ROWS = [line.split() for line in TABLE.splitlines() if "%" in line]
 SHAPE = [str(part) for pair in MODEL.items() for part in pair]
@@ -31,7 +30,7 @@ FULL_LANE = ("1f1b", "v-half")
     ids=lambda row: "-".join(row[:2]),
 )
 def test_bytes_of_the_quickstart(train, row):
-    name, engine, _, _, _, counted, share, megabytes, bubble, _ = row
+    name, engine, _, _, _, counted, _, megabytes, _, _ = row
     flags = [*SHAPE, "--global-batch-size", str(MICROBATCHES), "--train-iters", "1", "--clip-grad", "0"]
     if engine == "stock":
         flags += TWO_CHUNKS if name == "interleaved" else ()
@@ -40,7 +39,4 @@ def test_bytes_of_the_quickstart(train, row):
         flags += UNTIED
     run = train(name, *flags, initialise=False)
     assert max(run.counted_peaks) == int(counted)
-    weights = max(run.of_ranks("counted_weight_bytes"))
-    assert f"{weights / 1e6:.1f}" == megabytes
-    if (row[0], engine) == ("1f1b", "stock") or row[0] in ("chimera", "gems", "dualpipe"):
-        assert f"{int(counted):,} | {share} | {weights:,} | {bubble}" in COPIES
+    assert f"{max(run.of_ranks('counted_weight_bytes')) / 1e6:.1f}" == megabytes

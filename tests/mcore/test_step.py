@@ -70,7 +70,7 @@ def test_a_gpu_tells_the_memory_that_opening_the_channels_took(world, function, 
 @pytest.mark.parametrize("broken_off", [False, True])
 def test_closing_destroys_the_groups_unless_others_may_be_gone(world, function, broken_off):
     channels = function._connect(world, ONE_CHUNK, "cpu", False).channels
-    function._in_step = broken_off
+    function._is_in_step = broken_off
     function.close()
     open_groups = dist.distributed_c10d._world.pg_map
     assert all((group in open_groups) == broken_off for group in channels.values())

@@ -72,7 +72,7 @@ from megatron_pipemem.tools.report.figure import IMAGES, write_picture
 from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline, placements_table
 from megatron_pipemem.tools.report.timeline import UNITS, DrawnRun, bytes_text
 
-_USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
+_USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_factors": {}}
 _USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers", "pairs"), 0)
 """Values that ``simulate`` does not print. A list is left out if all devices have the value."""
@@ -294,7 +294,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
         "stall_seconds": list(timeline.stall_seconds),
         "transfers": sum(map(len, timeline.transfers)),
         "recomputed": recomputed_by_mode(schedule),
-        "microbatch_weights": {} if weights is None else {"time": weights.time, "memory": weights.tokens},
+        "microbatch_factors": {} if weights is None else {"time": weights.time, "memory": weights.tokens},
         "pairs": len(schedule.pairs),
     }
 
@@ -340,7 +340,7 @@ _OF_WHAT = {
 
 
 def _text(key: str, fact: Any) -> str:
-    if key == "microbatch_weights":
+    if key == "microbatch_factors":
         spans = ((quantity, min(weights), max(weights), fmean(weights)) for quantity, weights in fact.items())
         return ", ".join(
             f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans

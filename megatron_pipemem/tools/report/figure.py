@@ -298,7 +298,8 @@ def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float
     _draw_transfers(axes, run)
     _draw_held(axes, run, top)
     for device, starts in enumerate(run.step_starts):
-        axes.vlines(starts, device, device + _FLOOR, color=TEXT, linewidth=_STEP_LINE)
+        if starts:
+            axes.vlines(starts, device, device + _FLOOR, color=TEXT, linewidth=_STEP_LINE)
     if run.end < end:
         axes.axvline(run.end, color=TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
     _frame(axes)
