@@ -39,13 +39,17 @@ def test_what_costs_most_comes_first(pipemem, run):
 
 def test_with_the_run_it_advises_at_the_measured_times(pipemem, pipemem_json, refuses, run):
     """``explain REPORT RUN`` is ``advise RUN --costs REPORT``."""
-    answer = pipemem_json("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
-    alone = pipemem_json("advise", "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "--costs", run() / "report.json")
+    of_llama = run(layers=[8] * 4)
+    answer = pipemem_json("explain", of_llama, "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
+    alone = pipemem_json("advise", "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "--costs", of_llama / "report.json")
     assert answer["advice"] == alone and answer["peak"] == answer["bytes_of_1f1b"] == 4 << 20
-    told = pipemem("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
-    assert "by measured prices" in told.stdout and told.stdout.splitlines()[0] in pipemem("explain", run()).stdout
-    wrong = refuses("explain", run(), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "pp=2")
+    told = pipemem("explain", of_llama, "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
+    assert "other schedule" in told.stdout, "the report is of 1f1b, and the run has v-half"
+    assert "by measured prices" in told.stdout and told.stdout.splitlines()[0] in pipemem("explain", of_llama).stdout
+    wrong = refuses("explain", of_llama, "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "pp=2")
     check_refusal(wrong, "other-model", "pipeline ranks")
+    other = refuses("explain", run(layers=[2] * 4), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
+    check_refusal(other, "other-model", "8 layers", "32")
 
 
 def test_json_says_the_same_and_adds_up(pipemem_json, run):

@@ -12,6 +12,7 @@ import typer
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_exists
 from megatron_pipemem.results import lines
+from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.tools.cli.common import Shown, print_answer, print_file, showing
 from megatron_pipemem.tools.cli.options import Json, check_output
 from megatron_pipemem.tools.config.runs import REPORT
@@ -154,6 +155,9 @@ def explain_command(
         from megatron_pipemem.tools.cli.advise import advise_measured  # only here, because it imports the planner
 
         answer, facts["advice"] = advise_measured(source, report / REPORT if report.is_dir() else report)
+        today, measured = facts["advice"]["ways"]["today"]["schedule"], case.schedule.name
+        if measured != today and {measured, today} <= {family.name for family in families()}:
+            answer.append([("other schedule", f"the report is of {measured}, and the run has {today}")])
     print_answer(facts, [*explanation_lines(facts), idle_table(facts), *answer], as_json)
 
 

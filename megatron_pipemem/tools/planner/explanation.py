@@ -161,7 +161,7 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
 
     Raises:
         ConfigError: the profile is of another model, or the report of a run with another number of pipeline ranks or
-            with slices (``other-model``); or the file has no measured passes (``wrong-file``).
+            layers, or with slices (``other-model``); or the file has no measured passes (``wrong-file``).
     """
     report = read_json(path, "a profile or a report")
     if not isinstance(report, dict) or "last_step" not in report:
@@ -173,6 +173,13 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
             "other-model",
             "is of a run with another number of pipeline ranks, or with slices; give the report of a run that has as "
             "many pipeline ranks as the run to plan, and no slices",
+            file=path,
+        )
+    layers = case.layers if placement.replicas == 1 and run.model.pattern is None else None
+    if layers is not None and sum(layers) != run.model.layers:
+        raise ConfigError(
+            "other-model",
+            f"is of a run with {sum(layers)} layers, and the run to plan has {run.model.layers}; give its own report",
             file=path,
         )
     step = price(run, placement, run_layout.pieces_of(run, placement.model_stages))

@@ -70,7 +70,8 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
     total = Counter({cause: sum(device["causes_ns"][cause] for device in idle) for cause in CAUSES})
     text = [
         f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: bubble "
-        f"{facts['bubble_rate']:.1%}, of the rank that idles least; the explained step takes {seconds(step)}"
+        f"{facts['bubble_rate']:.1%} in a usual step, of the rank that idles least; the explained step takes "
+        f"{seconds(step)}"
     ]
     longest = [
         (cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds
