@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from measured_steps import as_measured
@@ -15,7 +16,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools.advise import advice as advice_module
-from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, ROOM, SAME_MEMORY, Advice, advise, changed_flags
+from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, ROOM, SAME_MEMORY, Advice, _best, advise, changed_flags
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
@@ -323,6 +324,14 @@ def test_the_answer_is_the_fastest_row_that_fits_with_room():
     assert "less memory" not in advice.proposals  # a run with room needs no more of it
     tight = advise(NEAR)
     assert tight.best.peak <= tight.today.peak * (1 + SAME_MEMORY) and "more memory" not in tight.proposals
+
+
+def test_of_equally_fast_rows_the_answer_is_the_one_with_the_fewest_changes():
+    """Tuned stock at 0.9 % and a schedule of this package at 1.0 %."""
+    today, tuned, ours = (SimpleNamespace(gain=lambda _, gain=gain: gain, peak=1.0) for gain in (0.0, 0.009, 0.01))
+    assert _best(today, tuned, None, {"same memory": ours}, memory=2.0) is tuned
+    assert _best(today, None, None, {"same memory": ours}, memory=2.0) is ours
+    assert _best(today, tuned, None, {}, memory=2.0) is None
 
 
 def test_recomputation_that_memory_does_not_need_is_left_out():

@@ -42,6 +42,8 @@ SAME_MEMORY = 0.02
 """Fraction of a peak within which another peak counts as equal."""
 AS_FAST = 0.01
 """Fraction of a step within which another step counts as equally long."""
+WORTH_A_ROW = AS_FAST / 2
+"""Fraction of a step by which tuned stock has to be faster than the run to be shown, and preferred if it is as fast as ours."""
 ROOM = 0.05
 """Fraction of a device's memory that a recommended schedule leaves free, unless the run itself leaves less."""
 
@@ -280,8 +282,8 @@ def _best(
     faster = [way for way in rows if way.peak <= limit and way.gain(today) >= AS_FAST]
     if not faster:
         return proposals.get(SMALLER)
-    best = max(way.gain(today) for way in faster)
-    return next(way for way in faster if way.gain(today) >= best - AS_FAST)
+    least = max(WORTH_A_ROW, max(way.gain(today) for way in faster) - AS_FAST)
+    return next(way for way in rows if way.peak <= limit and way.gain(today) >= least)
 
 
 def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:

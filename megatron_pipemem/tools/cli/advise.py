@@ -17,7 +17,7 @@ from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.model.cut_flags import RESHARDABLE, is_given, saves_optimizer_by_rank, upstream_faults
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, SAME_MEMORY, Advice, Way, advise
+from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, SAME_MEMORY, WORTH_A_ROW, Advice, Way, advise
 from megatron_pipemem.tools.advise.consumers import BRIDGE, MEGATRON, call, changes
 from megatron_pipemem.tools.advise.patch import patch
 from megatron_pipemem.tools.advise.programs import (
@@ -247,7 +247,7 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     yield [("answer", sentence)]
     yield from [] if way is None else _words_to_copy(reading, way)
     rows = {"today": advice.today}
-    if advice.stock is not None and advice.stock.gain(advice.today) >= AS_FAST:
+    if advice.stock is not None and advice.stock.gain(advice.today) >= WORTH_A_ROW:
         rows["tuned stock"] = advice.stock
     if advice.needless is not None:
         rows["no recompute"] = advice.needless
@@ -370,7 +370,8 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
         advised = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
             advice.verdict, "stay with Megatron's own schedule" if best.is_stock else where
         )
-        return f"{reason}{advised}{'; add' * best.is_stock}:", best
+        added = best.is_stock and changes(reading.consumer, reading.run, best, reading.flags)[0]
+        return f"{reason}{advised}{'; add' if added else ''}:", best
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
     return f"{reason}{start}add:", best
 
@@ -380,7 +381,7 @@ def _reason(best: Way, advice: Advice) -> str:
     today, saved = advice.today, advice.today.peak - best.peak
     if advice.verdict == "pairs":
         return f"hide the travel of experts' tokens, {today.step.exchange_share:.0%} of the work: "
-    if best.gain(today) < AS_FAST:
+    if best.gain(today) < AS_FAST and best is not advice.stock:
         return f"for {gibibytes(saved)} GiB less, "
     if advice.excess and saved > 0 and best.peak <= today.peak - advice.excess:
         return "the fastest that fits: "
