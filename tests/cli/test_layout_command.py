@@ -46,6 +46,11 @@ def test_a_run_is_weighed_with_its_memory_and_its_own_layout(pipemem, pipemem_js
     assert "is the best layout found; Megatron needs a layout flag for it, because" in " ".join(said.split())
 
 
+def test_the_name_of_a_run_is_enough(pipemem_json):
+    by_name, by_path = (pipemem_json("layout", of, "-m", 20) for of in ("98b-40xa100", RUNS / "98b-40xa100.yaml"))
+    assert by_name.pop("of").endswith("runs/98b-40xa100.yaml") and by_path.pop("of") and by_name == by_path
+
+
 def test_where_the_head_is_cut_the_even_split_is_the_best(pipemem, pipemem_json):
     ask = ("layout", "llama3-8b", "-p", 4, "--schedule", "v-half", "-m", 8)
     whole, cut = pipemem_json(*ask), pipemem_json(*ask, "--vocab-cut", "2")

@@ -138,6 +138,7 @@ def test_a_file_without_a_profile(tmp_path: Path, text, says):
     [
         ((), "give a run file, or --model"),
         (("--model", "lama3-8b"), "did you mean 'llama3-8b'"),
+        (("llama3-8b",), "only among the models"),
         (("--model", "llama3-8b", "--tp", 5, "--formulas"), "does not divide"),
         (("--model", "llama3-8b", "--recompute", "some", "--formulas"), "recompute"),
         (("--model", "llama3-8b", "--cluster", "a100", "--formulas"), "did you mean 'a100-80g'"),

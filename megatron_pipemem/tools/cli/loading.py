@@ -255,9 +255,9 @@ def load_schedule(
         _check_counts(name, file, devices, microbatches, settings)
         devices, microbatches = file.num_devices, file.num_microbatches
     elif devices is None or microbatches is None:
-        raise UnsupportedError(
-            "missing-option", f"the size of {shortened(name)} is missing; give --devices and --microbatches"
-        )
+        sizes = {"--devices": devices, "--microbatches": microbatches}
+        missing = " and ".join(flag for flag, count in sizes.items() if count is None)
+        raise UnsupportedError("missing-option", f"the size of {shortened(name)} is missing; give {missing}")
     else:
         check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
     request = requested(

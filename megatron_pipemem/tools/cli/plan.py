@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.flags import words
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
+from megatron_pipemem.model.model import Model
 from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
@@ -37,7 +39,7 @@ from megatron_pipemem.tools.cli.options import (
 )
 from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
 from megatron_pipemem.tools.config.keys import PLACES
-from megatron_pipemem.tools.config.loading import load, override, parse_override, read_raw, typed
+from megatron_pipemem.tools.config.loading import load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
 from megatron_pipemem.tools.launch.feasibility import refused_settings
 from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, laid_out
@@ -145,7 +147,8 @@ def plan_command(
         "output": [*files],
     }
     doubt = doubt_of(way.run for way in (*answer.plans, *([] if today is None else [today])))
-    notes = (host, one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
+    too_large = _too_large(today, stock, run.cluster.memory_bytes if nbytes is None else nbytes)
+    notes = (too_large, host, one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
     print_answer(result, _shown(answer, today, stock, [note for note in notes if note is not None]), as_json)
     for path, text in files.items():
         write_whole(path, text)
@@ -153,6 +156,13 @@ def plan_command(
             print_lines(path)
     if not answer.plans:
         raise UnsupportedError("nothing-fits", f"{run_file}: no plan is possible; {_advice(answer.rejected)}")
+
+
+def _too_large(today: Way | None, stock: Way | None, memory: float) -> str | None:
+    """Return a note that names the user's rows that need more than ``memory`` bytes; ``None`` if none do."""
+    rows = {"today": today, "tuned": stock}
+    names = [name for name, way in rows.items() if way is not None and way.peak > memory]
+    return f"too large for {gibibytes(memory)} GiB: {', '.join(names)}" if names else None
 
 
 def _limits(texts: Sequence[str]) -> Limits:
@@ -207,9 +217,10 @@ _COLUMNS = (
 def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> FittingTable:
     caption = (
         "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
-        "same cut; idle: the mean of all ranks; binds: the largest loss of time; W earlier: so that no rank holds more "
-        "than 1F1B's fullest"
+        "same cut; idle: the mean of all ranks; binds: the largest loss of time"
     )
+    if any(way is not None and way.has_earlier_weights for way in (today, stock, *plans)):
+        caption += "; W earlier: so that no rank holds more than 1F1B's fullest"
     table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
     has_contexts = any(way.run.parallelism.cp > 1 for way in plans)
     for heading, way in (("today: ", today), ("tuned: ", stock)):
@@ -310,7 +321,7 @@ def layout_command(
     cut: CutOptions,
     of: Annotated[
         str,
-        typer.Argument(metavar="RUN.yaml|MODEL", help="A run, or a model by name or YAML file.", show_default=False),
+        typer.Argument(metavar="RUN.yaml|MODEL", help="A run or a model, by name or YAML file.", show_default=False),
     ],
     overrides: Set = None,
     devices: Devices = None,
@@ -347,6 +358,7 @@ def layout_command(
         # balance a run
         pipemem layout configs/runs/98b-40xa100.yaml
     """
+    of = _file_of(of)
     run = _run_of(of, overrides or (), {
         **_of_cut(context, of, cut),
         "pp": devices,
@@ -372,6 +384,15 @@ def layout_command(
         "layouts": layouts,
     }
     print_answer(answer, _shown_layouts(run, comparison, layouts), as_json)
+
+
+def _file_of(of: str) -> str:
+    """Return the path of the run file that has this name; ``of`` itself if it is a path, or the name of a model."""
+    for kind in (Model, Run):
+        with suppress(ConfigError):
+            path = locate(of, kind)
+            return of if kind is Model else str(path)
+    return of
 
 
 def _is_run(of: str) -> bool:
@@ -474,6 +495,9 @@ def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]
         )
     yield table
     yield [("paste", best.flags), ("even split", _verdict(run, comparison, best.rank_bytes is not None))]
+    empty, ranks = sum(not seconds for seconds in best.rank_seconds), len(best.rank_seconds)
+    if empty:
+        yield [("empty ranks", f"{empty} of {ranks} have no layer; fewer pipeline ranks do the same work")]
 
 
 def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:
@@ -505,6 +529,7 @@ def _ranks(run: Run, placement: Placement, layouts: Mapping[str, _Layout]) -> Fi
         columns += [name, f"{name} ms", f"{name} load"]
     columns[4:4] = ["GiB"]
     title = f"{schedule}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch"
+    title += ", with a shade per chunk" * (placement.num_chunks > 1)
     table = FittingTable(columns, text=text, title=title)
     longest = max(max(one.rank_seconds) for one in layouts.values())
     for rank in range(cut.pp):

@@ -76,7 +76,9 @@ MIB = 1 << 20
 def profile(
     context: typer.Context,
     cut: _ProfiledCut,
-    run: Annotated[Path | None, typer.Argument(help="A run file with model, cluster and parallelism.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN.yaml", help="A run file with model, cluster and parallelism.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
     cluster: ClusterName = None,
     sequence: SequenceLength = None,

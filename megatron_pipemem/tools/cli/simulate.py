@@ -171,6 +171,10 @@ def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> 
         if any(value != _USUAL.get(key) for value in (fact if isinstance(fact, list) else [fact]))
     ]
     lines.append(("time", DrawnRun(timeline).time_unit))
+    devices, microbatches = facts["devices"], facts["microbatches"]
+    if microbatches < devices:
+        own = f"1F1B itself holds {microbatches / devices:.4g}, because there are fewer microbatches than devices"
+        lines.append(("in these units", own))
     if request.searches and not {"chunks", "max_chunks", "placement"} & set(request.options):
         lines.append(("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks)))
     if (search := chosen.search) is not None:
@@ -187,7 +191,9 @@ def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> 
         yield lines
     if chosen.offload is not None and chosen.offload.kept:
         reasons = Counter(chosen.offload.kept.values()).most_common()
-        yield [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))]
+        stay = ", ".join(f"{count} ({why})" for why, count in reasons)
+        total = len(chosen.offload.kept) + len(chosen.offload.offloaded)
+        yield [("stay on the device", f"{stay} of {total} activations, one per stage and microbatch")]
 
 
 _OWN = ("1f1b", "interleaved")
@@ -329,6 +335,9 @@ _PRINTED = {
     "ideal": "busiest device works",
     "bubble_rate": "bubble",
     "device_bubble_rate": "bubble of papers",
+    "host_peak": "peak on the host",
+    "stall_seconds": "waits for copies",
+    "steps_makespan": "makespan of the steps",
     "single_queue_makespan": "one queue: makespan",
     "single_queue_bubble_rate": "one queue: bubble",
 }
@@ -336,6 +345,8 @@ _PRINTED = {
 _OF_WHAT = {
     "bubble_rate": " of the makespan, in which the busiest device idles",
     "device_bubble_rate": " of the longest time from a device's first pass to its last",
+    "period": " from step to step, without a barrier",
+    "gain": " times as fast as with a barrier",
 }
 
 
@@ -355,7 +366,7 @@ def _text(key: str, fact: Any) -> str:
         return f"{fact:.3g} of its bytes, for the same model and cut"
     if key.endswith("rate"):
         return f"{fact:.2%}{_OF_WHAT.get(key, '')}"
-    return f"{fact:.6g}" if isinstance(fact, float) else str(fact)
+    return f"{fact:.6g}{_OF_WHAT.get(key, '')}" if isinstance(fact, float) else str(fact)
 
 
 @takes_group

@@ -274,7 +274,10 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
     names = {path.stem for place in places for path in place.glob("*.yaml")}
     looked = ", ".join(dict.fromkeys(str(place) for place in places))
     hint = nearest(name, names)
-    message = f"there is no {shortened(name)} among the {folder}; {hint} (looked in {looked}; a path ends in .yaml)"
+    others = sorted(other.name for other in SHIPPED.iterdir() if (other / f"{name}.yaml").is_file())
+    subject = f"there is no {shortened(name)} among the {folder}"
+    subject += f", only among the {' and '.join(others)}" if others else ""
+    message = f"{subject}; {hint} (looked in {looked}; a path ends in .yaml)"
     raise ConfigError("no-file", message, key=key, file=user)
 
 
