@@ -12,7 +12,7 @@ its begin and its end. ``gaps`` is free memory at the peak of reserved memory, a
 that did not fit into it.
 
 With ``--graphs``, every pass is a CUDA graph. Captures allocate from a pool of their own, which keeps its memory. They begin
-with giving back what the steps before have cached.
+with giving back the memory that earlier steps have cached.
 
     python benchmarks/allocator.py [--graphs] [--schedules 1f1b zbv] [--devices 8] [--hidden 4096] [--sequence 4096]
 """

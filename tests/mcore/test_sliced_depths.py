@@ -1,4 +1,4 @@
-"""Further tokens in slices: what a slice gets of whole sequences that are rolled to the left."""
+"""Further tokens in slices: the part that a slice gets of whole sequences, which are rolled to the left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factors of microbatches: what batches, files and functions come to, and what is refused."""
+"""Factors of microbatches: those of batches, files and functions, and the values that are refused."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ _OTHER_MESSAGES = 2
 """Messages per stage that arrive, or that are sent gradients. With one sent output per kept microbatch, this is the least
 that covers the fullest rank of every family."""
 _MESSAGES_OF_GRAPHS = 2
-"""Messages of memory that a step of CUDA graphs takes beside those without graphs (``benchmarks/allocator.py --graphs``): the
-result of a pass, and its copy before it is sent."""
+"""Messages that a step of CUDA graphs holds in addition (``benchmarks/allocator.py --graphs``): the result of a pass, and its
+copy before it is sent."""
 
 
 @dataclass(frozen=True)
