@@ -55,18 +55,18 @@ def test_the_last_step_is_explained(train, name):
     run = train(name, *FLAGS.get(name, ()))
     report = {"plans": run.plans, "last_step": run.last_step, "ranks": run.ranks, "bytes_of_1f1b": run.bytes_of_1f1b}
     case = case_of_report(report)
-    for timeline in (case.as_ran, case.as_planned):
+    for timeline in (case.measured_timeline, case.planned_timeline):
         assert list(timeline.peaks) == run.counted_peaks, "pictures show the bytes of the report"
         share = max(run.counted_peaks) / run.bytes_of_1f1b if run.bytes_of_1f1b else None
         assert share_of_1f1b(timeline) == share
     assert case.bubble_rate == min(run.of_ranks("measured_bubble_rate"))
     for device in idle_causes(case.step):
-        assert sum(device.causes.values()) == device.idle > 0
+        assert sum(device.causes.values()) == device.idle_ns > 0
     layers = sum(case.layers)
-    assert layers == 8 and 0 < case.step.length < 1e9 * (case.outside + 60)
+    assert layers == 8 and 0 < case.step.length_ns < 1e9 * (case.outside_seconds + 60)
     if name in ("1f1b", "stock", "zb-h1"):
         # Messages come and go within the action that they are counted with.
-        assert abs(case.own.peak - max(run.counted_peaks)) <= 4 * BOUNDARY_BYTES
+        assert abs(case.own_timeline.peak - max(run.counted_peaks)) <= 4 * BOUNDARY_BYTES
 
 
 @every_family

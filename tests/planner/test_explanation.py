@@ -19,9 +19,9 @@ def test_a_step_in_pairs_is_explained():
     costs = Costs(p2p=0.01).with_exchanges(0.4)
     ran = with_pairs(build_schedule("zbv", num_devices=4, num_microbatches=16), costs)
     measured = Case(as_measured(ran.schedule, costs), (4,) * 8)
-    assert measured.own.makespan == pytest.approx(ran.makespan)
+    assert measured.own_timeline.makespan == pytest.approx(ran.makespan)
     for idle in idle_causes(measured.step):
-        assert sum(idle.causes.values()) == idle.idle
+        assert sum(idle.causes.values()) == idle.idle_ns
         assert idle.causes[IMBALANCE] == idle.causes[LATE] == 0 < idle.causes[SCHEDULE]
 
 

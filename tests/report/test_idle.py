@@ -43,7 +43,7 @@ def disturbed(step: MeasuredStep, seed: int) -> MeasuredStep:
     """A step whose actions take other times, begin later, and were timed by clocks that disagree."""
     draw = random.Random(seed)
     nodes = len(step.actions)
-    seconds = [round(duration * draw.uniform(0.5, 2)) for duration in step.seconds]
+    seconds = [round(duration * draw.uniform(0.5, 2)) for duration in step.nanoseconds]
     again = step.rerun(seconds, [draw.randrange(NANOSECONDS // 3) for _ in range(nodes)])
     spans: list[list[tuple[int, int]]] = [[] for _ in step.spans]
     ahead = [draw.randrange(NANOSECONDS // 10) for _ in step.spans]
@@ -63,16 +63,16 @@ def test_causes_sum_up_to_the_idle_time(name, size, seed):
     m = m + m % 2 if name == "chimera" else p * (m // p) if name == "interleaved" else m
     step = disturbed(as_measured(built(name, p, m)), seed)
     for device_idle, spans in zip(idle_causes(step), step.spans, strict=True):
-        assert device_idle.idle == step.length - sum(end - start for start, end in spans)
-        assert sum(device_idle.causes.values()) == device_idle.idle and list(device_idle.causes) == list(CAUSES)
-        assert min(device_idle.causes.values()) >= 0 and sum(device_idle.late.values()) == device_idle.causes[LATE]
+        assert device_idle.idle_ns == step.length_ns - sum(end - start for start, end in spans)
+        assert sum(device_idle.causes.values()) == device_idle.idle_ns and list(device_idle.causes) == list(CAUSES)
+        assert min(device_idle.causes.values()) >= 0 and sum(device_idle.late_ns.values()) == device_idle.causes[LATE]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "po-h", "interleaved"])
 def test_a_step_runs_again_as_it_ran(name):
     step = disturbed(as_measured(built(name)), 7)
-    again = step.rerun(step.seconds, step.delays)
-    ran = [(start, end) for start, end, took in zip(again.starts, again.ends, step.seconds, strict=True) if took]
+    again = step.rerun(step.nanoseconds, step.delays)
+    ran = [(start, end) for start, end, took in zip(again.starts, again.ends, step.nanoseconds, strict=True) if took]
     assert sorted(ran) == sorted(span for spans in step.spans for span in spans)
 
 
@@ -106,7 +106,7 @@ def test_messages_and_the_host_are_told_apart():
     assert causes_of(as_measured(schedule, costs)) == [{SCHEDULE: 9.0, MESSAGES: pytest.approx(longer)}] * 4
     step = as_measured(schedule)
     delays = [NANOSECONDS if str(action) == "0F0" else 0 for action in step.actions]
-    late = step.rerun(step.seconds, delays)
+    late = step.rerun(step.nanoseconds, delays)
     spans = [[], [], [], []]
     for device, start, end in zip(step.lanes, late.starts, late.ends, strict=True):
         spans[device].append((start, end))
@@ -117,7 +117,7 @@ def test_messages_and_the_host_are_told_apart():
 def test_a_late_action_is_blamed_on_its_device():
     step = as_measured(built("1f1b"))
     seconds = [
-        3 * took if str(action) == "2F4" else took for action, took in zip(step.actions, step.seconds, strict=True)
+        3 * took if str(action) == "2F4" else took for action, took in zip(step.actions, step.nanoseconds, strict=True)
     ]
     again = step.rerun(seconds, step.delays)
     spans = [[], [], [], []]
@@ -125,7 +125,7 @@ def test_a_late_action_is_blamed_on_its_device():
         spans[device].append((start, end))
     for device_idle in idle_causes(MeasuredStep(step.schedule, tuple(map(tuple, spans)))):
         assert device_idle.causes[SCHEDULE] == 9 * NANOSECONDS
-        assert device_idle.late == ({2: 2 * NANOSECONDS} if device_idle.device != 2 else {})
+        assert device_idle.late_ns == ({2: 2 * NANOSECONDS} if device_idle.device != 2 else {})
 
 
 def test_costs_are_what_was_measured():
@@ -134,20 +134,20 @@ def test_costs_are_what_was_measured():
     step = as_measured(schedule, costs)
     measured = step.costs()
     assert measured.seconds(schedule.placement) == costs.seconds(schedule.placement)
-    assert all(seconds == pytest.approx(0.25) for seconds in step.links.values())
-    assert simulate(schedule, measured).makespan == pytest.approx(step.length / NANOSECONDS)
+    assert all(seconds == pytest.approx(0.25) for seconds in step.link_seconds.values())
+    assert simulate(schedule, measured).makespan == pytest.approx(step.length_ns / NANOSECONDS)
 
 
 def test_costs_of_slices_are_what_was_measured():
     schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=4, slices=2)
     costs = Costs((1.0, 2.0, 1.5, 3.0), (0.5, 1.0, 1.0, 1.5), (0.5, 1.0, 1.0, 1.5), p2p=0.25)
     step = as_measured(schedule, costs)
-    assert step.usual[Kind.F, 1] == 2 * NANOSECONDS and step.usual[Kind.B, 2] == 2 * NANOSECONDS
-    assert step.weights == (1.0,) * 4, "slices differ, microbatches do not"
+    assert step.median_ns[Kind.F, 1] == 2 * NANOSECONDS and step.median_ns[Kind.B, 2] == 2 * NANOSECONDS
+    assert step.microbatch_factors == (1.0,) * 4, "slices differ, microbatches do not"
     assert step.of_stages()[Kind.F] == costs.forward
     measured = step.costs()
     assert measured.seconds(schedule.placement, schedule.units)[Kind.I] == costs.backward_input
-    assert simulate(schedule, measured).makespan == pytest.approx(step.length / NANOSECONDS)
+    assert simulate(schedule, measured).makespan == pytest.approx(step.length_ns / NANOSECONDS)
     for causes in causes_of(as_measured(schedule, replace(costs, p2p=0.0))):
         assert set(causes) <= {SCHEDULE, IMBALANCE}, (
             "later slices take longer on every stage: nothing but the stages is uneven"
@@ -174,6 +174,6 @@ def test_spans_of_something_else_are_refused(spans, says):
 def test_microbatches_that_are_not_alike():
     weights = MicrobatchFactors((1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     step = as_measured(built("1f1b"), Costs(microbatch=weights))
-    assert step.weights == weights.time
+    assert step.microbatch_factors == weights.time
     causes = causes_of(step)
     assert all(set(seconds_by_cause) == {SCHEDULE, MICROBATCHES} for seconds_by_cause in causes)

@@ -38,7 +38,7 @@ def report(**changes) -> dict:
         "spans": [" ".join(f"{start}-{end}" for start, end in spans) for spans in step.spans],
         "layers": [2] * 4,
         "memory": {"F": [1 << 20] * 4, "B": [-(1 << 20)] * 4},
-        "iteration_seconds": step.length / 1e9 + 0.1,
+        "iteration_seconds": step.length_ns / 1e9 + 0.1,
     }
     prices = {name: [1.0] * 4 for name in ("forward", "backward_input", "backward_weight")}
     ranks = [{"measured_bubble_rate": rate} for rate in (0.5, 0.25, None, 0.375)]

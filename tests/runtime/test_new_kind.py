@@ -175,7 +175,7 @@ def test_costs_of_a_measured_step_have_it():
     schedule = checked()
     step = as_measured(schedule, Costs(further={Kind.CHECKSUM: (3, 5)}))
     assert step.costs().further == {Kind.CHECKSUM: (3.0, 5.0)}
-    assert simulate(schedule, step.costs()).makespan == pytest.approx(step.length / NANOSECONDS)
+    assert simulate(schedule, step.costs()).makespan == pytest.approx(step.length_ns / NANOSECONDS)
 
 
 def test_it_is_drawn():

@@ -190,13 +190,17 @@ def trace(
     check_output(output, _DRAWN, "plan and run")
     case = read_case(report)
     path = _save_trace(case, output or (report if report.is_dir() else report.parent) / "trace.json")
-    facts = {"output": path, "planned_seconds": case.own.makespan, "measured_seconds": case.step.length / 1e9}
+    facts = {
+        "output": path,
+        "planned_seconds": case.own_timeline.makespan,
+        "measured_seconds": case.step.length_ns / 1e9,
+    }
     print_answer(facts, [path], as_json)
 
 
 def _save_trace(case: Case, path: Path) -> Path:
     """Draw the measured step and the plan with the measured times into one file, and return its path."""
-    plan, run = case.as_planned, case.as_ran
+    plan, run = case.planned_timeline, case.measured_timeline
     name = case.schedule.name
     plan, run = (
         replace(timeline, schedule=replace(timeline.schedule, name=f"{name}, {part}"))

@@ -41,10 +41,10 @@ class Case:
     layers: tuple[int, ...] | None = None  # of every stage; ``None`` if unknown
     memory: Mapping[Kind, tuple[float, ...]] | None = None
     """By kind of action, the change of the device's bytes, one value per stage and slice. ``None``: activation units."""
-    outside: float = 0.0  # seconds of a training step outside the pipeline: optimizer, reductions, logging
+    outside_seconds: float = 0.0  # seconds of a training step outside the pipeline: optimizer, reductions, logging
     bubble_rate: float | None = None  # of the run; ``None`` to take the rate of the step
     bytes_of_1f1b: float | None = None  # the peak of 1F1B for the model; ``None`` if it is unknown
-    held: tuple[tuple[int, ...], ...] | None = None  # counted bytes per device after every pass of the step
+    held_bytes: tuple[tuple[int, ...], ...] | None = None  # counted bytes per device after every pass of the step
     peaks: tuple[int, ...] = ()  # the most bytes counted per device, messages included; empty without ``held``
 
     @property
@@ -52,25 +52,25 @@ class Case:
         return self.step.schedule
 
     @cached_property
-    def own(self) -> Timeline:
+    def own_timeline(self) -> Timeline:
         """The timeline of the run's own schedule, simulated with its measured times."""
         memory = None if self.memory is None else action_memory(self.memory, self.schedule.units.parts)
         return simulate(self.schedule, self.step.costs(memory))
 
     @property
-    def as_ran(self) -> Timeline:
+    def measured_timeline(self) -> Timeline:
         """The timeline of the measured step, with the run's bubble rate and counted bytes."""
-        measured = Measured(self.bubble_rate, self.held, self.bytes_of_1f1b, bool(self.peaks))
-        timeline = replace(self.step.timeline(self.own.costs), measured=measured)
+        measured = Measured(self.bubble_rate, self.held_bytes, self.bytes_of_1f1b, bool(self.peaks))
+        timeline = replace(self.step.timeline(self.own_timeline.costs), measured=measured)
         return replace(timeline, peaks=self.peaks) if self.peaks else timeline
 
     @property
-    def as_planned(self) -> Timeline:
-        """``own`` with the counted peaks of the run, for pictures beside ``as_ran``."""
+    def planned_timeline(self) -> Timeline:
+        """``own_timeline`` with the counted peaks of the run, for pictures beside ``as_ran``."""
         if self.memory is None or not self.peaks:
-            return self.own
+            return self.own_timeline
         measured = Measured(bytes_of_1f1b=self.bytes_of_1f1b, has_counted_peaks=True)
-        return replace(self.own, peaks=self.peaks, measured=measured)
+        return replace(self.own_timeline, peaks=self.peaks, measured=measured)
 
 
 def read_case(path: Path) -> Case:
@@ -119,7 +119,7 @@ def case_of_report(report: Mapping[str, Any]) -> Case | None:
         step,
         layers,
         memory or None,
-        max(0.0, float(iteration) - step.length / NANOSECONDS) if iteration else 0.0,
+        max(0.0, float(iteration) - step.length_ns / NANOSECONDS) if iteration else 0.0,
         measured_bubble(report),
         None if of_1f1b is None else int(of_1f1b),
         *_counted(recorded, schedule),
@@ -185,9 +185,9 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     step = price(run, placement, run_layout.pieces_of(run, placement.model_stages))
     predicted, measured = step.costs.seconds(placement), case.step.of_stages()
     # Messages within layers are in the measured passes, and their predictions have no ratio.
-    messages = sum(step.communication) / sum(step.work)
+    messages = sum(step.communication_seconds) / sum(step.work_seconds)
     pace = Passes(*(_ratio(sum(measured[kind]), sum(predicted[kind]), messages) for kind in (Kind.F, Kind.I, Kind.W)))
-    links = case.step.links
+    links = case.step.link_seconds
     expected = sum(step.costs.link_seconds(*link) for link in links)
     return MeasuredSlowdown(pace, pace, sum(links.values()) / expected if expected else 1.0)
 
@@ -209,20 +209,20 @@ def explain(case: Case) -> dict[str, Any]:
         "devices": schedule.num_devices,
         "chunks": schedule.placement.num_chunks,
         "microbatches": schedule.num_microbatches,
-        "bubble_rate": case.as_ran.bubble_rate if case.bubble_rate is None else case.bubble_rate,
-        "seconds": step.length / NANOSECONDS,
-        "outside_seconds": case.outside,
-        "simulated_seconds": case.own.makespan,
+        "bubble_rate": case.measured_timeline.bubble_rate if case.bubble_rate is None else case.bubble_rate,
+        "seconds": step.length_ns / NANOSECONDS,
+        "outside_seconds": case.outside_seconds,
+        "simulated_seconds": case.own_timeline.makespan,
         "stages": [
             sum(sum(seconds[stage * n : (stage + 1) * n]) for seconds in usual.values())
             for stage in range(schedule.num_stages)
         ],
         "layers": case.layers,
-        "slowest_microbatch": max(step.weights),
-        "links": {f"{a}-{b}": seconds for (a, b), seconds in step.links.items()},
+        "slowest_microbatch": max(step.microbatch_factors),
+        "links": {f"{a}-{b}": seconds for (a, b), seconds in step.link_seconds.items()},
         "idle": _idle(step),
         "in_bytes": case.memory is not None,
-        "peak": case.own.peak,
+        "peak": case.own_timeline.peak,
         "bytes_of_1f1b": case.bytes_of_1f1b,
     }
 
@@ -232,14 +232,14 @@ def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
 
     Together these are the length of the step.
     """
-    work: Sequence[int] = step.work_of(step.seconds)
+    work: Sequence[int] = step.work_of(step.nanoseconds)
     return [
         {
             "device": device_idle.device,
             "work_ns": work[device_idle.device],
-            "idle_ns": device_idle.idle,
+            "idle_ns": device_idle.idle_ns,
             "causes_ns": {cause: device_idle.causes[cause] for cause in CAUSES},
-            "late_ns": {str(device): nanoseconds for device, nanoseconds in device_idle.late.items()},
+            "late_ns": {str(device): nanoseconds for device, nanoseconds in device_idle.late_ns.items()},
         }
         for device_idle in idle_causes(step)
     ]

@@ -105,7 +105,7 @@ class MeasuredStep:
         return dict(zip(computing, (span for spans in self.spans for span in spans), strict=True))
 
     @cached_property
-    def seconds(self) -> list[int]:
+    def nanoseconds(self) -> list[int]:
         """Return the nanoseconds of every node; 0 if they were not measured."""
         nanoseconds = [0] * len(self.actions)
         for node, (start, end) in self._by_node.items():
@@ -163,12 +163,12 @@ class MeasuredStep:
         return [sum(seconds[node] for node in nodes) for nodes in lanes]
 
     @property
-    def length(self) -> int:
+    def length_ns(self) -> int:
         """Nanoseconds from the beginning of the step to the end of its last action."""
         return max((spans[-1][1] for spans in self.spans if spans), default=0)
 
     def key_of(self, action: Action) -> tuple[Kind, int]:
-        """Return the key of an action in ``usual``: its kind, and the index of its stage and part."""
+        """Return the key of an action in ``median_ns``: its kind, and the index of its stage and part."""
         return action.kind, self.schedule.units.place(action.stage, action.microbatch)
 
     @cached_property
@@ -177,24 +177,24 @@ class MeasuredStep:
         return {first: first + 1 for first in self._graph[0].pairs}
 
     @cached_property
-    def alone(self) -> list[int]:
+    def unpaired_nodes(self) -> list[int]:
         """Return the nodes of measured actions that are in no pair."""
         paired = {*self.pairs, *self.pairs.values()}
         return [node for node in self._by_node if node not in paired]
 
     @cached_property
-    def usual(self) -> dict[tuple[Kind, int], int]:
+    def median_ns(self) -> dict[tuple[Kind, int], int]:
         """Return the median nanoseconds per kind, stage and part; for vocabulary passes per kind, device and part.
 
         They are those of actions in no pair.
         """
         durations: dict[tuple[Kind, int], list[int]] = {}
-        for node in self.alone:
-            durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
+        for node in self.unpaired_nodes:
+            durations.setdefault(self.key_of(self.actions[node]), []).append(self.nanoseconds[node])
         return {key: round(median(times)) for key, times in durations.items()}
 
     @cached_property
-    def usual_pairs(self) -> dict[Pair, int]:
+    def median_ns_of_pairs(self) -> dict[Pair, int]:
         """Return the median nanoseconds of pairs, by the keys of forward and backward."""
         durations: dict[Pair, list[int]] = {}
         for first, second in self.pairs.items():
@@ -203,18 +203,18 @@ class MeasuredStep:
         return {key: round(median(times)) for key, times in durations.items()}
 
     @cached_property
-    def weights(self) -> tuple[float, ...]:
+    def microbatch_factors(self) -> tuple[float, ...]:
         """Return the factor by which every microbatch takes longer than the median one.
 
         The factor is 1 unless all F, I and B of the microbatch differ in the same direction by more than 10 %. W is
         left out: it depends on the number of tokens only, and not on the lengths of documents.
         """
         ratios: list[list[float]] = [[] for _ in range(self.schedule.num_microbatches)]
-        for node in self.alone:
+        for node in self.unpaired_nodes:
             kind, _, unit = self.actions[node]
-            usual = self.usual[self.key_of(self.actions[node])]
+            usual = self.median_ns[self.key_of(self.actions[node])]
             if usual and kind in (Kind.F, Kind.I, Kind.B):
-                ratios[self.schedule.units.microbatch(unit)].append(self.seconds[node] / usual)
+                ratios[self.schedule.units.microbatch(unit)].append(self.nanoseconds[node] / usual)
         return tuple(
             median(of_microbatch)
             if of_microbatch and (min(of_microbatch) > 1 + _ALIKE or max(of_microbatch) < 1 - _ALIKE)
@@ -223,7 +223,7 @@ class MeasuredStep:
         )
 
     @cached_property
-    def links(self) -> dict[tuple[int, int], float]:
+    def link_seconds(self) -> dict[tuple[int, int], float]:
         """Return the seconds of a message per (source, destination): the median delay of actions that waited for it.
 
         A negative median counts as 0. Links for whose messages no action waited are left out.
@@ -247,7 +247,7 @@ class MeasuredStep:
         pass that the stage does not run has 0 seconds.
         """
         seconds = self.costs().seconds(self.schedule.placement, self.schedule.units)
-        again = (sum(self.usual.get((kind, at), 0) for kind in RECOMPUTE) / NANOSECONDS for at in self._places)
+        again = (sum(self.median_ns.get((kind, at), 0) for kind in RECOMPUTE) / NANOSECONDS for at in self._places)
         inputs = tuple(map(sum, zip(seconds[Kind.I], again, strict=True)))
         return {Kind.F: seconds[Kind.F], Kind.I: inputs, Kind.W: seconds[Kind.W]}
 
@@ -257,7 +257,7 @@ class MeasuredStep:
 
     def p2p(self) -> dict[tuple[int, int], float]:
         """Return the seconds of a message between any two devices: measured, or else the mean of the measured ones."""
-        measured = self.links
+        measured = self.link_seconds
         mean = sum(measured.values()) / len(measured) if measured else 0.0
         devices = range(self.schedule.num_devices)
         return {(a, b): measured.get((a, b), mean) for a in devices for b in devices if a != b}
@@ -267,14 +267,18 @@ class MeasuredStep:
 
         ``memory`` becomes ``Costs.memory``: per kind, the change of memory of every stage and part.
         """
-        usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.usual.items()}
-        together = {pair: nanoseconds / NANOSECONDS for pair, nanoseconds in self.usual_pairs.items()}
+        usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.median_ns.items()}
+        together = {pair: nanoseconds / NANOSECONDS for pair, nanoseconds in self.median_ns_of_pairs.items()}
         # A stage that ran no pass of a kind has no time of it.
         for at in self._places:
             for kind in (Kind.F,) if (Kind.B, at) in usual else (Kind.F, Kind.I, Kind.W):
                 usual.setdefault((kind, at), 0.0)
         costs = costs_from(usual, self.p2p(), self.schedule.placement, self.split, self.schedule.units, together)
-        weights = None if max(self.weights) == min(self.weights) else MicrobatchFactors(self.weights)
+        weights = (
+            None
+            if max(self.microbatch_factors) == min(self.microbatch_factors)
+            else MicrobatchFactors(self.microbatch_factors)
+        )
         return replace(costs, memory=memory, microbatch=weights)
 
     def timeline(self, costs: Costs) -> Timeline:
@@ -305,9 +309,9 @@ class DeviceIdle(NamedTuple):
     """The idle time of a device in a step, divided by cause."""
 
     device: int
-    idle: int  # nanoseconds without computing, from the beginning of the step to its end
+    idle_ns: int  # nanoseconds without computing, from the beginning of the step to its end
     causes: Mapping[str, int]  # nanoseconds by cause; their sum is ``idle``
-    late: Mapping[int, int]  # nanoseconds of the cause "late actions" by the device that ran them
+    late_ns: Mapping[int, int]  # nanoseconds of the cause "late actions" by the device that ran them
 
 
 def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
@@ -319,14 +323,14 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
     """
     actions, delays = step.actions, step.delays
     even = _of_actions(step, *_even(step), weighed=False)
-    stages = _of_actions(step, step.usual, step.usual_pairs, weighed=False)
-    weighed = _of_actions(step, step.usual, step.usual_pairs, weighed=True)
+    stages = _of_actions(step, step.median_ns, step.median_ns_of_pairs, weighed=False)
+    weighed = _of_actions(step, step.median_ns, step.median_ns_of_pairs, weighed=True)
     none = [0] * len(actions)
     of_messages = [delay * awaits for delay, awaits in zip(delays, step.awaits_message, strict=True)]
     levels = [(even, none), (stages, none), (weighed, none), (weighed, of_messages), (weighed, delays)]
     idle = [_idle(step, *level) for level in levels]
-    measured = _idle(step, step.seconds, delays)
-    saved = step.length - _period(step)
+    measured = _idle(step, step.nanoseconds, delays)
+    saved = step.length_ns - _period(step)
     by_device = [_late_alone(step, weighed, device) for device in range(step.schedule.num_devices)]
     causes_of_devices = []
     for device, total in enumerate(measured):
@@ -346,19 +350,19 @@ def _even(step: MeasuredStep) -> tuple[dict[tuple[Kind, int], int], dict[Pair, i
     """Return usual times with the mean over all stages in place of each stage's time, part by part, also of pairs."""
     by_kind: dict[tuple[Kind, int], list[int]] = {}
     parts = step.schedule.units.parts
-    for (kind, at), seconds in step.usual.items():
+    for (kind, at), seconds in step.median_ns.items():
         by_kind.setdefault((kind, at % parts), []).append(seconds)
     means = {key: round(sum(times) / len(times)) for key, times in by_kind.items()}
-    together = step.usual_pairs.values()
+    together = step.median_ns_of_pairs.values()
     mean = round(sum(together) / len(together)) if together else 0
-    alone = {(kind, at): means[kind, at % parts] for kind, at in step.usual}
-    return alone, dict.fromkeys(step.usual_pairs, mean)
+    alone = {(kind, at): means[kind, at % parts] for kind, at in step.median_ns}
+    return alone, dict.fromkeys(step.median_ns_of_pairs, mean)
 
 
 def _of_actions(
     step: MeasuredStep, seconds: Mapping[tuple[Kind, int], int], pairs: Mapping[Pair, int], weighed: bool
 ) -> list[int]:
-    weights, units = step.weights, step.schedule.units
+    weights, units = step.microbatch_factors, step.schedule.units
     durations = []
     for action in step.actions:
         duration = seconds.get(step.key_of(action), 0)
@@ -377,9 +381,9 @@ def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int
 def _late_alone(step: MeasuredStep, usual: list[int], late: int) -> list[int]:
     """Return the idle nanoseconds of every device if only the actions of device ``late`` take their measured times.
 
-    All other actions take their times in ``usual``, which has nanoseconds per node. All delays are the measured ones.
+    All other actions take their times in ``median_ns``, which has nanoseconds per node. All delays are the measured ones.
     """
-    nodes = zip(step.lanes, step.seconds, usual, strict=True)
+    nodes = zip(step.lanes, step.nanoseconds, usual, strict=True)
     seconds = [real if device == late else one for device, real, one in nodes]
     return _idle(step, seconds, step.delays)
 
@@ -406,12 +410,12 @@ def _period(step: MeasuredStep) -> int:
     result is the length of the step.
     """
     if step.schedule.placement.replicas > 1 or step.schedule.updates is not None:
-        return step.length
+        return step.length_ns
     begins: list[int] = [0] * step.schedule.num_devices
     ends = [0]
     for _ in range(_STEPS):
-        begins = step.rerun(step.seconds, step.delays, begins).free
+        begins = step.rerun(step.nanoseconds, step.delays, begins).free
         ends.append(max(begins))
     half = _STEPS // 2
     period = -((ends[half] - ends[_STEPS]) // half)
-    return min(step.length, max(period, *step.work_of(step.seconds)))
+    return min(step.length_ns, max(period, *step.work_of(step.nanoseconds)))
