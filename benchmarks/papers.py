@@ -163,7 +163,7 @@ def _without_barrier(answer: Answer, base: Answer) -> str:
     for best in (answer.plans[0], base.plans[0]):
         cut = best.run.parallelism
         schedule = build_schedule(best.schedule, num_devices=cut.pp, num_microbatches=cut.microbatches)
-        reached.append(mfu(best.run, stream(schedule, best.step.costs, steps=2).period + best.step.outside))
+        reached.append(mfu(best.run, stream(schedule, best.step.costs, steps=2).period + best.step.outside_seconds))
     return f"no barrier {reached[0] / reached[1]:.3f}; "
 
 
@@ -206,8 +206,8 @@ def _ceiling(base: Answer, setup: str, run: Run) -> Row:
     """Return the MFU at the lower bound of two chunks per device, within unlimited memory."""
     pure = replace(run, parallelism=Parallelism(pp=32, global_batch=run.parallelism.global_batch))
     step = price(pure, Placement.interleaved(32, 2))
-    reached = mfu(pure, lower_bound(step.placement, pure.parallelism.microbatches, step.costs) + step.outside)
-    uneven = max(step.work) * len(step.work) / sum(step.work) - 1
+    reached = mfu(pure, lower_bound(step.placement, pure.parallelism.microbatches, step.costs) + step.outside_seconds)
+    uneven = max(step.work_seconds) * len(step.work_seconds) / sum(step.work_seconds) - 1
     note = f"the fullest device computes {100 * uneven:.1f} % more than the mean"
     return Row(setup, None, 100 * reached, None, reached / base.plans[0].mfu if base.plans else None, note)
 
@@ -244,7 +244,7 @@ def _vocabulary(run: Run, method: str, known: dict) -> float:
     if method in known:
         step = run_step(replace(run, schedule=known[method].choice(run.schedule)), Placement.linear(cut.pp))
         schedule = known[method].apply(schedule, step, step.room(run.cluster.memory_bytes))
-    return mfu(run, simulate(schedule, step.costs).makespan + step.outside)
+    return mfu(run, simulate(schedule, step.costs).makespan + step.outside_seconds)
 
 
 def _best(run: Run, **allowed: Iterable[object]) -> Answer:

@@ -30,17 +30,19 @@ def best(name: str, run: Run = RUN, **limits):
 
 def test_versions_and_the_end_of_a_step_are_priced():
     synchronous, late, per_microbatch = best("1f1b"), best("pipedream-2bw"), best("pipedream")
-    busiest = synchronous.step.work.index(max(synchronous.step.work))
+    busiest = synchronous.step.work_seconds.index(max(synchronous.step.work_seconds))
     assert late.step.layers == synchronous.step.layers
     # It saves a fill of three forwards at least, and still ends with the backwards.
     forwards = min(synchronous.step.costs.forward)
     assert synchronous.makespan - late.makespan >= 3 * forwards * 0.99
-    assert late.makespan > late.work == pytest.approx(32 * synchronous.step.work[busiest])
-    weights = late.step.weights
+    assert late.makespan > late.work_seconds == pytest.approx(32 * synchronous.step.work_seconds[busiest])
+    weights = late.step.weight_bytes
     for rank in range(4):
-        assert late.peaks[rank] - synchronous.peaks[rank] == pytest.approx(weights[rank])
-        assert per_microbatch.peaks[rank] - synchronous.peaks[rank] == pytest.approx((3 - rank) * weights[rank])
-    assert per_microbatch.step.optimizer == pytest.approx(32 * late.step.optimizer)
+        assert late.peak_bytes[rank] - synchronous.peak_bytes[rank] == pytest.approx(weights[rank])
+        assert per_microbatch.peak_bytes[rank] - synchronous.peak_bytes[rank] == pytest.approx(
+            (3 - rank) * weights[rank]
+        )
+    assert per_microbatch.step.optimizer_seconds == pytest.approx(32 * late.step.optimizer_seconds)
 
 
 def test_without_a_barrier_the_drain_is_gone_and_a_second_batch_of_gradients_there():
@@ -53,12 +55,14 @@ def test_without_a_barrier_the_drain_is_gone_and_a_second_batch_of_gradients_the
     backwards = min(
         map(sum, zip(after.group.step.costs.backward_input, after.group.step.costs.backward_weight, strict=True))
     )
-    assert drain - period >= 3 * backwards * 0.99 and period >= max(after.group.step.work)
-    assert not any(after.group.step.rollback)
+    assert drain - period >= 3 * backwards * 0.99 and period >= max(after.group.step.work_seconds)
+    assert not any(after.group.step.rollback_bytes)
     for rank in range(4):
-        gradients = after.group.step.weights[rank] / RUN.execution.element * 4
-        assert after.group.step.static[rank] - before.group.step.static[rank] == pytest.approx(gradients)
-        assert predicted_memory(late).device[rank] - predicted_memory(drained).device[rank] == pytest.approx(gradients)
+        gradients = after.group.step.weight_bytes[rank] / RUN.execution.element * 4
+        assert after.group.step.static_bytes[rank] - before.group.step.static_bytes[rank] == pytest.approx(gradients)
+        assert predicted_memory(late).device_bytes[rank] - predicted_memory(drained).device_bytes[
+            rank
+        ] == pytest.approx(gradients)
     refused = Counter()
     per_microbatch = replace(late, schedule=replace(late.schedule, name="pipedream"))
     assert not list(asynchronous(per_microbatch, Limits({"schedule": ["pipedream"]}), None, refused))
@@ -69,7 +73,7 @@ def test_replicas_reduce_for_themselves():
     late, per_microbatch = (best(name, dp=2, pp=2) for name in ("pipedream-2bw", "pipedream"))
     assert "use-distributed-optimizer" not in late.run.flags and late.run.flags["overlap-grad-reduce"]
     assert "overlap-grad-reduce" not in per_microbatch.run.flags
-    assert per_microbatch.step.reduction > late.step.reduction
+    assert per_microbatch.step.reduction_seconds > late.step.reduction_seconds
 
 
 def test_nobody_gets_one_without_asking():

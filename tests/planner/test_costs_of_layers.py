@@ -93,7 +93,7 @@ def test_adapters_have_a_small_w_and_no_gradients_of_the_layer():
     assert adapted.seconds.forward > whole.seconds.forward and adapted.seconds.input > whole.seconds.input
     assert adapted.seconds.weight < 0.1 * whole.seconds.weight
     assert adapted.trained == (16 * (2 * 4096 + 4 * 4096 + 2 * 5 * 4096), 0)
-    assert adapted.kept == whole.kept and adapted.frozen == whole.parameters
+    assert adapted.kept_bytes == whole.kept_bytes and adapted.frozen_parameters == whole.parameters
 
 
 def test_vocabulary_papers_example_is_a_head_of_six_layers():

@@ -105,7 +105,7 @@ def test_plans_and_advice_say_that_w_run_earlier_and_keep_auto():
     (way,) = plan(run, memory=1e13, limits=only(run), search_seconds=0).plans
     order = build_schedule("zb-h1", num_devices=8, num_microbatches=16)
     timeline = simulate(with_earlier_weights(order, way.step.costs), way.step.costs)
-    assert (way.makespan, way.peaks) == (timeline.makespan, way.step.held(timeline.peaks))
+    assert (way.makespan, way.peak_bytes) == (timeline.makespan, way.step.held(timeline.peaks))
     assert way.makespan > simulate(order, way.step.costs).makespan
     assert way.share_of_1f1b == pytest.approx(1.0) and way.run.schedule.early_wgrad == "auto"
     assert [cells[0] for cells, _ in _table([way], None, None)._rows] == ["zb-h1, W earlier"]
@@ -123,9 +123,9 @@ def test_the_memory_and_the_layouts_of_a_run_are_those_with_earlier_w():
     run = run_of("llama3-70b", 8)
     auto, none = (replace(run, schedule=replace(run.schedule, early_wgrad=text)) for text in ("auto", "none"))
     of_auto, of_none = predicted_memory(auto), predicted_memory(none)
-    assert of_auto is not None and of_none is not None and max(of_auto.device) < max(of_none.device)
+    assert of_auto is not None and of_none is not None and max(of_auto.device_bytes) < max(of_none.device_bytes)
     even = balance(auto).even
-    assert even.layers == layout.even(run.model, 8) and even.peaks == of_auto.device
+    assert even.layers == layout.even(run.model, 8) and even.peak_bytes == of_auto.device_bytes
     assert even.seconds > balance(none).even.seconds
 
 

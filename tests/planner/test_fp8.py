@@ -46,7 +46,7 @@ def test_what_waits_for_w_is_quantised(recipe, element):
 
 def test_linear_layers_are_faster_and_attention_is_not():
     plain, quick = layer(LLAMA, PLAIN, H100), layer(LLAMA, fp8("delayed"), H100)
-    assert quick.communication == plain.communication
+    assert quick.communication_seconds == plain.communication_seconds
     assert quick.seconds.weight == pytest.approx(plain.seconds.weight * 989 / 1979)
     for name in ("forward", "input"):
         assert 0.5 < getattr(quick.seconds, name) / getattr(plain.seconds, name) < 0.95
@@ -63,7 +63,7 @@ def test_weights_have_copies_by_rows_and_by_columns():
     narrow = replace(run, flags={"fp8-format": "hybrid"})
     assert narrow.execution.fp8 == "delayed"
     weights = sum(matrix.parameters(2) for block in LLAMA.kinds[0] for matrix in matrices(LLAMA, PLAIN, block))
-    assert layer(LLAMA, fp8("delayed"), H100).cached == 2 * weights <= 2 * layer_parameters(LLAMA, PLAIN)
+    assert layer(LLAMA, fp8("delayed"), H100).quantised_bytes == 2 * weights <= 2 * layer_parameters(LLAMA, PLAIN)
     assert least_static(narrow) > least_static(run)
 
 

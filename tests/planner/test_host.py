@@ -42,9 +42,9 @@ def test_the_host_with_the_most_layers_launches_longest(schedule, placement):
 def test_only_measured_seconds_above_those_of_the_device_bind_a_step():
     run = run_of("zb-h1")
     way = as_it_stands(run)
-    even = way.work / host_seconds(way, {KIND: 1.0})
+    even = way.work_seconds / host_seconds(way, {KIND: 1.0})
     texts = [bound_by_host(way, pace(seconds)) for seconds in (0.99 * even, 1.01 * even)]
-    assert texts[0] is None and f"{way.work:.4g}" in texts[1] and f"{1.01 * way.work:.4g}" in texts[1]
+    assert texts[0] is None and f"{way.work_seconds:.4g}" in texts[1] and f"{1.01 * way.work_seconds:.4g}" in texts[1]
     assert bound_by_host(way, None) is bound_by_host(way, MeasuredSlowdown()) is None
     assert advise(run, pace(1.01 * even)).bound_by_host == texts[1]
     assert bound_by_host(as_it_stands(run_of("zb-h1", **{"cuda-graph-impl": "local"})), pace(9.0)) is None

@@ -57,7 +57,7 @@ def excess(seed: int, most: int) -> float | None:
 
     def seconds(layers: tuple[int, ...]) -> float:
         step = price(run, placement, layers)
-        return replay.timeline(step.costs).makespan + step.outside
+        return replay.timeline(step.costs).makespan + step.outside_seconds
 
     # Multi-token prediction stays with the head in other placements than Megatron's.
     least = int(run.model.mtp_layers > 0 and not placement.is_round_robin)

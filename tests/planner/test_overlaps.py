@@ -36,8 +36,10 @@ def test_a_ring_shows_one_part_at_least_and_what_no_product_hides():
     fast, slow = (replace(CLUSTER, intra_node=Link(speed, 0.0)) for speed in (1000.0, 1.0))
     for cluster, part in ((fast, 1 / 4), (slow, 0.97)):
         shown, hidden = (layer(MODEL, replace(cut, tp_overlap=overlap), cluster) for overlap in (False, True))
-        assert hidden.communication.forward == pytest.approx(shown.communication.forward * part, rel=0.03)
-        saved = shown.communication + hidden.communication * -1
+        assert hidden.communication_seconds.forward == pytest.approx(
+            shown.communication_seconds.forward * part, rel=0.03
+        )
+        saved = shown.communication_seconds + hidden.communication_seconds * -1
         assert hidden.seconds.total == pytest.approx(shown.seconds.total - saved.total)
         assert hidden.seconds.weight == shown.seconds.weight
     assert layer(MODEL, Execution(tp_overlap=True), fast) == layer(MODEL, Execution(), fast)
@@ -47,13 +49,13 @@ def test_the_exchange_of_a_layer_follows_from_tokens_experts_and_link():
     layer_prices = [layer(EXPERTS, Execution(ep=ep), replace(CLUSTER, intra_node=Link(50.0, 0.0))) for ep in (1, 2, 4)]
     # Two all-to-all of 1,024 tokens for 2 experts each, of 2,048 channels of 2 bytes.
     whole = 2 * 1024 * 2 * 2048 * 2 / 50e9
-    assert [layer_price.exchange.forward for layer_price in layer_prices] == pytest.approx(
+    assert [layer_price.exchange_seconds.forward for layer_price in layer_prices] == pytest.approx(
         [0, whole / 2, whole * 3 / 4]
     )
     for layer_price in layer_prices:
         assert (
-            layer_price.exchange == layer_price.communication
-            and layer_price.exchange.forward == layer_price.exchange.input
+            layer_price.exchange_seconds == layer_price.communication_seconds
+            and layer_price.exchange_seconds.forward == layer_price.exchange_seconds.input
         )
 
 
@@ -100,7 +102,7 @@ def test_documented_shares():
     for ep, share in zip((64, 8), shares, strict=True):
         step = price(replace(run, parallelism=replace(run.parallelism, ep=ep)), Placement.linear(16))
         passes = sum(map(sum, (step.costs.forward, step.costs.backward_input)))
-        assert round(100 * sum(passes.total for passes in step.exchange) / passes) == int(share)
+        assert round(100 * sum(passes.total for passes in step.exchange_seconds) / passes) == int(share)
 
 
 EXCHANGING = replace(RUN, model=EXPERTS, cluster=SLOW, parallelism=Parallelism(global_batch=32, ep=4), flags={EP: True})
@@ -115,7 +117,7 @@ def test_pairs_are_planned_and_run_as_planned(tmp_path):
     assert {"zbv", "dualpipe-v"} <= paired.keys() and "dualpipe-v" not in alone
     assert 0.2 < paired["zbv"].step.exchange_share < 0.5
     for name, way in paired.items():
-        assert way.run.pairs and way.passes.pairs and way.hides > 0
+        assert way.run.pairs and way.passes.pairs and way.saved_by_pairs > 0
         assert way.makespan == simulate(way.passes, way.step.costs).makespan
         assert sum(way.losses.values()) < way.seconds and min(way.losses.values()) > -1e-12
         if name in alone:

@@ -60,7 +60,7 @@ def test_an_optimizer_with_other_tensors_is_refused():
 
 def static(flags: dict, **settings) -> float:
     cut = Parallelism(dp=4, global_batch=8)
-    return price(replace(RUN, parallelism=cut, flags=flags, **settings), Placement.linear(1)).static[0]
+    return price(replace(RUN, parallelism=cut, flags=flags, **settings), Placement.linear(1)).static_bytes[0]
 
 
 def test_what_ranks_share():
@@ -98,11 +98,11 @@ def on_host(**flags) -> Run:
 def test_an_optimizer_on_the_host_is_counted_there():
     device, host = predicted_memory(on_host()), predicted_memory(on_host(**{"optimizer-cpu-offload": True}))
     step = price(on_host(), Placement.linear(2), (4, 4))
-    updated = [weights / 2 / 2 for weights in step.weights]  # two bytes a parameter, two ranks
-    saved = [before - after for before, after in zip(device.device, host.device, strict=True)]
+    updated = [weights / 2 / 2 for weights in step.weight_bytes]  # two bytes a parameter, two ranks
+    saved = [before - after for before, after in zip(device.device_bytes, host.device_bytes, strict=True)]
     assert saved == pytest.approx([10 * count for count in updated])
-    assert host.host == pytest.approx([16 * count for count in updated]) and not any(device.host)
-    assert host.room == RUN.cluster.host_memory_gib * GIB / RUN.cluster.devices_per_node
+    assert host.host_bytes == pytest.approx([16 * count for count in updated]) and not any(device.host_bytes)
+    assert host.host_limit_bytes == RUN.cluster.host_memory_gib * GIB / RUN.cluster.devices_per_node
 
 
 def test_copies_of_a_step_count_where_activations_do_not():
@@ -110,12 +110,12 @@ def test_copies_of_a_step_count_where_activations_do_not():
     step = price(on_host(**{"grad-reduce-in-bf16": True, "use-precision-aware-optimizer": False}), Placement.linear(2))
     none, much = step.held((0.0, 0.0)), step.held((1e12, 1e12))
     assert none == pytest.approx(
-        [s + max(b, t) for s, b, t in zip(step.static, step.buffers, step.stepping, strict=True)]
+        [s + max(b, t) for s, b, t in zip(step.static_bytes, step.buffer_bytes, step.stepping_bytes, strict=True)]
     )
-    rows = zip(step.static, step.buffers, step.sent, strict=True)
+    rows = zip(step.static_bytes, step.buffer_bytes, step.sent_share, strict=True)
     assert much == pytest.approx([static + buffers + 1e12 * (1 + sent) for static, buffers, sent in rows])
     assert step.room(much[1])[1] == pytest.approx(1e12)
-    assert min(step.stepping) > max(step.buffers)
+    assert min(step.stepping_bytes) > max(step.buffer_bytes)
 
 
 def test_graphs_keep_the_memory_of_activations_during_the_optimizers_step():
@@ -126,7 +126,9 @@ def test_graphs_keep_the_memory_of_activations_during_the_optimizers_step():
     kept = plain.room(1e12)
     added = [graphs - bytes for graphs, bytes in zip(graphed.held(kept), plain.held(kept), strict=True)]
     messages = 2 * message_bytes(RUN.model, on_host().execution)
-    assert added == pytest.approx([nbytes + messages for nbytes in plain.stepping]) and min(plain.stepping) > 0
+    assert (
+        added == pytest.approx([nbytes + messages for nbytes in plain.stepping_bytes]) and min(plain.stepping_bytes) > 0
+    )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -168,7 +170,7 @@ def test_megatrons_own_estimate_is_the_same(sharded, experts):
         use_distributed_optimizer=sharded,
     )
     norm = model.hidden * (6 + 12 / dp if sharded else 18)
-    first = price(run, Placement.linear(pp), (4, 4)).static[0]
+    first = price(run, Placement.linear(pp), (4, 4)).static_bytes[0]
     assert first == pytest.approx(estimate(args) - norm / pp, rel=1e-9)
 
 

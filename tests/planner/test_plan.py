@@ -69,7 +69,7 @@ def candidates(run: Run, limits: Limits) -> list[tuple[float, str]]:
                 except PipememError:
                     continue
                 if fits(timeline, room):
-                    seconds = timeline.makespan + step.reduction + step.optimizer
+                    seconds = timeline.makespan + step.reduction_seconds + step.optimizer_seconds
                     fitting.append((seconds, PLAIN if variant is None else variant.name))
     return sorted(fitting)
 
@@ -149,10 +149,12 @@ def test_two_copies_of_the_model_hold_it_twice_and_are_added_up():
         price(run, Placement.linear(4)),
         price(run, Placement.bidirectional(4), layers=price(run, Placement.linear(4)).layers),
     )
-    assert two.static == pytest.approx([own + other for own, other in zip(one.static, one.static[::-1], strict=True)])
-    assert sum(two.work) == pytest.approx(sum(one.work))
-    assert two.optimizer == pytest.approx(max(two.static) / max(one.static) * one.optimizer)
-    assert two.reduction > 2 * one.reduction
+    assert two.static_bytes == pytest.approx(
+        [own + other for own, other in zip(one.static_bytes, one.static_bytes[::-1], strict=True)]
+    )
+    assert sum(two.work_seconds) == pytest.approx(sum(one.work_seconds))
+    assert two.optimizer_seconds == pytest.approx(max(two.static_bytes) / max(one.static_bytes) * one.optimizer_seconds)
+    assert two.reduction_seconds > 2 * one.reduction_seconds
     assert len(two.layers) == 4
     rejected: Counter[str] = Counter()
     assert all(placement.replicas == 1 for placement in orders(run, Limits(), rejected))
@@ -274,12 +276,14 @@ def test_plans_without_a_barrier_between_steps_launch_so():
     best = answer.plans[0]
     assert feasible(best.run) is None
     plain = replace(best.run, schedule=replace(best.run.schedule, overlap_steps=False))
-    assert max(predicted_memory(best.run).device) == pytest.approx(best.peak)
+    assert max(predicted_memory(best.run).device_bytes) == pytest.approx(best.peak)
     more = [
         ahead - without
-        for ahead, without in zip(predicted_memory(best.run).device, predicted_memory(plain).device, strict=True)
+        for ahead, without in zip(
+            predicted_memory(best.run).device_bytes, predicted_memory(plain).device_bytes, strict=True
+        )
     ]
-    assert more == pytest.approx(best.step.rollback) and min(more) > 0
+    assert more == pytest.approx(best.step.rollback_bytes) and min(more) > 0
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "v-half", "interleaved"])
@@ -309,7 +313,7 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     run = load(target, Run)
     assert (run.schedule.name, run.parallelism.micro_batch) == (best["schedule"], best["micro_batch"])
     assert run.flags["lr"] == 1e-4 and feasible(run) is None
-    assert max(predicted_memory(run).device) == pytest.approx(max(best["peak_bytes"]))
+    assert max(predicted_memory(run).device_bytes) == pytest.approx(max(best["peak_bytes"]))
     launched = pipemem("launch", target, "--print", "--node-rank", "0", "--master-addr", "h")
     assert launched.exit_code == 0 and f"--pipemem-schedule {best['schedule']}" in launched.stdout
 
@@ -338,15 +342,15 @@ def test_a_measured_profile_sets_the_pace(tmp_path):
     with refused("wrong-file", kind=ConfigError):
         profile.slowdown(CLUSTER)
     modelled = layer(MODEL, Execution(tp=2), CLUSTER)
-    computing = modelled.seconds + modelled.communication * -1
+    computing = modelled.seconds + modelled.communication_seconds * -1
     thrice = replace(profile, source="measured", layers={"*-": replace(profile.layer, seconds=computing * 3)})
     pace = thrice.slowdown(CLUSTER)
     assert pace.layer == Passes(*[pytest.approx(3)] * 3)
     slow = layer(MODEL, Execution(tp=4), CLUSTER, "*-", pace.layer)
     fast = layer(MODEL, Execution(tp=4), CLUSTER)
-    assert slow.communication == fast.communication
-    assert (slow.seconds + fast.communication * -1).total == pytest.approx(
-        3 * (fast.seconds + fast.communication * -1).total
+    assert slow.communication_seconds == fast.communication_seconds
+    assert (slow.seconds + fast.communication_seconds * -1).total == pytest.approx(
+        3 * (fast.seconds + fast.communication_seconds * -1).total
     )
     source, file = tmp_path / "run.yaml", tmp_path / "profile.json"
     source.write_text(CONFIG)
@@ -373,10 +377,10 @@ def test_a_measured_profile_sets_the_pace(tmp_path):
 def test_ends_that_all_devices_share_are_shared():
     run = replace(RUN, parallelism=Parallelism(pp=4, dp=2, global_batch=8))
     whole, shared = (price(run, Placement.linear(4), shared_ends=shares) for shares in (False, True))
-    assert sum(shared.static) == pytest.approx(sum(whole.static), rel=1e-6)
-    assert shared.layers == (2, 2, 2, 2) and max(shared.static) - min(shared.static) == 0
+    assert sum(shared.static_bytes) == pytest.approx(sum(whole.static_bytes), rel=1e-6)
+    assert shared.layers == (2, 2, 2, 2) and max(shared.static_bytes) - min(shared.static_bytes) == 0
     # What the shares compute is work of the devices, but no part of the stages' costs.
-    assert sum(shared.work) == pytest.approx(sum(whole.work), rel=0.01)
+    assert sum(shared.work_seconds) == pytest.approx(sum(whole.work_seconds), rel=0.01)
     assert len(set(shared.costs.forward)) == 1
 
 
@@ -425,7 +429,7 @@ def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_pa
         cut = way.run.parallelism
         order = family_schedule(way.schedule, cut.pp, cut.microbatches, cut.chunks)
         expected = stream(with_earlier_weights(order, way.step.costs), way.step.costs)
-        assert way.seconds == pytest.approx(expected.period + way.step.outside)
+        assert way.seconds == pytest.approx(expected.period + way.step.outside_seconds)
         assert way.gain_without_barrier == facts(way)["gain_without_barrier"] == pytest.approx(expected.gain)
         assert (way.gain_without_barrier > LEAST_GAIN) == (way.schedule != "1f1b")
     source = tmp_path / "run.yaml"

@@ -47,8 +47,8 @@ def costs_of(schedule: Schedule, least: float, p2p: float, seed: int) -> Costs:
 
 def assert_same(price: OrderPrice, simulated: OrderPrice, rel: float = 1e-9) -> None:
     assert price.seconds == pytest.approx(simulated.seconds, rel=rel)
-    assert price.peaks == pytest.approx(simulated.peaks)
-    assert price.hidden == pytest.approx(simulated.hidden)
+    assert price.peak_bytes == pytest.approx(simulated.peak_bytes)
+    assert price.hidden_seconds == pytest.approx(simulated.hidden_seconds)
 
 
 @examples(60)

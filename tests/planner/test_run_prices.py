@@ -40,7 +40,7 @@ def test_a_cut_vocabulary_is_in_every_price_of_a_run(algorithm, barriers):
     timeline = simulate(with_barriers(SCHEDULE, barriers, step.costs), step.costs)
     way = as_it_stands(run)
     assert way.makespan == pytest.approx(timeline.makespan) and way.variant == f"vocabulary-{algorithm}"
-    assert way.peaks == predicted_memory(run).device == pytest.approx(step.held(timeline.peaks))
+    assert way.peak_bytes == predicted_memory(run).device_bytes == pytest.approx(step.held(timeline.peaks))
     assert balance(run).even.seconds == pytest.approx(way.seconds)
     assert way.seconds != pytest.approx(as_it_stands(under()).seconds)
 
@@ -48,10 +48,18 @@ def test_a_cut_vocabulary_is_in_every_price_of_a_run(algorithm, barriers):
 def test_offload_is_in_the_price_of_a_run():
     run, plain = under(offload="full"), as_it_stands(under())
     step = run_step(run, PLACEMENT, LAYERS)
-    assert step.costs.channel is not None and step.static == price(run, PLACEMENT, LAYERS).static
+    assert step.costs.channel is not None and step.static_bytes == price(run, PLACEMENT, LAYERS).static_bytes
     way, memory = as_it_stands(run), predicted_memory(run)
-    assert way.peaks == memory.device and max(way.peaks) < max(plain.peaks) and min(way.host) > 0
-    assert way.variant == "offload" and min(way.host) >= min(step.moved) and way.host == memory.host
+    assert (
+        way.peak_bytes == memory.device_bytes
+        and max(way.peak_bytes) < max(plain.peak_bytes)
+        and min(way.host_bytes) > 0
+    )
+    assert (
+        way.variant == "offload"
+        and min(way.host_bytes) >= min(step.offloaded_bytes)
+        and way.host_bytes == memory.host_bytes
+    )
 
 
 def test_steps_without_a_barrier_take_their_period():
@@ -74,7 +82,7 @@ def test_the_planner_gives_the_same_run_the_same_price(choice):
     run = replace(BASE, schedule=ScheduleChoice(overlap_steps="overlap_steps" in choice))
     (planned,) = plan(run, limits=limits, search_seconds=0, top=1).plans
     way = priced(under(**choice))
-    assert (way.makespan, way.peaks, way.layers) == (planned.makespan, planned.peaks, planned.layers)
+    assert (way.makespan, way.peak_bytes, way.layers) == (planned.makespan, planned.peak_bytes, planned.layers)
 
 
 def test_megatrons_own_schedules_are_compared_without_what_this_package_adds():

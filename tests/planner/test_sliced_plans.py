@@ -80,7 +80,7 @@ def test_all_slices_take_what_the_whole_takes_and_what_small_products_lose(recom
     placement, n = Placement.linear(2), 4
     step = sliced_step(sliced(n, recompute=recompute), placement, layers=(4, 4))
     whole = price(sliced(1, recompute=recompute), placement, layers=(4, 4))
-    for of_slices, of_whole in zip(step.work, whole.work, strict=True):
+    for of_slices, of_whole in zip(step.work_seconds, whole.work_seconds, strict=True):
         assert of_whole < of_slices < 1.5 * of_whole
     # Without latencies and half-empty waves nothing is lost: products as large as these make waves next to nothing.
     large = replace(GROUPED, layers=2, hidden=16384, heads=128, ffn=65536, sequence=2**17, vocabulary=256)
@@ -88,8 +88,8 @@ def test_all_slices_take_what_the_whole_takes_and_what_small_products_lose(recom
     cut = Parallelism(tp=4, pp=2, global_batch=4, sequence_parallel=True)
     runs = [replace(sliced(count, cut, recompute), model=large, cluster=quick) for count in (n, 1)]
     step, whole = sliced_step(runs[0], placement, layers=(1, 1)), price(runs[1], placement, layers=(1, 1))
-    assert step.work == pytest.approx(whole.work, rel=2e-3)
-    assert step.recompute == pytest.approx(whole.recompute, rel=2e-3)
+    assert step.work_seconds == pytest.approx(whole.work_seconds, rel=2e-3)
+    assert step.recompute_seconds == pytest.approx(whole.recompute_seconds, rel=2e-3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -131,7 +131,7 @@ def test_a_plan_chooses_slices():
         validate(schedule, way.step.costs)
         timeline = simulate(schedule, way.step.costs)
         assert way.makespan == pytest.approx(timeline.makespan)
-        assert way.peaks == pytest.approx(way.step.held(timeline.peaks))
+        assert way.peak_bytes == pytest.approx(way.step.held(timeline.peaks))
         bound = lower_bound(way.step.placement, Units.equal(cut.microbatches, n), way.step.costs)
         assert bound <= way.makespan * (1 + 1e-9)
     assert {way.run.schedule.slices for way in answer.plans} >= {2, 4}
@@ -236,11 +236,11 @@ def test_slices_of_equal_flops_take_as_long_forward():
         replace(run, schedule=replace(run.schedule, slice_cut="tokens")), Placement.linear(2), layers=(4, 4)
     )
     assert max(even.costs.forward[:8]) > 2 * min(even.costs.forward[:8])
-    assert step.work == pytest.approx(even.work, rel=0.01)
-    assert step.recompute == pytest.approx(even.recompute, rel=0.01)
+    assert step.work_seconds == pytest.approx(even.work_seconds, rel=0.01)
+    assert step.recompute_seconds == pytest.approx(even.recompute_seconds, rel=0.01)
     for kind in (Kind.F, Kind.I, Kind.W):
         assert sum(step.costs.memory[kind][:8]) == pytest.approx(sum(even.costs.memory[kind][:8]))
-    assert all(mine >= theirs for mine, theirs in zip(step.buffers, even.buffers, strict=True))
+    assert all(mine >= theirs for mine, theirs in zip(step.buffer_bytes, even.buffer_bytes, strict=True))
     by_tokens = {link: seconds for link, seconds in even.costs.p2p.items()}
     assert step.costs.p2p == pytest.approx(by_tokens, rel=0.01)
 
@@ -349,9 +349,9 @@ def test_what_a_run_of_slices_holds(algorithm: str, barriers: int):
     assert step.costs.forward[middle] == plain.costs.forward[middle]
     base = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
     timeline = simulate(with_barriers(base, barriers, step.costs), step.costs)
-    assert predicted_memory(run).device == pytest.approx(step.held(timeline.peaks))
+    assert predicted_memory(run).device_bytes == pytest.approx(step.held(timeline.peaks))
     whole = replace(run, schedule=ScheduleChoice("v-half", vocab_cut=algorithm))
-    assert max(predicted_memory(run).device) < max(predicted_memory(whole).device)
+    assert max(predicted_memory(run).device_bytes) < max(predicted_memory(whole).device_bytes)
 
 
 def test_context_parallel_messages_pass_twice_backward():
@@ -360,5 +360,5 @@ def test_context_parallel_messages_pass_twice_backward():
     price_of = layer(GROUPED, Execution(cp=8), slow)
     nbytes = 2 * 4 * 128 * 1024 / 8 * 2
     ring = 7 * slow.inter_node.seconds(nbytes)
-    assert price_of.communication.forward == pytest.approx(ring, rel=0.01)
-    assert price_of.communication.input == pytest.approx(2 * price_of.communication.forward)
+    assert price_of.communication_seconds.forward == pytest.approx(ring, rel=0.01)
+    assert price_of.communication_seconds.input == pytest.approx(2 * price_of.communication_seconds.forward)

@@ -55,7 +55,7 @@ def test_bytes_of_ranks_by_hand():
     # Rank 0 has sent both outputs when it gets the first gradient.
     first = static[0] + 2 * (4 * kept + message) + 2 * message + nccl
     expected = (first, static[1] + 4 * kept + last + 2 * message + s * v * 4 + nccl)
-    assert predicted_memory(run).device == pytest.approx(expected)
+    assert predicted_memory(run).device_bytes == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
@@ -81,7 +81,7 @@ def test_the_fullest_rank_has_room_for_the_messages_of_its_program(name, p, laye
             (action.kind in RECEIVES) - (Router(placement).awaited(action) is not None) for action in actions
         )
         sent, kept = sent_bytes(program, device, lambda action: message), held_after(actions, changes)
-        besides = step.static[device] + step.buffers[device] - 2 * message * len(placement.stages[device])
+        besides = step.static_bytes[device] + step.buffer_bytes[device] - 2 * message * len(placement.stages[device])
         needed.append(besides + max(map(sum, zip(kept, sent, (message * count for count in arrived), strict=True))))
     predicted = max(step.held(peaks(schedule, step.costs)))
     assert 0.998 * max(needed) <= predicted <= 1.02 * max(needed)
@@ -92,21 +92,21 @@ def test_without_the_distributed_optimizer_every_rank_holds_all_of_it():
     shared = price(replace(RUN, parallelism=cut, flags={DISTRIBUTED: True}), Placement.linear(1))
     alone = price(replace(RUN, parallelism=cut), Placement.linear(1))
     parameters = 8 * (12 * 2048**2 + 13 * 2048) + 2 * 32000 * 2048 + 1024 * 2048 + 2 * 2048
-    assert alone.static[0] - shared.static[0] == pytest.approx(parameters * 12 * 3 / 4)
-    assert alone.optimizer == pytest.approx(4 * shared.optimizer)
+    assert alone.static_bytes[0] - shared.static_bytes[0] == pytest.approx(parameters * 12 * 3 / 4)
+    assert alone.optimizer_seconds == pytest.approx(4 * shared.optimizer_seconds)
 
 
 def test_a_layer_takes_its_products_its_tensors_and_its_messages():
     execution = Execution(tp=4, sequence_parallel=True)
     part, alone = layer(MODEL, execution, CLUSTER), layer(MODEL, Execution(), CLUSTER)
     nbytes = 1024 * 2048 * 2
-    assert part.communication.forward == pytest.approx(4 * (10e-6 + nbytes * 3 / 4 / 200e9))
-    assert part.communication.forward == pytest.approx(2 * all_reduce(nbytes, 4, Link(200.0)))
-    assert alone.communication.total == 0
+    assert part.communication_seconds.forward == pytest.approx(4 * (10e-6 + nbytes * 3 / 4 / 200e9))
+    assert part.communication_seconds.forward == pytest.approx(2 * all_reduce(nbytes, 4, Link(200.0)))
+    assert alone.communication_seconds.total == 0
     # A quarter of the work and more: smaller products are slower.
-    assert part.seconds.total - part.communication.total > alone.seconds.total / 4
+    assert part.seconds.total - part.communication_seconds.total > alone.seconds.total / 4
     again = layer(MODEL, Execution(recompute="full"), CLUSTER)
-    assert again.recompute == pytest.approx(alone.seconds.forward)
+    assert again.recompute_seconds == pytest.approx(alone.seconds.forward)
     assert again.seconds.input == pytest.approx(alone.seconds.input + alone.seconds.forward)
 
 
@@ -139,7 +139,7 @@ def test_reduction_hides_behind_backwards_that_are_long_enough():
     def reduction(link: float) -> float:
         cluster = replace(CLUSTER, intra_node=Link(link, 0.0))
         run = replace(RUN, cluster=cluster, parallelism=Parallelism(dp=2, global_batch=8), flags={DISTRIBUTED: True})
-        return price(run, Placement.linear(1)).reduction
+        return price(run, Placement.linear(1)).reduction_seconds
 
     ends = [head(MODEL, Execution(), CLUSTER), embedding(MODEL, Execution(), CLUSTER)]
     parts = [layer(MODEL, Execution(), CLUSTER)] * 8 + ends
@@ -182,19 +182,19 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
         predicted_memory(replace(run, schedule=replace(run.schedule, **more)))
         for more in ({}, {"offload": "full"}, {"vocab_cut": "1"}, {"vocab_cut": "auto"})
     )
-    assert away.device[0] < whole.device[0] and away.host[0] > 0 == max(whole.host)
+    assert away.device_bytes[0] < whole.device_bytes[0] and away.host_bytes[0] > 0 == max(whole.host_bytes)
     # Its parameters leave the ends for all ranks; the two microbatches more that wait come on top.
-    assert shared.device[3] < whole.device[3] and shared.device[1] > whole.device[1]
-    assert max(spread.device) <= min(max(shared.device), max(whole.device))
+    assert shared.device_bytes[3] < whole.device_bytes[3] and shared.device_bytes[1] > whole.device_bytes[1]
+    assert max(spread.device_bytes) <= min(max(shared.device_bytes), max(whole.device_bytes))
     both = replace(run, schedule=replace(run.schedule, offload="full", vocab_cut="1"))
     assert "not planned together with vocabulary passes" in feasible(both)
-    between = (max(away.device) + max(whole.device)) / 2 / GIB
+    between = (max(away.device_bytes) + max(whole.device_bytes)) / 2 / GIB
     small = replace(run, cluster=replace(cluster, memory_gib=between))
     offloading = replace(small, schedule=replace(run.schedule, offload="full"))
     assert "needs" in feasible(small) and feasible(offloading) is None
     # The plan moves less where the host has less, until the device no longer has room for what stays.
     little = replace(offloading, flags={"pipemem-host-memory": "1GiB"})
-    assert max(predicted_memory(little).host) <= GIB / 4 and "of" in feasible(little)
+    assert max(predicted_memory(little).host_bytes) <= GIB / 4 and "of" in feasible(little)
 
 
 def test_the_state_to_roll_back_to_is_counted():
@@ -205,18 +205,18 @@ def test_the_state_to_roll_back_to_is_counted():
     plain, ahead = predicted_memory(run), predicted_memory(overlapped)
     # A parameter in fp32 and two moments, of the rank's half.
     state = [count * 12 / 2 for count in parameters_of_halves()]
-    kept = [with_state - without for with_state, without in zip(ahead.device, plain.device, strict=True)]
-    assert kept == pytest.approx(state) and ahead.host == plain.host == (0, 0)
-    assert predicted_memory(replace(overlapped, flags={**flags, "clip-grad": 0})).device == plain.device
+    kept = [with_state - without for with_state, without in zip(ahead.device_bytes, plain.device_bytes, strict=True)]
+    assert kept == pytest.approx(state) and ahead.host_bytes == plain.host_bytes == (0, 0)
+    assert predicted_memory(replace(overlapped, flags={**flags, "clip-grad": 0})).device_bytes == plain.device_bytes
 
     in_fp32 = {**flags, "bf16": False}
     in_single = (
-        predicted_memory(replace(overlapped, flags=in_fp32)).device[0]
-        - predicted_memory(replace(run, flags=in_fp32)).device[0]
+        predicted_memory(replace(overlapped, flags=in_fp32)).device_bytes[0]
+        - predicted_memory(replace(run, flags=in_fp32)).device_bytes[0]
     )
     assert in_single == pytest.approx(state[0])
 
-    tight = replace(CLUSTER, memory_gib=(ahead.device[0] - 1) / GIB)
+    tight = replace(CLUSTER, memory_gib=(ahead.device_bytes[0] - 1) / GIB)
     assert feasible(overlapped) is None is feasible(replace(run, cluster=tight))
     assert "needs" in feasible(replace(overlapped, cluster=tight))
 
@@ -240,7 +240,7 @@ def test_a_hybrid_models_layers_are_shared_out_by_its_pattern():
     model = replace(MODEL, pattern="----****", ffn=6 * MODEL.hidden, mtp_layers=1, mtp_pattern="*")
     run = replace(RUN, model=model, parallelism=Parallelism(pp=2, global_batch=16))
     step = price(run, Placement.linear(2))
-    assert sum(step.layers) == 8 and max(step.work) < max(price(run, Placement.linear(2), (4, 4)).work)
+    assert sum(step.layers) == 8 and max(step.work_seconds) < max(price(run, Placement.linear(2), (4, 4)).work_seconds)
     flags = layout.flags(model, step.layers)
     assert flags == {layout.PATTERN: f"{'----****'[: step.layers[0]]}|{'----****'[step.layers[0] :]}/*"}
     assert run_layout.pieces_of(replace(run, flags=flags), 2) == step.layers
@@ -264,7 +264,7 @@ def test_a_run_that_does_not_fit_at_its_worst_is_told_what_it_needs_at_its_best(
     run = replace(RUN, model=sparse, parallelism=Parallelism(pp=4, dp=2, ep=2, global_batch=64, expert_load=3.0))
     run = replace(run, schedule=ScheduleChoice("1f1b"), flags={"moe-expert-capacity-factor": 2.5})
     evenly = replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags={})
-    most, least = (max(predicted_memory(loaded).device) / GIB for loaded in (run, evenly))
+    most, least = (max(predicted_memory(loaded).device_bytes) / GIB for loaded in (run, evenly))
     assert least < most
     reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=(least + most) / 2)))
     assert (
@@ -280,7 +280,7 @@ def test_deepseek_v3_is_shared_out_at_least_as_evenly_as_by_hand():
     run = replace(RUN, model=load("deepseek-v3", Model), cluster=cluster, parallelism=cut)
     placement = Placement.interleaved(16, 2)
     own, by_hand = price(run, placement), price(run, placement, (3, *[2] * 29, 1, 0))
-    assert max(own.work) <= max(by_hand.work)
+    assert max(own.work_seconds) <= max(by_hand.work_seconds)
     assert run_layout.pieces_of(replace(run, flags=layout.flags(run.model, own.layers)), 32) == own.layers
 
 

@@ -51,9 +51,13 @@ def test_seconds_and_bytes_of_the_tower_are_those_of_the_first_stage():
     layers = (16,) * 4
     step, plain = price(asked, placement, layers), price(without(asked), placement, layers)
     tower = tower_price(asked.model, asked.execution, H100)
-    assert [a - b for a, b in zip(step.work, plain.work, strict=True)] == pytest.approx([tower.seconds.total, 0, 0, 0])
-    assert [a - b for a, b in zip(step.saved, plain.saved, strict=True)] == pytest.approx([tower.kept.saved, 0, 0, 0])
-    assert step.static[0] - plain.static[0] == pytest.approx(tower.parameters * (2 + 4 + 12))
+    assert [a - b for a, b in zip(step.work_seconds, plain.work_seconds, strict=True)] == pytest.approx(
+        [tower.seconds.total, 0, 0, 0]
+    )
+    assert [a - b for a, b in zip(step.saved, plain.saved, strict=True)] == pytest.approx(
+        [tower.kept_bytes.saved, 0, 0, 0]
+    )
+    assert step.static_bytes[0] - plain.static_bytes[0] == pytest.approx(tower.parameters * (2 + 4 + 12))
     assert from_formulas(asked.model, asked.execution, H100).first.parameters > tower.parameters
     per_patch = 27 * (4 * 1152**2 + 2 * 1152 * 4304 + 2 * 1024 * 1152)
     per_token = 4 * 4608 * (4608 + 5120)
@@ -63,9 +67,11 @@ def test_seconds_and_bytes_of_the_tower_are_those_of_the_first_stage():
 
 def test_more_images_take_longer_and_need_no_more_parameters():
     few, many = (tower_price(run("gemma-3-27b", images=count).model, Execution(), H100) for count in (1, 8))
-    assert many.seconds.total > 7 * few.seconds.total and many.kept.saved == pytest.approx(8 * few.kept.saved, rel=0.02)
+    assert many.seconds.total > 7 * few.seconds.total and many.kept_bytes.saved == pytest.approx(
+        8 * few.kept_bytes.saved, rel=0.02
+    )
     assert many.parameters == few.parameters
-    assert many.seconds.weight == many.kept.after_input == 0  # its weight gradients are computed in I
+    assert many.seconds.weight == many.kept_bytes.after_input == 0  # its weight gradients are computed in I
 
 
 def test_layers_to_which_the_tower_adds_stay_on_the_first_stage():
@@ -83,8 +89,8 @@ def test_what_is_frozen_has_no_weight_gradients():
     assert set(step.costs.backward_weight) == {0} != set(plain.costs.backward_weight)
     assert 0 < step.costs.backward_input[0] - step.costs.backward_input[1] < plain.costs.backward_weight[0] / 10
     assert all(a < b for a, b in zip(step.saved, plain.saved, strict=True))
-    assert step.static[1] == pytest.approx(step.weights[1]) and step.weights == plain.weights
-    assert step.optimizer < plain.optimizer / 10
+    assert step.static_bytes[1] == pytest.approx(step.weight_bytes[1]) and step.weight_bytes == plain.weight_bytes
+    assert step.optimizer_seconds < plain.optimizer_seconds / 10
 
 
 def test_sequences_and_vocabulary_stay_whole():

@@ -242,7 +242,9 @@ def _worth_cutting(today: Way, whole: Sequence[Way], memory: float, pace: Measur
     goal = min(fitting[0].seconds, today.seconds) - AS_FAST * today.seconds
 
     def bound(way: Way) -> float:
-        return BESIDE_COLLECTIVES * m * sum(way.step.work) / len(way.step.work) + way.step.outside
+        return (
+            BESIDE_COLLECTIVES * m * sum(way.step.work_seconds) / len(way.step.work_seconds) + way.step.outside_seconds
+        )
 
     worth = [way for way in fitting if bound(way) < goal]
     passes = 3 * m * max((way.step.placement.num_stages for way in worth), default=1)

@@ -425,7 +425,7 @@ def _way_facts(way: Way, reading: Reading, advice: Advice) -> dict[str, Any]:
         "gain_on_stock": None if advice.stock is None else way.gain(advice.stock),
         "bubble_rate": way.bubble_rate,
         "idle_rate": way.idle_rate,
-        "peak_bytes": list(way.peaks),
+        "peak_bytes": list(way.peak_bytes),
         "messages": way.messages,
         "call": None if reading.consumer.where is None else call(way),
         "add": added,

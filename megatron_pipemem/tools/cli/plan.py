@@ -474,8 +474,8 @@ class _Layout:
 
     @classmethod
     def of(cls, run: Run, way: Way, knows_memory: bool) -> _Layout:
-        stages, peaks = layout.stages_of(run.model, way.layers), way.peaks if knows_memory else None
-        seconds = (way.stage_seconds, way.step.work, way.imbalance, way.seconds)
+        stages, peaks = layout.stages_of(run.model, way.layers), way.peak_bytes if knows_memory else None
+        seconds = (way.stage_seconds, way.step.work_seconds, way.imbalance, way.seconds)
         return cls(way.layers, stages, _paste(run, way), *seconds, peaks)
 
 

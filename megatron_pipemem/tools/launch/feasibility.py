@@ -194,19 +194,19 @@ def _fits_in_memory(run: Run, request: Request) -> None:
     memory = predicted_memory(run, request)
     if memory is None:
         return
-    there, most = run.cluster.memory_bytes, max(memory.device)
+    there, most = run.cluster.memory_bytes, max(memory.device_bytes)
     if most > there:
-        rank = memory.device.index(most)
+        rank = memory.device_bytes.index(most)
         raise UnsupportedError(
             "does-not-fit",
             f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of its device's "
             f"{there / GIB:.1f} GiB; cut the model further, recompute, or use a schedule with a lower peak",
         )
-    if (most := max(memory.host)) > memory.room:
+    if (most := max(memory.host_bytes)) > memory.host_limit_bytes:
         raise UnsupportedError(
             "does-not-fit",
-            f"pipeline rank {memory.host.index(most)} offloads {most / GIB:.1f} GiB of activations and optimizer to its "
-            f"host, which has room for {memory.room / GIB:.1f} GiB per rank; offload less, or cut the model further",
+            f"pipeline rank {memory.host_bytes.index(most)} offloads {most / GIB:.1f} GiB of activations and optimizer to its "
+            f"host, which holds {memory.host_limit_bytes / GIB:.1f} GiB per rank; offload less, or cut the model further",
         )
 
 
@@ -221,7 +221,7 @@ def _if_even(run: Run, request: Request, rank: int) -> str:
     others = {name: value for name, value in run.flags.items() if name != "moe-expert-capacity-factor"}
     even = predicted_memory(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), flags=others), request)
     assert even is not None, "the memory with uneven routing is known"
-    needed = even.device[rank] / GIB
+    needed = even.device_bytes[rank] / GIB
     return f" if its experts get {load:g} times an even share of tokens, and {needed:.1f} GiB with an even share,"
 
 

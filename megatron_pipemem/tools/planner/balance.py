@@ -118,7 +118,7 @@ class _LayoutSearch:
         or an asynchronous schedule, the best start is returned.
         """
         own = self._prices.step()
-        by_hand = (layout.even(self._model, self._stages), self._alike(max(own.work)))
+        by_hand = (layout.even(self._model, self._stages), self._alike(max(own.work_seconds)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
         starts = [self._prices.way(layers) for layers in cuts if self._lacking(layers) <= self._lacking(own.layers)]
         start = _shortest([way for way in starts if self._is_full(way.layers)] or starts, self._room)
@@ -156,7 +156,7 @@ class _LayoutSearch:
 
         replay, further = self._prices.replay, self._prices.further
         bounds = Bounds(pieces_of(self._prices.run), self._placement, further)
-        most, lacking = max(self._room, *start.peaks) if self._room else inf, self._lacking(start.layers)
+        most, lacking = max(self._room, *start.peak_bytes) if self._room else inf, self._lacking(start.layers)
 
         @cache
         def seconds(layers: tuple[int, ...]) -> float:
@@ -168,7 +168,7 @@ class _LayoutSearch:
                 timeline = moved.timeline(step.costs)
             fits = most == inf or max(step.held(timeline.peaks)) <= most
             fits = fits and self._lacking(layers) <= lacking
-            return timeline.makespan + further * max(step.work) + step.outside if fits else inf
+            return timeline.makespan + further * max(step.work_seconds) + step.outside_seconds if fits else inf
 
         for way in others:
             seconds(way.layers)

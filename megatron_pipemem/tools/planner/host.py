@@ -17,11 +17,11 @@ def bound_by_host(way: Way, pace: MeasuredSlowdown | None) -> str | None:
     if pace is None or way.run.has_graphs:
         return None
     host = host_seconds(way, dict(pace.launching))
-    if host <= way.work:
+    if host <= way.work_seconds:
         return None
     return (
-        f"a host takes {host:.4g} s to launch the passes of a step of {way.name}, and its device at most {way.work:.4g} s to "
-        "compute them: CUDA graphs first (--cuda-graph-impl local), schedule second"
+        f"a host takes {host:.4g} s to launch the passes of a step of {way.name}, and its device at most "
+        f"{way.work_seconds:.4g} s to compute them: CUDA graphs first (--cuda-graph-impl local), schedule second"
     )
 
 

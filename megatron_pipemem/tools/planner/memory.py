@@ -22,9 +22,9 @@ from megatron_pipemem.tools.planner.variants import run_step
 class MemoryUse:
     """The peak bytes of every pipeline rank on its device and on its host."""
 
-    device: tuple[float, ...]  # on its device, everything included
-    host: tuple[float, ...]  # of its activations and its optimizer on the host
-    room: float  # bytes on the host for a rank
+    device_bytes: tuple[float, ...]  # on its device, everything included
+    host_bytes: tuple[float, ...]  # of its activations and its optimizer on the host
+    host_limit_bytes: float  # for a rank
 
 
 def predicted_memory(run: Run, request: Request | None = None) -> MemoryUse | None:
@@ -53,7 +53,7 @@ def predicted_memory(run: Run, request: Request | None = None) -> MemoryUse | No
             refusal = error
     if refusal is not None and not uses:
         raise refusal
-    return min(uses, key=lambda use: max(use.device))
+    return min(uses, key=lambda use: max(use.device_bytes))
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
@@ -84,11 +84,13 @@ def _least(run: Run, placement: Placement, request: Request, layers: tuple[int, 
 def _of_order(run: Run, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     """Return the bytes of the requested family or schedule file."""
     way = RunPrices(run, request).way(layers)
-    return _use(run, way.step, way.peaks, way.host)
+    return _use(run, way.step, way.peak_bytes, way.host_bytes)
 
 
 def _use(run: Run, step: PlannedStep, device: tuple[float, ...], activations: tuple[float, ...]) -> MemoryUse:
-    host = tuple(map(sum, zip(activations or (0.0,) * len(device), step.host_optimizer, strict=True)))
+    host = tuple(map(sum, zip(activations or (0.0,) * len(device), step.host_optimizer_bytes, strict=True)))
     # Activations may take a share of the host, and the optimizer all of it.
-    room = min(step.host + max(step.host_optimizer), run.cluster.host_bytes) if max(host) else step.host
+    room = (
+        min(step.host_bytes + max(step.host_optimizer_bytes), run.cluster.host_bytes) if max(host) else step.host_bytes
+    )
     return MemoryUse(device, host, room)

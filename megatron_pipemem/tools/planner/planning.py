@@ -97,8 +97,8 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
             rejected[f"{candidate.name}: {error}"] += 1
             continue
         step, order_price = asynchronous_price(own, price(own, Placement.linear(p), pace=pace))
-        group = Group(own, step, (), None, order_price.seconds + step.outside, 0.0)
-        yield Base(group, Order(candidate.name)), order_price.seconds, order_price.peaks
+        group = Group(own, step, (), None, order_price.seconds + step.outside_seconds, 0.0)
+        yield Base(group, Order(candidate.name)), order_price.seconds, order_price.peak_bytes
 
 
 def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderPrice]:
@@ -117,15 +117,21 @@ def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderP
         seconds = stream(one, step.costs).period
     # In the middle of a step the busiest device never waits.
     makespan = seconds + (m - batch) * max(timeline.work) / batch
-    more = tuple((versions - 1) * nbytes for versions, nbytes in zip(middle.versions_held, step.weights, strict=True))
-    static = tuple(map(sum, zip(step.static, more, strict=True)))
+    more = tuple(
+        (versions - 1) * nbytes for versions, nbytes in zip(middle.versions_held, step.weight_bytes, strict=True)
+    )
+    static = tuple(map(sum, zip(step.static_bytes, more, strict=True)))
     if not updates_per_batch(name):
         execution, cluster = run.execution, run.cluster
         replicas = run.parallelism.dp * run.parallelism.cp
         link = cluster.link(replicas, execution.tp)
-        gradients = max(step.weights) / execution.element * parameter_bytes(run.precision, run.flags).gradient
-        step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
-    return replace(step, static=static), OrderPrice(makespan, timeline.peaks)
+        gradients = max(step.weight_bytes) / execution.element * parameter_bytes(run.precision, run.flags).gradient
+        step = replace(
+            step,
+            optimizer_seconds=m * step.optimizer_seconds,
+            reduction_seconds=m * all_reduce(gradients, replicas, link),
+        )
+    return replace(step, static_bytes=static), OrderPrice(makespan, timeline.peaks)
 
 
 logger = logging.getLogger(__name__)
@@ -345,7 +351,7 @@ class _Planner:
         m, pairs = run.parallelism.microbatches, variant is IN_PAIRS
         units = Units.equal(m, _slices(run))
         if step.placement.replicas > 1:  # the orders decide how replicas share the microbatches
-            free = m * sum(step.work) * (1 - pairs * step.exchange_share) / step.placement.num_devices
+            free = m * sum(step.work_seconds) * (1 - pairs * step.exchange_share) / step.placement.num_devices
         elif run.schedule.overlap_steps:  # the other bounds hold for steps that end together
             free = m * _busiest(step)
         else:
@@ -364,7 +370,7 @@ class _Planner:
             except PipememError:
                 self.rejected[TOO_MUCH_KEPT] += len(candidates)
                 return
-        group = Group(run, step, tuple(candidates), variant, bound + step.outside, bound - free)
+        group = Group(run, step, tuple(candidates), variant, bound + step.outside_seconds, bound - free)
         self._groups.append(group)
         self._put(group.bound, group)
 
@@ -415,13 +421,13 @@ class _Planner:
         Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
         """
         seconds = self._measured(group, order, False).seconds
-        peaks = self._measured(group, order, moves_weights(group.run) and not variant.cuts_vocabulary).peaks
+        peaks = self._measured(group, order, moves_weights(group.run) and not variant.cuts_vocabulary).peak_bytes
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name} is not needed, because the schedule fits into memory without it"] += 1
         elif not variant.frees_memory and not self._fits(group, peaks):
             self.rejected[TOO_HIGH] += 1
         else:
-            self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
+            self._put(max(group.bound, seconds + group.step.outside_seconds), Base(group, order))
 
     def _affords(self, entry: Group | Base) -> bool:
         """Return whether to try an entry now, or later because its offload takes long to plan.
@@ -459,7 +465,7 @@ class _Planner:
             return
         if way is not None and microbatches < most:
             makespan = way.makespan + (most - microbatches) * _busiest(group.step)
-            self._put(makespan + group.step.outside, replace(base, simulates_all=True))
+            self._put(makespan + group.step.outside_seconds, replace(base, simulates_all=True))
         else:
             self._wait(way)
 
@@ -491,7 +497,7 @@ class _Planner:
         ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
         """
         group, step = base.group, base.group.step
-        if not self._fits(group, price.peaks):
+        if not self._fits(group, price.peak_bytes):
             return None
         name = PLAIN if group.variant is None else group.variant.name
         more = {"variant": name, "passes": schedule, "memory_seconds": group.memory_seconds}

@@ -72,39 +72,39 @@ class Price(Summed):
     """
 
     seconds: Passes = Passes()  # everything included
-    communication: Passes = Passes()  # the part of them in tensor-, context- and expert-parallel messages
-    exchange: Passes = Passes()  # the part of them in which tokens travel to experts and back
-    recompute: float = 0.0  # the part of I for recomputation
-    kept: activations.Kept = activations.Kept()  # bytes of activations
-    moved: float = 0.0  # bytes of them that offload moves each way
+    communication_seconds: Passes = Passes()  # the part of them in tensor-, context- and expert-parallel messages
+    exchange_seconds: Passes = Passes()  # the part of them in which tokens travel to experts and back
+    recompute_seconds: float = 0.0  # the part of I for recomputation
+    kept_bytes: activations.Kept = activations.Kept()  # bytes of activations
+    offloaded_bytes: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
-    experts: int = 0  # trained parameters of experts among them; fewer ranks share their optimizer
+    expert_parameters: int = 0  # trained parameters of experts among them; fewer ranks share their optimizer
     end_parameters: int = 0  # trained parameters of the embedding and the output layer among them
-    frozen: int = 0  # parameters among them without gradients
-    cached: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
+    frozen_parameters: int = 0  # parameters among them without gradients
+    quantised_bytes: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
 
     @property
     def trained(self) -> tuple[int, int]:
         """Number of parameters with gradients, and of experts' parameters among them."""
-        return self.parameters - self.frozen, self.experts
+        return self.parameters - self.frozen_parameters, self.expert_parameters
 
     def quantised(self, execution: Execution) -> float:
         """Return the number of parameters with 8-bit copies."""
-        return self.cached / (2 * execution.product_element)
+        return self.quantised_bytes / (2 * execution.product_element)
 
     def without_weights(self, execution: Execution) -> Price:
         """Return the price without W if the run freezes the language model. Call it for parts of that model only."""
         if "language" not in execution.frozen:
             return self
-        trains, waits = self.seconds, self.communication
+        trains, waits = self.seconds, self.communication_seconds
         return replace(
             self,
             seconds=Passes(trains.forward, trains.input),
-            communication=Passes(waits.forward, waits.input),
-            kept=activations.Kept(self.kept.saved),
-            experts=0,
+            communication_seconds=Passes(waits.forward, waits.input),
+            kept_bytes=activations.Kept(self.kept_bytes.saved),
+            expert_parameters=0,
             end_parameters=0,
-            frozen=self.parameters,
+            frozen_parameters=self.parameters,
         )
 
 
@@ -174,14 +174,14 @@ def layer(
     recompute = recompute * pace.input + repeated
     price = Price(
         seconds=computing + shown + Passes(input=recompute, weight=gathers),
-        communication=communication,
-        exchange=Passes(exchange, exchange),
-        recompute=recompute,
-        kept=activations.layer_bytes(model, execution, kind),
-        moved=activations.moved_bytes(model, execution, kind),
+        communication_seconds=communication,
+        exchange_seconds=Passes(exchange, exchange),
+        recompute_seconds=recompute,
+        kept_bytes=activations.layer_bytes(model, execution, kind),
+        offloaded_bytes=activations.moved_bytes(model, execution, kind),
         parameters=counts.layer_parameters(model, execution, kind),
-        experts=counts.expert_parameters(model, execution, kind),
-        cached=_cached_bytes(model, execution, kind),
+        expert_parameters=counts.expert_parameters(model, execution, kind),
+        quantised_bytes=_cached_bytes(model, execution, kind),
     ).without_weights(execution)
     return price + _adapters(model, execution, cluster, kind) if execution.adapters else price
 
@@ -207,7 +207,7 @@ def _adapters(model: Model, execution: Execution, cluster: Cluster, kind: str) -
     )
     return Price(
         seconds=seconds,
-        kept=activations.Kept(0.0, activations.layer_bytes(model, execution, kind).after_input),
+        kept_bytes=activations.Kept(0.0, activations.layer_bytes(model, execution, kind).after_input),
         parameters=sum(rank * (matrix.inputs + matrix.outputs) // (matrix.ranks or tp) for matrix in adapted),
     )
 
@@ -224,8 +224,8 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
     parameters = counts.embedding_parameters(model, execution)
     return Price(
         seconds=Passes(moving + messages, 0.0, moving),
-        communication=Passes(messages),
-        kept=activations.embedding_bytes(model, execution),
+        communication_seconds=Passes(messages),
+        kept_bytes=activations.embedding_bytes(model, execution),
         parameters=parameters,
         end_parameters=parameters,
     ).without_weights(execution)
@@ -252,8 +252,8 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
     parameters = counts.head_parameters(model, execution)
     return Price(
         seconds=computing + communication,
-        communication=communication,
-        kept=activations.head_bytes(model, execution),
+        communication_seconds=communication,
+        kept_bytes=activations.head_bytes(model, execution),
         parameters=parameters,
         end_parameters=parameters,
     ).without_weights(execution)
@@ -459,14 +459,16 @@ def tower_price(model: Model, execution: Execution, cluster: Cluster) -> Price:
     if "tower" in execution.frozen:  # autograd keeps nothing of it
         encoder = Price(
             seconds=Passes(encoder.seconds.forward),
-            communication=Passes(encoder.communication.forward),
+            communication_seconds=Passes(encoder.communication_seconds.forward),
             parameters=encoder.parameters,
-            frozen=encoder.parameters,
+            frozen_parameters=encoder.parameters,
         )
     whole = encoder + _projections(model, tower, own, cluster, "projection" in execution.frozen)
     seconds = whole.seconds
     return replace(
-        whole, seconds=Passes(seconds.forward, seconds.input + seconds.weight), kept=activations.Kept(whole.kept.saved)
+        whole,
+        seconds=Passes(seconds.forward, seconds.input + seconds.weight),
+        kept_bytes=activations.Kept(whole.kept_bytes.saved),
     )
 
 
@@ -511,12 +513,14 @@ def _projections(model: Model, tower: Tower, own: Execution, cluster: Cluster, f
     if frozen:
         return Price(
             seconds=Passes(seconds, seconds),
-            kept=activations.Kept(saved - inputs),
+            kept_bytes=activations.Kept(saved - inputs),
             parameters=parameters,
-            frozen=parameters,
+            frozen_parameters=parameters,
         )
     return Price(
-        seconds=Passes(seconds, seconds, seconds), kept=activations.Kept(saved, inputs + outputs), parameters=parameters
+        seconds=Passes(seconds, seconds, seconds),
+        kept_bytes=activations.Kept(saved, inputs + outputs),
+        parameters=parameters,
     )
 
 

@@ -137,7 +137,7 @@ def _with_early_head(way: Way) -> Run | None:
 
     It may if the backward is split and the device of an uncut head is the fullest. Otherwise the result is ``None``.
     """
-    fullest = max(range(len(way.peaks)), key=way.peaks.__getitem__)
+    fullest = max(range(len(way.peak_bytes)), key=way.peak_bytes.__getitem__)
     has_head = way.step.placement.devices[-1] == fullest
     early = early_modules(way.run.model, way.run.execution)
     is_whole = way.run.schedule.vocab_cut == OFF  # otherwise the schedule has passes for the head

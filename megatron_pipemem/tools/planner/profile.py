@@ -90,7 +90,7 @@ class Profile:
             )
 
         def longer(part: Part, price: Price) -> Passes:
-            computing = price.seconds + price.communication * -1
+            computing = price.seconds + price.communication_seconds * -1
             return prices.each_pass(operator.truediv, part.seconds, computing)
 
         return MeasuredSlowdown(
@@ -175,7 +175,7 @@ def speed(cluster: Cluster) -> str:
 
 
 def _priced(price: Price) -> Part:
-    kept = price.kept
+    kept = price.kept_bytes
     memory = {Kind.F: kept.saved, Kind.I: kept.after_input - kept.saved, Kind.W: -kept.after_input}
     return Part(price.seconds, memory, price.parameters)
 

@@ -50,9 +50,11 @@ class OrderPrice(NamedTuple):
     """The predicted seconds and peak memory of a step."""
 
     seconds: float  # of the step; the period if no barrier stands between steps
-    peaks: tuple[float, ...]  # peak memory of every device
-    hidden: tuple[float, ...] = ()  # seconds by which the pairs of every device shorten its work; empty without pairs
-    host: tuple[float, ...] = ()  # peak memory of activations on every device's host; empty without offload
+    peak_bytes: tuple[float, ...]  # peak memory of every device
+    hidden_seconds: tuple[
+        float, ...
+    ] = ()  # seconds by which the pairs of every device shorten its work; empty without pairs
+    host_bytes: tuple[float, ...] = ()  # peak memory of activations on every device's host; empty without offload
 
 
 class Timing(NamedTuple):
@@ -169,9 +171,9 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
     return OrderPrice(
         later(before.seconds, after.seconds),
-        tuple(map(peak, before.peaks, after.peaks)),
-        tuple(map(later, before.hidden, after.hidden)),
-        tuple(map(peak, before.host, after.host)),
+        tuple(map(peak, before.peak_bytes, after.peak_bytes)),
+        tuple(map(later, before.hidden_seconds, after.hidden_seconds)),
+        tuple(map(peak, before.host_bytes, after.host_bytes)),
     )
 
 

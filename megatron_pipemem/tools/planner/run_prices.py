@@ -139,7 +139,7 @@ class RunPrices:
             return paired_price(built, step, step.room(self._memory), cut.microbatches)
         if self._request.file is not None:
             order_price = built(self._count).timing(step.costs, overlaps).price
-            return order_price._replace(seconds=order_price.seconds + self.further * max(step.work))
+            return order_price._replace(seconds=order_price.seconds + self.further * max(step.work_seconds))
         actions = 3 * cut.microbatches * self.replay.schedule.units.parts * self.placement.num_stages
         if self._adds_passes and actions <= MOST_ACTIONS:
             return built(cut.microbatches).timing(step.costs, overlaps).price
@@ -157,7 +157,7 @@ class RunPrices:
             caps = tuple(cap * unit for cap in request.caps(self.placement.num_devices) or ())
             request = replace(request, memory_cap=MemoryCap(caps, True))
         shape = Shape(self.placement.num_devices, None, schedule.num_microbatches)
-        return choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+        return choose(request, shape, Knowledge(step.costs, host_budget=step.host_bytes)).schedule
 
 
 def priced(

@@ -193,10 +193,10 @@ def sliced_step(
             p2p=_links(slices),
             memory=memory,
         ),
-        buffers=_per_device(max, [slice_.step.buffers for slice_ in slices]),
-        communication=_per_device(sum, [slice_.step.communication for slice_ in slices]),
-        recompute=_recompute(run, placement, slices, shared),
-        work=work,
+        buffer_bytes=_per_device(max, [slice_.step.buffer_bytes for slice_ in slices]),
+        communication_seconds=_per_device(sum, [slice_.step.communication_seconds for slice_ in slices]),
+        recompute_seconds=_recompute(run, placement, slices, shared),
+        work_seconds=work,
     )
 
 
@@ -260,7 +260,7 @@ def _recompute(
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # Pass I has twice the products of attention in F, and recomputation has them once.
     earlier_share = sum(slice_.earlier for slice_ in slices) / 3 * runs_again
-    alone = _per_device(sum, [slice_.step.recompute for slice_ in slices])
+    alone = _per_device(sum, [slice_.step.recompute_seconds for slice_ in slices])
     return tuple(
         seconds + earlier_share * sum(shared[stage].seconds.input for stage in owned)
         for seconds, owned in zip(alone, placement.stages, strict=True)

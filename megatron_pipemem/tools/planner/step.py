@@ -67,27 +67,27 @@ class PlannedStep:
 
     placement: Placement
     layers: tuple[int, ...]  # pieces of every stage of one replica of the model
-    moved: tuple[float, ...]  # per stage, bytes that offload of a microbatch's activations moves each way
+    offloaded_bytes: tuple[float, ...]  # per stage, bytes that offload of a microbatch's activations moves each way
     costs: Costs  # seconds of F, I and W, bytes, messages
-    weights: tuple[float, ...]  # per device, bytes of one version of the parameters
-    static: tuple[float, ...]  # per device, bytes that are always held
-    buffers: tuple[float, ...]  # per device, bytes besides activations that are held at times
-    sent: tuple[float, ...]  # per device, bytes of sent messages for each byte of activations
-    communication: tuple[float, ...]
+    weight_bytes: tuple[float, ...]  # per device, bytes of one version of the parameters
+    static_bytes: tuple[float, ...]  # per device, bytes that are always held
+    buffer_bytes: tuple[float, ...]  # per device, bytes besides activations that are held at times
+    sent_share: tuple[float, ...]  # per device, bytes of sent messages for each byte of activations
+    communication_seconds: tuple[float, ...]
     """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
-    exchange: tuple[Passes, ...]
+    exchange_seconds: tuple[Passes, ...]
     """Per stage, seconds of F and of I in which the experts' tokens travel; part of ``costs``."""
-    recompute: tuple[float, ...]  # per device, seconds per microbatch of recomputation
-    work: tuple[float, ...]  # per device, seconds of F, I and W per microbatch, with those messages
-    reduction: float  # exposed seconds of data-parallel messages, on the worst device
-    optimizer: float  # seconds, on the worst device
-    rollback: tuple[float, ...]
-    """Per device, bytes of the state for a rollback; part of ``static``."""
-    stepping: tuple[float, ...]
-    """Per device, further bytes during the optimizer's step, when no activations are held; part of ``static`` if CUDA graphs
-    keep their memory."""
-    host_optimizer: tuple[float, ...]  # per device, bytes of the optimizer on its host
-    host: float = inf  # bytes of host memory for a rank's activations
+    recompute_seconds: tuple[float, ...]  # per device, seconds per microbatch of recomputation
+    work_seconds: tuple[float, ...]  # per device, seconds of F, I and W per microbatch, with those messages
+    reduction_seconds: float  # exposed seconds of data-parallel messages, on the worst device
+    optimizer_seconds: float  # seconds, on the worst device
+    rollback_bytes: tuple[float, ...]
+    """Per device, bytes of the state for a rollback; part of ``static_bytes``."""
+    stepping_bytes: tuple[float, ...]
+    """Per device, further bytes during the optimizer's step, when no activations are held; part of ``static_bytes`` if CUDA
+    graphs keep their memory."""
+    host_optimizer_bytes: tuple[float, ...]  # per device, bytes of the optimizer on its host
+    host_bytes: float = inf  # bytes of host memory for a rank's activations
 
     @property
     def saved(self) -> Sequence[float]:
@@ -98,24 +98,26 @@ class PlannedStep:
     @property
     def busiest(self) -> int:
         """The device with the most seconds per microbatch."""
-        return self.work.index(max(self.work))
+        return self.work_seconds.index(max(self.work_seconds))
 
     @property
     def exchange_share(self) -> float:
         """The share of the work of all devices in which experts' tokens travel."""
-        return sum(passes.total for passes in self.exchange) / self.placement.replicas / sum(self.work)
+        return sum(passes.total for passes in self.exchange_seconds) / self.placement.replicas / sum(self.work_seconds)
 
     def in_pairs(self) -> PlannedStep:
         """Return the step with costs that price pairs, in which the experts' tokens travel while the device computes."""
-        forward, inputs = (tuple(getattr(passes, kind) for passes in self.exchange) for kind in ("forward", "input"))
+        forward, inputs = (
+            tuple(getattr(passes, kind) for passes in self.exchange_seconds) for kind in ("forward", "input")
+        )
         return replace(self, costs=replace(self.costs, forward_exchange=forward, backward_exchange=inputs))
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
-        """Return all bytes of each device, given ``kept``, the bytes of activations of each.
+        """Return the total bytes of every device, given ``kept``, the bytes of activations of each.
 
         Limits are compared with this sum.
         """
-        rows = zip(kept, self.sent, self.static, self.buffers, self.stepping, strict=True)
+        rows = zip(kept, self.sent_share, self.static_bytes, self.buffer_bytes, self.stepping_bytes, strict=True)
         return tuple(
             static + max(activations * (1 + sent) + buffers, stepping)
             for activations, sent, static, buffers, stepping in rows
@@ -123,13 +125,13 @@ class PlannedStep:
 
     def room(self, memory: float) -> tuple[float, ...]:
         """Return the bytes of each device's ``memory`` that are left for activations, up to rounding."""
-        rows = zip(self.sent, self.static, self.buffers, strict=True)
+        rows = zip(self.sent_share, self.static_bytes, self.buffer_bytes, strict=True)
         return tuple((memory - static - buffers) / (1 + sent) for sent, static, buffers in rows)
 
     @property
-    def outside(self) -> float:
+    def outside_seconds(self) -> float:
         """Seconds of a step outside the schedule: exposed reduction, and optimizer."""
-        return self.reduction + self.optimizer
+        return self.reduction_seconds + self.optimizer_seconds
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class _Cut:
             return []
         return [
             Price(
-                seconds=(part.seconds + part.communication * -1) * (1 / devices),
+                seconds=(part.seconds + part.communication_seconds * -1) * (1 / devices),
                 parameters=-(-part.parameters // devices),
                 end_parameters=-(-part.end_parameters // devices),
             )
@@ -221,7 +223,7 @@ class _Cut:
         weights = self.shared(stored, min(experts, stored)) if of.shards_weights else stored
         gradients = self.shared(trained, experts) if of.shards_gradients else trained
         ends = self.updated(part.end_parameters, 0) * (of.ends_optimizer - of.optimizer)
-        nbytes = weights * of.weight + gradients * self.gradients * of.gradient + part.cached
+        nbytes = weights * of.weight + gradients * self.gradients * of.gradient + part.quantised_bytes
         return nbytes + (of.optimizer + of.rollback * self.rolls_back) * self.updated(trained, experts) + ends
 
     def updated(self, trained: int, experts: int) -> float:
@@ -284,7 +286,7 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
 def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
     """Return a lower bound in seconds for every step of a run with this parallelism: all work, divided evenly."""
     cut = _cut(run, pace)
-    work = sum(part.seconds.total - run.pairs * part.exchange.total for part in cut.everything())
+    work = sum(part.seconds.total - run.pairs * part.exchange_seconds.total for part in cut.everything())
     return run.parallelism.microbatches * work / run.parallelism.pp
 
 
@@ -351,9 +353,9 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
         first=first.seconds.total,
         last=last.seconds.total,
         static=[cut.static(part) for part in parts],
-        kept=[part.kept.saved for part in parts],
-        first_bytes=cut.static(first) + first.kept.saved * placement.num_devices,
-        last_bytes=cut.static(last) + last.kept.saved,
+        kept=[part.kept_bytes.saved for part in parts],
+        first_bytes=cut.static(first) + first.kept_bytes.saved * placement.num_devices,
+        last_bytes=cut.static(last) + last.kept_bytes.saved,
         needed=cut.needed,
         least_first=cut.model.least_first,
         tied=[part in cut.model.tied_layers for part in range(len(parts))],
@@ -378,7 +380,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         return [sums[key] for key in keys]
 
     seconds = of_stages(attrgetter("seconds"), Passes())
-    kept = of_stages(attrgetter("kept"), Kept())
+    kept = of_stages(attrgetter("kept_bytes"), Kept())
     costs = Costs(
         forward=tuple(s.forward for s in seconds),
         backward_input=tuple(s.input for s in seconds),
@@ -405,22 +407,26 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     return PlannedStep(
         placement=placement,
         layers=layers,
-        moved=tuple(sum(part.moved for part in stage) for stage in stages),
+        offloaded_bytes=tuple(sum(part.offloaded_bytes for part in stage) for stage in stages),
         costs=costs,
-        weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in device_parts),
-        static=tuple(static),
-        buffers=_buffers(cut, placement, layers),
-        sent=_sent(message_bytes(cut.model, cut.execution), placement, [max(s.saved, s.after_input) for s in kept]),
-        communication=tuple(sum(part.communication.total for part in device) / replicas for device in device_parts),
-        exchange=tuple(of_stages(attrgetter("exchange"), Passes())),
-        recompute=tuple(sum(part.recompute for part in device) / replicas for device in device_parts),
-        work=tuple(sum(part.seconds.total for part in device) / replicas for device in device_parts),
-        reduction=max(_exposed(cut, device, replicas) for device in device_parts)
+        weight_bytes=tuple(cut.execution.element * sum(part.parameters for part in device) for device in device_parts),
+        static_bytes=tuple(static),
+        buffer_bytes=_buffers(cut, placement, layers),
+        sent_share=_sent(
+            message_bytes(cut.model, cut.execution), placement, [max(s.saved, s.after_input) for s in kept]
+        ),
+        communication_seconds=tuple(
+            sum(part.communication_seconds.total for part in device) / replicas for device in device_parts
+        ),
+        exchange_seconds=tuple(of_stages(attrgetter("exchange_seconds"), Passes())),
+        recompute_seconds=tuple(sum(part.recompute_seconds for part in device) / replicas for device in device_parts),
+        work_seconds=tuple(sum(part.seconds.total for part in device) / replicas for device in device_parts),
+        reduction_seconds=max(_exposed(cut, device, replicas) for device in device_parts)
         + max(_sums(cut, device, placement) for device in device_parts),
-        optimizer=max(updated) * prices.adam_seconds(cut.cluster, cut.bytes),
-        rollback=tuple(cut.bytes.rollback * cut.rolls_back * count for count in updated),
-        stepping=tuple(stepping),
-        host_optimizer=tuple(cut.bytes.host * count for count in updated),
+        optimizer_seconds=max(updated) * prices.adam_seconds(cut.cluster, cut.bytes),
+        rollback_bytes=tuple(cut.bytes.rollback * cut.rolls_back * count for count in updated),
+        stepping_bytes=tuple(stepping),
+        host_optimizer_bytes=tuple(cut.bytes.host * count for count in updated),
     )
 
 
@@ -545,5 +551,5 @@ def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float,
 
     Each is computed as a whole by one rank.
     """
-    embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
+    embedding, head = (part.seconds.total - part.communication_seconds.total for part in _cut(run, pace).vocabulary())
     return embedding, head

@@ -110,14 +110,14 @@ def variant_of(run: Run) -> str:
 
 def _with_offload(run: Run, step: PlannedStep) -> PlannedStep:
     """Return the step with the link to the host, the bytes of copies, and the memory of the host."""
-    host, moved = run.cluster.host, step.moved
+    host, moved = run.cluster.host, step.offloaded_bytes
     ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
     there, back = (tuple(nbytes / (speed * host.duplex * 1e9) for nbytes in moved) for speed in ways)
     # Devices that share a switch take turns: one sends while another receives.
     channel = Channel(there, back, duplex=run.cluster.sharing(0) == 1)
     away = {Kind.WAIT_OFFLOAD: tuple(-nbytes for nbytes in moved), Kind.RELOAD: moved}
     costs = replace(step.costs, channel=channel, memory={**(step.costs.memory or {}), **away})
-    return replace(step, costs=costs, host=host_bytes(run))
+    return replace(step, costs=costs, host_bytes=host_bytes(run))
 
 
 def host_bytes(run: Run) -> float:
@@ -141,7 +141,7 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
     request = Request.for_order(schedule, MemoryCap(room, True))
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
     try:
-        return choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+        return choose(request, shape, Knowledge(step.costs, host_budget=step.host_bytes)).schedule
     except MemoryCapError as error:
         why = ", ".join(error.obstacles) or "activations in use"
         raise UnsupportedError(
@@ -173,7 +173,9 @@ def paired_price(
     schedule, repetition = repeating(published, step.placement.num_devices, num_microbatches)
     alone, *versions = _versions(schedule, num_microbatches, _PairCosts(step.costs), repetition)
     fitting = [
-        version for version in versions if all(peak <= limit for peak, limit in zip(version.peaks, room, strict=True))
+        version
+        for version in versions
+        if all(peak <= limit for peak, limit in zip(version.peak_bytes, room, strict=True))
     ]
     return fastest((alone, *fitting), lambda price: price.seconds)
 

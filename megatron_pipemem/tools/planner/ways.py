@@ -41,10 +41,10 @@ class Way:
     order: Order  # the family of the schedule and its chunks per rank; ``search`` for an order that was searched
     step: PlannedStep = field(repr=False)  # the predicted costs of its stages
     makespan: float  # seconds of the schedule alone; the period if no barrier stands between steps
-    peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
-    hidden: tuple[float, ...] = field(default=(), repr=False)
+    peak_bytes: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
+    hidden_seconds: tuple[float, ...] = field(default=(), repr=False)
     """Per pipeline rank, the seconds of a step by which pairs shorten its work; empty without pairs."""
-    host: tuple[float, ...] = field(default=(), repr=False)
+    host_bytes: tuple[float, ...] = field(default=(), repr=False)
     """Per pipeline rank, the bytes of activations on its host; empty without offload."""
     variant: str = PLAIN  # such as ``offload`` or ``vocabulary-2``
     passes: Schedule | None = field(default=None, repr=False)  # if a family's name is not enough
@@ -53,7 +53,9 @@ class Way:
     @classmethod
     def of(cls, run: Run, order: Order, step: PlannedStep, price: OrderPrice, **more: Any) -> Way:
         """Return the way of an order with this time and these peaks of activations. ``more`` has further fields."""
-        return cls(run, order, step, price.seconds, step.held(price.peaks), price.hidden, price.host, **more)
+        return cls(
+            run, order, step, price.seconds, step.held(price.peak_bytes), price.hidden_seconds, price.host_bytes, **more
+        )
 
     @property
     def schedule(self) -> str:
@@ -93,7 +95,7 @@ class Way:
     @property
     def seconds(self) -> float:
         """Seconds of a whole training step."""
-        return self.makespan + self.step.outside
+        return self.makespan + self.step.outside_seconds
 
     @cached_property
     def gain_without_barrier(self) -> float | None:
@@ -128,7 +130,7 @@ class Way:
 
     @property
     def peak(self) -> float:
-        return max(self.peaks)
+        return max(self.peak_bytes)
 
     @cached_property
     def share_of_1f1b(self) -> float | None:
@@ -137,7 +139,7 @@ class Way:
         linear = Placement.linear(cut.pp)
         whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
         besides = self.step.held((0.0,) * cut.pp)
-        rows = zip(self.peaks, besides, self.step.sent, strict=True)
+        rows = zip(self.peak_bytes, besides, self.step.sent_share, strict=True)
         return max((peak - static) / (1 + sent) for peak, static, sent in rows) / whole if whole else None
 
     @property
@@ -145,25 +147,25 @@ class Way:
         return mfu(self.run, self.seconds)
 
     @property
-    def work(self) -> float:
+    def work_seconds(self) -> float:
         """Seconds of a step in which the busiest rank computes."""
-        return self.run.parallelism.microbatches * max(self.step.work) - self.hides
+        return self.run.parallelism.microbatches * max(self.step.work_seconds) - self.saved_by_pairs
 
     @property
-    def hides(self) -> float:
+    def saved_by_pairs(self) -> float:
         """Seconds of a step by which pairs shorten the work of the busiest rank."""
-        return self.hidden[self.step.busiest] if self.hidden else 0.0
+        return self.hidden_seconds[self.step.busiest] if self.hidden_seconds else 0.0
 
     @property
     def bubble_rate(self) -> float:
         """Fraction of the makespan in which the busiest rank idles."""
-        return max(0.0, 1 - self.work / self.makespan)
+        return max(0.0, 1 - self.work_seconds / self.makespan)
 
     @property
     def idle_rate(self) -> float:
         """Fraction of the makespan in which ranks idle on average, including idle time of ranks with less work."""
-        work = self.run.parallelism.microbatches * sum(self.step.work) - sum(self.hidden)
-        return max(0.0, 1 - work / len(self.step.work) / self.makespan)
+        work = self.run.parallelism.microbatches * sum(self.step.work_seconds) - sum(self.hidden_seconds)
+        return max(0.0, 1 - work / len(self.step.work_seconds) / self.makespan)
 
     @property
     def messages(self) -> int:
@@ -180,12 +182,12 @@ class Way:
     @property
     def slowest(self) -> float:
         """Seconds that the busiest rank computes per microbatch."""
-        return max(self.step.work)
+        return max(self.step.work_seconds)
 
     @property
     def imbalance(self) -> float:
         """Fraction by which the busiest rank computes longer than the mean of all ranks."""
-        return self.slowest * len(self.step.work) / sum(self.step.work) - 1
+        return self.slowest * len(self.step.work_seconds) / sum(self.step.work_seconds) - 1
 
     def gain(self, today: Way) -> float:
         """Return the fraction by which a step is shorter than that of ``today``; negative if it is longer."""
@@ -197,12 +199,12 @@ class Way:
         m, step = self.run.parallelism.microbatches, self.step
         busiest = step.busiest
         seconds_by_cause = {
-            "bubble": self.makespan - self.work,
-            "uneven stages": m * (step.work[busiest] - sum(step.work) / len(step.work)),
-            "messages within layers": m * step.communication[busiest] - self.hides,
-            "recompute": m * step.recompute[busiest],
-            "gradient reduction": step.reduction,
-            "optimizer": step.optimizer,
+            "bubble": self.makespan - self.work_seconds,
+            "uneven stages": m * (step.work_seconds[busiest] - sum(step.work_seconds) / len(step.work_seconds)),
+            "messages within layers": m * step.communication_seconds[busiest] - self.saved_by_pairs,
+            "recompute": m * step.recompute_seconds[busiest],
+            "gradient reduction": step.reduction_seconds,
+            "optimizer": step.optimizer_seconds,
         }
         return dict(sorted(seconds_by_cause.items(), key=lambda item: -item[1]))
 
@@ -251,9 +253,9 @@ def facts(way: Way) -> dict[str, Any]:
         "bubble_rate": way.bubble_rate,
         "idle_rate": way.idle_rate,
         "gain_without_barrier": way.gain_without_barrier,
-        "peak_bytes": list(way.peaks),
+        "peak_bytes": list(way.peak_bytes),
         "share_of_1f1b": way.share_of_1f1b,
-        "rollback_bytes": list(way.step.rollback),
+        "rollback_bytes": list(way.step.rollback_bytes),
         "losses_seconds": way.losses,
         "binds": way.binds,
         "run": settings_of(way.run),
