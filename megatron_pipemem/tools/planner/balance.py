@@ -27,13 +27,14 @@ from megatron_pipemem.model.cut_flags import LAYOUT, REPLACED_BY_LAYOUT
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.run_prices import RunPrices, request_of
-from megatron_pipemem.tools.planner.step import loads_of, pieces_of, shared_out
+from megatron_pipemem.tools.planner.step import PlannedStep, loads_of, pieces_of, shared_out
 from megatron_pipemem.tools.planner.ways import Way
 
 AS_GOOD = 0.005
@@ -159,19 +160,25 @@ class _LayoutSearch:
         most, lacking = max(self._room, *start.peak_bytes) if self._room else inf, self._lacking(start.layers)
 
         @cache
-        def seconds(layers: tuple[int, ...]) -> float:
-            tell(partial("{} layouts simulated".format, seconds.cache_info().misses))
+        def simulated(layers: tuple[int, ...]) -> tuple[PlannedStep, float]:
+            tell(partial("{} layouts simulated".format, simulated.cache_info().misses))
             step = self._prices.step(layers)
-            timeline = replay.timeline(step.costs)
-            bounds.add(replay.longest_chain(timeline))  # of one order, because bounds compare layouts
+            makespan, chain = replay.longest_chain(step.costs)
+            bounds.add(chain)  # of one order, because bounds compare layouts
+            return step, makespan
+
+        def seconds(layers: tuple[int, ...], limit: float) -> float:
+            step, makespan = simulated(layers)
             if (moved := self._prices.with_earlier_weights(replay, step)) is not replay:
-                timeline = moved.timeline(step.costs)
-            fits = most == inf or max(step.held(timeline.peaks)) <= most
-            fits = fits and self._lacking(layers) <= lacking
-            return timeline.makespan + further * max(step.work_seconds) + step.outside_seconds if fits else inf
+                makespan = moved.timeline(step.costs).makespan
+            total = makespan + further * max(step.work_seconds) + step.outside_seconds
+            if total >= limit:
+                return total
+            fits = most == inf or max(step.held(peaks(moved.schedule, step.costs))) <= most
+            return total if fits and self._lacking(layers) <= lacking else inf
 
         for way in others:
-            seconds(way.layers)
+            simulated(way.layers)
         return self._prices.way(descend(start.layers, bounds, seconds, self._least, self._trials))
 
     @property

@@ -2,12 +2,13 @@
 
 A step takes as long as its longest chain of passes that wait for one another. Every simulated layout yields such a
 chain. The length of the chain under another layout is a lower bound of the other layout's step. The search simulates
-the neighbour of the best layout with the lowest bound, and ends if no neighbour's bound is below the shortest step.
+the neighbour of the best layout with the lowest bound, and ends if no neighbour can be shorter by ``LEAST_GAIN``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.planner.replay import LongestChain
 
-_TOLERANCE = 1e-9
+LEAST_GAIN = 1e-3
+"""The least gain for which layers move, as a fraction of a step: a fifth of the gain for which a layout changes."""
 _PASSES = (Kind.F, Kind.I, Kind.W)
 _NEIGHBOURS = 4096  # layouts whose bounds are computed at once
 
@@ -77,25 +79,26 @@ class Bounds:
 def descend(
     start: tuple[int, ...],
     bounds: Bounds,
-    simulate: Callable[[tuple[int, ...]], float],
+    simulate: Callable[[tuple[int, ...], float], float],
     least: Sequence[int],
     most: int,
 ) -> tuple[int, ...]:
     """Return the number of pieces per stage of the fastest layout found from ``start`` by moves of one or two pieces.
 
-    ``simulate`` returns the seconds of a layout's step and adds its chain to the bounds; infinite seconds rule a layout
-    out. A stage keeps at least the pieces in ``least``. ``most`` limits the number of simulated layouts.
+    ``simulate`` returns the seconds of a layout's step and adds its chain to the bounds. It also gets a limit: if the
+    seconds are below it, they are infinite for a layout that is ruled out. A stage keeps at least the pieces in
+    ``least``. ``most`` limits the number of simulated layouts.
     """
     pairs = [(a, b) for a in range(bounds.stages) for b in range(bounds.stages) if a != b]
     pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
     unit = np.eye(bounds.stages, dtype=int)
     moves = np.array([unit[b] - unit[a] for a, b in pairs[:_NEIGHBOURS]])
-    best, shortest, left = start, simulate(start), most
+    best, shortest, left = start, simulate(start, inf), most
 
     def better(layouts: np.ndarray) -> tuple[int, ...] | None:
-        """Simulate layouts by ascending bound, and return the first with a shorter step than the best.
+        """Simulate layouts by ascending bound, and return the first whose step is shorter by ``LEAST_GAIN``.
 
-        Return ``None`` if no bound is below the shortest step, or if ``most`` layouts have been simulated.
+        Return ``None`` if no bound allows that gain, or if ``most`` layouts have been simulated.
         """
         nonlocal shortest, left
         seconds = bounds.seconds(layouts)
@@ -103,11 +106,11 @@ def descend(
         lowest = bounds.of_chains(seconds, 0) + further
         while left and len(layouts):
             at = int(lowest.argmin())
-            if lowest[at] >= shortest * (1 - _TOLERANCE):
+            if lowest[at] >= shortest * (1 - LEAST_GAIN):
                 break
             left -= 1
-            layout = tuple(map(int, layouts[at]))
-            if (step_seconds := simulate(layout)) < shortest * (1 - _TOLERANCE):
+            layout, limit = tuple(map(int, layouts[at])), shortest * (1 - LEAST_GAIN)
+            if (step_seconds := simulate(layout, limit)) < limit:
                 shortest = step_seconds
                 return layout
             lowest = np.maximum(lowest, bounds.of_chains(seconds, -1) + further)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megatron_pipemem.schedule.action import KIND_AND_STAGE, PLAIN, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
@@ -250,13 +250,18 @@ class Replay:
         first = min(steps.ends[-1])
         return Timing(self.timeline(costs, [end - first for end in steps.ends[-1]]), steps.period)
 
-    def longest_chain(self, timeline: Timeline) -> LongestChain:
-        """Return a chain that takes as long as a simulated step, which must have no vocabulary passes and no pairs."""
-        graph = self._dependencies.graph
-        starts, ends = ([span[at] for spans in timeline.spans for span in spans] for at in (0, 1))
-        lags = [timeline.costs.link_seconds(*link) for link in self._dependencies.links]
+    def longest_chain(self, costs: Costs) -> tuple[float, LongestChain]:
+        """Return the makespan of the step, and a chain that takes as long.
+
+        The schedule must have no copies, vocabulary passes or pairs, and all of its microbatches the same length.
+        """
+        waits = self._dependencies
+        graph, seconds, lags = ActionPrices(self.schedule, costs).of_graph(waits)
+        times = Times(graph, seconds, lags, 0.0)
+        times.run(waits.steps)
+        starts, ends = times.starts, times.ends
         node = max(range(len(ends)), key=ends.__getitem__)
-        passes, total = Counter([graph.prices[node]]), 0.0
+        makespan, passes, total = ends[node], Counter([graph.prices[node]]), 0.0
         while start := starts[node]:
             lane = graph.lanes[graph.lane_of[node]]
             if node > lane[0] and ends[node - 1] == start:
@@ -265,7 +270,7 @@ class Replay:
                 node, lag = next((n, lags[link]) for n, link in graph.waits[node] if ends[n] + lags[link] == start)
             passes[graph.prices[node]] += 1
             total += lag
-        return LongestChain({self._dependencies.kinds[price]: count for price, count in passes.items()}, total)
+        return makespan, LongestChain({waits.kinds[price]: count for price, count in passes.items()}, total)
 
 
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
