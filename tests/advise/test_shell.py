@@ -130,6 +130,14 @@ torchrun a.py --a $A --n $NODES --b $B --c $C --d ${D:-5} ${E[@]} ${F:+x}
     assert all(name in sentence for name in ("DEBUG (line 2)", "NODES (line 3)", "TP (line 5)"))
 
 
+@pytest.mark.parametrize("end", ["", "\\ "])  # a blank after a backslash ends the command, too
+def test_flags_after_a_line_without_a_backslash_are_lost_and_told(end):
+    command = training_command(f"torchrun a.py --one 1 {end}\n  --two 2 \\\n  --three 3")
+    assert "--two" not in command.words and command.words[:4] == ["torchrun", "a.py", "--one", "1"]
+    (sentence,) = command.not_read
+    assert "--two" in sentence and "--three" not in sentence
+
+
 def test_arguments_are_the_script_s():
     text = 'A=$1\nB=${2:-7}\nshift\ntorchrun a.py --a $A --b $B "$@"'
     assert words(text, arguments=["4", "5", "6 7"])[2:] == ["--a", "4", "--b", "5", "5", "6 7"]

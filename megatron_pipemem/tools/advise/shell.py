@@ -126,6 +126,8 @@ def not_read(evaluation: Evaluation) -> tuple[str, ...]:
         ends = ", ".join(dict.fromkeys(map(_line, evaluation.exits)))
         sentences.append(f"the script would end on this machine ({ends}), and is read on")
     sentences += [f"{path} is not there; {other} is read" for path, other in evaluation.others.items()]
+    flags = dict.fromkeys(words[0] for words in evaluation.commands if words[0].startswith("--"))
+    sentences += [f"bash starts {flag} as a program; end the line before it with a backslash" for flag in flags]
     sentences += [f"line {line}: {message}" for line, message in evaluation.errors[:4]]
     if evaluation.unfinished is not None:
         sentences.append(f"{evaluation.unfinished}; what follows is not read")
