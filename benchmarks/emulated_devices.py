@@ -146,7 +146,7 @@ def compare(devices: int, microbatches: int, ratio: tuple[float, float, float], 
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapStatistics:
     """The gain of one schedule without the barrier between its steps."""
 
     schedule: str
@@ -156,7 +156,7 @@ class Overlap:
     break_even: float | None  # share of steps that may need clipping until the gain is lost; ``None`` without a gain
 
 
-def overlaps(rows: list[StepsRow]) -> list[Overlap]:
+def overlaps(rows: list[StepsRow]) -> list[OverlapStatistics]:
     """Return the overlap of every schedule of ours. A dropped step costs equally much at any place."""
     stock = min(row.seconds for row in rows if row.runtime != "pipemem")
     ours = {(row.schedule, row.way): row for row in rows if row.runtime == "pipemem"}
@@ -167,7 +167,7 @@ def overlaps(rows: list[StepsRow]) -> list[Overlap]:
         assert waits.planned is not None and free.planned is not None, "our steps are planned"
         gain = waits.planned / free.planned
         even = saved / lost if gain > LEAST_GAIN and lost > 0 else None
-        gains.append(Overlap(name, gain, waits.seconds / free.seconds, stock / free.seconds, even))
+        gains.append(OverlapStatistics(name, gain, waits.seconds / free.seconds, stock / free.seconds, even))
     return gains
 
 
@@ -189,7 +189,7 @@ def steps_table(rows: list[StepsRow]) -> Table:
     return table
 
 
-def overlaps_table(gains: list[Overlap]) -> Table:
+def overlaps_table(gains: list[OverlapStatistics]) -> Table:
     """Return a table of the schedules' gains."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("schedule", "planned gain", "measured", "against stock", "pays up to"):

@@ -20,7 +20,7 @@ SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed", "period", 
 FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "stock": lambda request: request.is_stock,
     "asynchronous": lambda request: request.is_asynchronous,
-    "updates per microbatch": lambda request: updates_per_microbatch(request),
+    "updates per microbatch": lambda request: is_updated_per_microbatch(request),
     "offload": lambda request: request.plans_offload,
     "host": lambda request: request.may_offload,
     "vocabulary": lambda request: request.cuts_vocabulary,
@@ -153,7 +153,7 @@ _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-op
 """The codes of errors about these features; about all others it is ``conflicting-features``."""
 
 
-def updates_per_microbatch(request: Request) -> bool:
+def is_updated_per_microbatch(request: Request) -> bool:
     """Return whether an asynchronous schedule updates weights after every microbatch, and not once per step."""
     if not request.is_asynchronous:
         return False
@@ -178,7 +178,7 @@ def check_conflicts(request: Request) -> None:
         raise error
 
 
-def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Request:
+def make_request(schedule: str, *, simulated: bool = False, **settings: Any) -> Request:
     """Make a request from a schedule's name and the settings of ``Request``, check it, and return it.
 
     The request of a run is checked with ``check``. ``simulated`` is for a request that is only simulated: its options

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_pipemem import refusals
-from megatron_pipemem.conflicts import conflicts, updates_per_microbatch
+from megatron_pipemem.conflicts import conflicts, is_updated_per_microbatch
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.refusals import Refusals, Rule, of_several
 from megatron_pipemem.request import Request
@@ -106,7 +106,7 @@ _GATES: tuple[tuple[Callable[[Wish], object], Refusals | Rule], ...] = (
     (lambda wish: wish.may_roll_back, refusals.DELAYED_SCALES),
     (lambda wish: wish.reorders, refusals.REORDERED),
     (lambda wish: wish.request.is_asynchronous, refusals.ASYNCHRONOUS),
-    (lambda wish: updates_per_microbatch(wish.request), refusals.PER_MICROBATCH),
+    (lambda wish: is_updated_per_microbatch(wish.request), refusals.PER_MICROBATCH),
     (lambda wish: wish.chosen.replicas > 1, refusals.REPLICAS),
     (lambda wish: wish.request.barriers, refusals.VOCABULARY),
     (lambda wish: wish.slices > 1, refusals.SLICED),

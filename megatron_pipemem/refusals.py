@@ -589,6 +589,6 @@ _JOINED: Sequence[tuple[Callable[[ValueOf], object], str]] = (
 )
 
 
-def joined_anyway(value_of: ValueOf) -> list[str]:
+def barrier_reasons(value_of: ValueOf) -> list[str]:
     """Return sentences about settings that make all ranks wait for each other after a step even without a barrier."""
     return [sentence for joins, sentence in _JOINED if joins(value_of)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.schedule.costs import Costs
@@ -95,4 +95,4 @@ class Case:
     def chosen(self, name: str, **settings: Any) -> Schedule:
         """Return the schedule that a run with these settings takes."""
         shape = Shape(self.devices, CHUNKS, self.microbatches)
-        return choose(requested(name, **settings), shape, Knowledge(self.costs())).schedule
+        return choose(make_request(name, **settings), shape, Knowledge(self.costs())).schedule

@@ -48,7 +48,11 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         CostsError: the costs do not fit the schedule's placement.
     """
     check_conflicts(request)
-    if max(request.slice_counts) > 1 and request.in_bytes and (knowledge.measures or knowledge.changes is not None):
+    if (
+        max(request.slice_counts) > 1
+        and request.in_bytes
+        and (knowledge.is_measuring or knowledge.counted_bytes is not None)
+    ):
         raise UnsupportedError(
             "unit-mismatch",
             "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or leave "
@@ -153,7 +157,7 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         return searching.with_chosen_offload(request, shape, knowledge)
     if request.plans_offload:
         # Activations on the host leave room for what waits.
-        base = choose(request.without_offload(), shape, replace(knowledge, predicted=None))
+        base = choose(request.without_offload(), shape, replace(knowledge, predicted_bytes=None))
         return searching.with_planned_offload(base.schedule, request, knowledge)
     return searching.fastest(request, shape, knowledge)
 
@@ -165,8 +169,8 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         check_devices_of_file(request.file, shape.num_devices)
         check_microbatches_of_file(request.file, shape.num_microbatches)
     alone, notes = request.file or _of_family(request, shape, knowledge), ""
-    if request.file is None and not request.barriers and knowledge.predicted is not None:
-        earlier = with_earlier_weights(alone, Costs(memory=knowledge.predicted))
+    if request.file is None and not request.barriers and knowledge.predicted_bytes is not None:
+        earlier = with_earlier_weights(alone, Costs(memory=knowledge.predicted_bytes))
         alone, notes = earlier, EARLIER_WEIGHTS if earlier is not alone else ""
     schedule = with_barriers(alone, request.barriers, knowledge.costs)
     if schedule is not request.file:  # files are proved when they are read

@@ -93,28 +93,28 @@ class Knowledge:
     """Seconds; with bytes and a channel to the host if these are known in advance."""
     priced_by: str = UNIT
     """``unit``, ``file`` or ``measured``."""
-    measures: bool = False
+    is_measuring: bool = False
     """Whether a run will measure unknown values, first bytes and then seconds."""
-    changes: MemoryDeltas | None = None
+    counted_bytes: MemoryDeltas | None = None
     """The change of memory by every kind of action in bytes, as counted in the run; ``None`` before that."""
-    selective: tuple[float, ...] | None = None
+    selective_bytes: tuple[float, ...] | None = None
     """Per stage and part, the bytes that F kept in a step that recomputed every stage selectively."""
-    predicted: MemoryDeltas | None = None
+    predicted_bytes: MemoryDeltas | None = None
     """The change of memory by F, I and W in bytes, as predicted for the built model. W of a family's schedule then run
     as early as these bytes need (``with_earlier_weights``). ``None`` leaves every W at its place."""
     placement: Placement | None = None
     """The placement of the model; ``None`` before it is built."""
-    ratio: float | None = None
+    offload_ratio: float | None = None
     """The seconds to copy a layer's activations to the host and back, divided by those of its F, I and W, if given."""
-    links: tuple[HostLink, ...] | None = None
+    host_links: tuple[HostLink, ...] | None = None
     """Per device, the measured bandwidth to its host."""
-    switches: tuple[tuple[int, ...], ...] = ()
+    shared_links: tuple[tuple[int, ...], ...] = ()
     """Groups of devices that share a channel to the host."""
     host_budget: float | None = None
     """The most host memory of a device, in the unit of the costs' memory."""
     queues: tuple[bool, ...] = (False,)
     """The programs that steps run: one entry each, ``True`` if it is lowered for devices with a single queue."""
-    with_passes: tuple[Schedule, ...] | None = None
+    vocabulary_schedules: tuple[Schedule, ...] | None = None
     """Schedules with vocabulary passes that compete with the search's results; ``None`` for those of all families."""
     cache: ResultCache | None = None
     """The cache of finished searches; ``None`` always searches."""
@@ -131,13 +131,15 @@ class Knowledge:
             updated = replace(updated, costs=costs, priced_by=MEASURED)
         if changes is None:
             return updated
-        if self.changes is None:
-            return replace(updated, changes=changes)
-        return replace(updated, selective=changes[Kind.F])
+        if self.counted_bytes is None:
+            return replace(updated, counted_bytes=changes)
+        return replace(updated, selective_bytes=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
         """Return whether the request offloads and the run must measure the seconds of copies because none are given."""
-        return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
+        return (
+            self.is_measuring and request.offload != OFF and self.offload_ratio is None and self.costs.channel is None
+        )
 
     def lacks_bytes(self, request: Request) -> bool:
         """Return whether a step of the run must count bytes before a schedule can be chosen.
@@ -145,12 +147,12 @@ class Knowledge:
         Selective recomputation may need a second such step. It is false if nothing is measured, or if the costs have
         bytes.
         """
-        if not self.measures or self.costs.memory is not None:
+        if not self.is_measuring or self.costs.memory is not None:
             return False
         if not request.plans_offload:
-            return request.in_bytes and request.searches and self.changes is None
-        if self.changes is not None:
-            return self.selective is None and request.recompute in ("selective", "auto")
+            return request.in_bytes and request.searches and self.counted_bytes is None
+        if self.counted_bytes is not None:
+            return self.selective_bytes is None and request.recompute in ("selective", "auto")
         return request.in_bytes or (
             request.offload != OFF and (self.lacks_seconds(request) or request.host_memory is not None)
         )
@@ -163,12 +165,12 @@ class Knowledge:
         """
         if not in_bytes:
             return replace(self.costs, memory=None)
-        if self.changes is None:
+        if self.counted_bytes is None:
             return self.costs
-        memory = self._memory(self.changes, placement, with_messages(self.changes))
+        memory = self._memory(self.counted_bytes, placement, with_messages(self.counted_bytes))
         # Vocabulary actions have one value per device.
-        devices = placement.num_devices * _parts(self.changes, placement)
-        memory |= {kind: self.changes[kind][:devices] for kind in VOCABULARY & set(self.changes)}
+        devices = placement.num_devices * _parts(self.counted_bytes, placement)
+        memory |= {kind: self.counted_bytes[kind][:devices] for kind in VOCABULARY & set(self.counted_bytes)}
         return replace(self.costs, memory=memory)
 
     def offload_costs(self, request: Request, placement: Placement) -> Costs:
@@ -180,7 +182,7 @@ class Knowledge:
         if request.offload == OFF:
             return costs
         channel = self._channel(placement)
-        return replace(costs, channel=channel if channel.switches else replace(channel, switches=self.switches))
+        return replace(costs, channel=channel if channel.switches else replace(channel, switches=self.shared_links))
 
     def device_peaks(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """Return the peak memory of every device, in the unit of the memory of ``costs``.
@@ -188,11 +190,14 @@ class Knowledge:
         If bytes were counted and ``costs`` have bytes, the peak is taken over the actions of the lowered programs, one
         for each entry of ``queues``, messages included.
         """
-        if self.changes is None or costs.memory is None:
+        if self.counted_bytes is None or costs.memory is None:
             return peaks(schedule, costs)
-        compute = replace(costs, memory=self._memory(self.changes, schedule.placement, {}))
+        compute = replace(costs, memory=self._memory(self.counted_bytes, schedule.placement, {}))
         changes = {
-            **{kind: self.changes[kind] for kind in (MESSAGES | {Kind.REDUCE_GRAD} | VOCABULARY) & set(self.changes)},
+            **{
+                kind: self.counted_bytes[kind]
+                for kind in (MESSAGES | {Kind.REDUCE_GRAD} | VOCABULARY) & set(self.counted_bytes)
+            },
             **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.units),
         }
         programs = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in self.queues)
@@ -220,23 +225,26 @@ class Knowledge:
 
     def _messages(self, parts: int) -> list[float]:
         """Return, for each part of a microbatch, the bytes of the largest RECV_F that was counted on any stage."""
-        received = (self.changes or {}).get(Kind.RECV_F, (0,) * parts)
+        received = (self.counted_bytes or {}).get(Kind.RECV_F, (0,) * parts)
         return [max(received[at::parts]) for at in range(parts)]
 
     def _channel(self, placement: Placement) -> Channel:
         """Return the channel of the costs, else of the given ratio, the measured bandwidth, or the assumed ratio."""
         if self.costs.channel is not None:
             return self.costs.channel
-        if self.ratio is not None:
-            return Channel(ratio=self.ratio)
-        if self.priced_by == UNIT or self.changes is None or self.links is None:
+        if self.offload_ratio is not None:
+            return Channel(ratio=self.offload_ratio)
+        if self.priced_by == UNIT or self.counted_bytes is None or self.host_links is None:
             return Channel(ratio=ASSUMED_RATIO)
-        moved, parts = [-change for change in self.changes[Kind.WAIT_OFFLOAD]], _parts(self.changes, placement)
-        links = [self.links[device] for device in placement.devices for _ in range(parts)]
+        moved, parts = (
+            [-change for change in self.counted_bytes[Kind.WAIT_OFFLOAD]],
+            _parts(self.counted_bytes, placement),
+        )
+        links = [self.host_links[device] for device in placement.devices for _ in range(parts)]
         return Channel(
             tuple(nbytes / link.out for nbytes, link in zip(moved, links, strict=True)),
             tuple(nbytes / link.back for nbytes, link in zip(moved, links, strict=True)),
-            duplex=all(link.duplex for link in self.links),
+            duplex=all(link.duplex for link in self.host_links),
         )
 
     def _memory(
@@ -259,8 +267,8 @@ class Knowledge:
         freed_by_r = tuple(taken + gone - kept for taken, gone, kept in zip(saved, unsent, handed_on, strict=True))
         kept = tuple(taken - part for taken, part in zip(changes[Kind.F], freed_by_r, strict=True))
         memory = {Kind.F: kept, Kind.R: freed_by_r, Kind.I: changes[Kind.I], Kind.W: changes[Kind.W]}
-        if self.selective is not None:
-            memory[Kind.RS] = tuple(taken - part for taken, part in zip(saved, self.selective, strict=True))
+        if self.selective_bytes is not None:
+            memory[Kind.RS] = tuple(taken - part for taken, part in zip(saved, self.selective_bytes, strict=True))
         return memory | {kind: changes[kind] for kind in (Kind.WAIT_OFFLOAD, Kind.RELOAD) if kind in changes}
 
 

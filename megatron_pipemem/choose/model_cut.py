@@ -41,7 +41,7 @@ OTHER_ENDS = (
 """The reason why Megatron's flags for the layers of the first or last rank are refused for a folded placement."""
 
 
-def as_built(chunks: int) -> Cut:
+def megatron_cut(chunks: int) -> Cut:
     """Return the cut of a model that Megatron builds, with this number of chunks per pipeline rank."""
 
     def remedy(needed: int) -> str:

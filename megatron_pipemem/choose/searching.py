@@ -1,7 +1,7 @@
 """Search for the schedule of a request: the fastest order within a memory cap, with offload and recomputation.
 
 A search does not count all of the memory. So it is repeated under a lower cap until its result keeps the real cap
-(``tightened``). If nothing else keeps the cap, one microbatch runs after another. That order is also used in the step
+(``find_within_caps``). If nothing else keeps the cap, one microbatch runs after another. That order is also used in the step
 that counts bytes.
 """
 
@@ -21,7 +21,7 @@ from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError
 from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
 from megatron_pipemem.features.offload.orders import OffloadPlan, plan_offload
-from megatron_pipemem.features.recompute.orders import in_words, recompute_plans, with_early_recompute, with_recompute
+from megatron_pipemem.features.recompute.orders import plan_text, recompute_plans, with_early_recompute, with_recompute
 from megatron_pipemem.features.vocabulary.orders import families_with_passes, with_barriers
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Action, Kind
@@ -86,7 +86,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         return result, [max(of_device) for of_device in zip(*excesses, strict=True)]
 
     if request.barriers:
-        families: Sequence[Schedule] | None = knowledge.with_passes
+        families: Sequence[Schedule] | None = knowledge.vocabulary_schedules
         if families is None:
             chunks = max(placement.num_chunks for placement in placements)
             families = families_with_passes(devices, microbatches, costs, request.barriers, chunks)
@@ -95,7 +95,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
                 consider(_candidate(schedule, costs, None, schedule.name))
     why = "the found schedules exceed it"
     try:
-        tightened(caps, find, tries)
+        find_within_caps(caps, find, tries)
     except UnsupportedError as error:
         if request.memory_cap is None or max(request.slice_counts) > 1:
             raise
@@ -123,7 +123,7 @@ def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge)
     plans.add(base.name, base)
     best, _ = plans.fastest()
     validate(best.schedule, costs, host_budget=knowledge.host_budget, microbatch_order=request.file is None)
-    return Choice(best.schedule, costs, notes=in_words(best), offload=best)
+    return Choice(best.schedule, costs, notes=plan_text(best), offload=best)
 
 
 def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
@@ -160,7 +160,7 @@ def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) ->
             fastest[placement] = Candidate(plan.schedule, plan.makespan, plan.peaks, bound, how)
     bound = min(candidate.lower_bound for candidate in fastest.values())
     result = SearchResult(tuple(fastest.values()), bound, seconds, costs)
-    notes = f"{found_by}: {in_words(best)}"
+    notes = f"{found_by}: {plan_text(best)}"
     return Choice(best.schedule, costs, search_seconds=seconds, notes=notes, search=result, offload=best)
 
 
@@ -261,11 +261,11 @@ def _num_attempts(request: Request, knowledge: Knowledge) -> int:
 
     Several times if the result may grow afterwards (messages, vocabulary passes) and so break the cap, else once.
     """
-    grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
+    grows = request.barriers or (request.in_bytes and knowledge.counted_bytes is not None)
     return _ATTEMPTS if grows and request.memory_cap is not None else 1
 
 
-def tightened[T](
+def find_within_caps[T](
     caps: Sequence[float] | None,
     find: Callable[[Sequence[float] | None], tuple[T, Sequence[float]]],
     attempts: int,
@@ -393,7 +393,7 @@ class Plans:
             plan = self._plan(order, caps, slow_down)
             return plan, self._over(plan)
 
-        return tightened(self._request.caps(order.num_devices), find, self._attempts, self._knowledge.message)
+        return find_within_caps(self._request.caps(order.num_devices), find, self._attempts, self._knowledge.message)
 
     def _needy(self, order: Schedule) -> Collection[int]:
         return [device for device, more in enumerate(self._over(self._plan(order, None, True))) if more]
@@ -429,7 +429,7 @@ def choice_to_count_bytes(request: Request, num_microbatches: int, knowledge: Kn
     placement, name = knowledge.placement, f"{request.schedule} (counting bytes)"
     assert placement is not None, "the model has been built"
     schedule = serial_schedule(placement, num_microbatches, name)
-    if knowledge.changes is not None:
+    if knowledge.counted_bytes is not None:
         schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
     if request.offload != OFF:
         schedule = _away(schedule)

@@ -45,7 +45,7 @@ class FeatureSpec:
         name: unique among all features.
         is_needed: whether a run with this request has the feature. Called before anything of the feature is imported.
         position: the place of its extensions among all extensions of a step.
-        extensions: the function that returns the extensions, called with the request, the ``Programs`` and the
+        extensions: the function that returns the extensions, called with the request, the ``ProgramStore`` and the
             ``ChunkPlacement`` of a run (Megatron's own schedule has only the request), or ``package.module:function``.
             By default ``extensions`` in the module ``megatron`` of the feature's folder.
     """

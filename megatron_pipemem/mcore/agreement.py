@@ -33,7 +33,7 @@ def groups_of_model(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup)
     return [*groups_of_copy(groups, pipeline), *([data] if data is not None and data.size() > 1 else [])]
 
 
-def done_by_all[T](do: Callable[[], T], groups: Groups | None = None) -> T:
+def run_on_all_ranks[T](do: Callable[[], T], groups: Groups | None = None) -> T:
     """Run ``do`` on every rank, and return this rank's result when all ranks have succeeded.
 
     Every rank of the groups calls this at the same time; by default, every rank of the job. If ``do`` fails on a rank,
@@ -164,7 +164,7 @@ def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple
     return tuple(largest.tolist())
 
 
-def decided_by_first[T](decide: Callable[[], T], groups: Groups | None = None) -> T:
+def decide_on_first_rank[T](decide: Callable[[], T], groups: Groups | None = None) -> T:
     """Run ``decide`` on the rank that is first in all groups, and return its result on every rank of the groups.
 
     Every rank of the groups calls this at the same time. By default there is one group, the whole job. A search ends

@@ -18,7 +18,7 @@ from itertools import chain, takewhile
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import UnsupportedError, readable
 from megatron_pipemem.flags import CHECK, flag_parser, plan_parser, values_by_flag, words_by_flag
 from megatron_pipemem.gates import Wish, check_gates
@@ -114,7 +114,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     if settings["schedule"] != STOCK and _OVERLAP in others:
         # Megatron takes the flag for placements of its own schedule only, so the model gets it when it is built.
         settings["pairs"], others = True, [argument for argument in others if argument not in (_OVERLAP, _DELAY)]
-    request = requested(**settings).with_graphs(values_by_flag(others).get(_GRAPHS))
+    request = make_request(**settings).with_graphs(values_by_flag(others).get(_GRAPHS))
     return request, cut_flags.without_flags(others, _OF_GRAPHS) if request.graphs else others
 
 

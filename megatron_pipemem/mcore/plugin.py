@@ -25,14 +25,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.features import Position, features_at
 from megatron_pipemem.logs import is_first_rank, tell
 from megatron_pipemem.mcore.checkpoints import FilesOfRanks
 from megatron_pipemem.mcore.compat import ReshardableState
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.mcore.shared_settings import SharedSettings
 from megatron_pipemem.mcore.step.batches import StepShapes
 from megatron_pipemem.mcore.step.extension import Extension, LaunchOrders
@@ -52,9 +52,9 @@ if TYPE_CHECKING:  # loaded for runs that ask for a report
 logger = logging.getLogger(__name__)
 
 
-def programs_for(request: Request) -> Programs:
+def programs_for(request: Request) -> ProgramStore:
     """Return an empty store of the step programs of a run. It will plan with the costs that the request names."""
-    return Programs(request, *prices_of(request.costs))
+    return ProgramStore(request, *prices_of(request.costs))
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _ExtensionParts(NamedTuple):
     """The parts from which the extensions of a run are made."""
 
     request: Request
-    programs: Programs
+    programs: ProgramStore
     chunk_placement: ChunkPlacement
     recording: list[Extension]  # empty without a report or trace
     by_position: Mapping[Position, list[Extension]]  # of the requested features
@@ -232,7 +232,7 @@ def enable(schedule: str, **settings: Any) -> None:
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """
     watch_job()
-    request = requested(schedule, **settings)
+    request = make_request(schedule, **settings)
     if request.layout == AUTO:
         raise UnsupportedError(
             "unsupported-setting",

@@ -19,10 +19,10 @@ from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, MemoryDeltas, Shape
-from megatron_pipemem.choose.model_cut import as_built, placements_of
+from megatron_pipemem.choose.model_cut import megatron_cut, placements_of
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.logs import is_first_rank, tell
-from megatron_pipemem.mcore.agreement import Groups, decided_by_first, done_by_all
+from megatron_pipemem.mcore.agreement import Groups, decide_on_first_rank, run_on_all_ranks
 from megatron_pipemem.part_costs import PartCosts, head_seconds, with_cut_head
 from megatron_pipemem.queues import starts_in_order
 from megatron_pipemem.request import Request
@@ -64,7 +64,7 @@ class Host(Protocol):
     def budget(self) -> int:
         """Return the bytes of host memory that one rank may use."""
 
-    def switches(self) -> tuple[tuple[int, ...], ...]:
+    def shared_links(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups of pipeline devices that share a link to the host, such as ``((0, 1), (2, 3))``."""
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
@@ -117,7 +117,7 @@ def _digest_of_row(actions: Order) -> str:
     return hashlib.sha256(",".join(map(str, actions)).encode()).hexdigest()
 
 
-class Programs:
+class ProgramStore:
     """Makes the validated programs of a run's steps and keeps them.
 
     Batch-size ramp-up and evaluation change the number of microbatches, so a run has several programs. ``priced_by`` is
@@ -139,10 +139,10 @@ class Programs:
             from megatron_pipemem.search.result import ResultCache  # loads the search
 
             cache = ResultCache()
-        self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=ratio, cache=cache)
+        self.knowledge = Knowledge(costs or Costs(), priced_by, is_measuring=True, offload_ratio=ratio, cache=cache)
         self.renewals = 0
         """The number of times that training has been planned again."""
-        self.groups: Groups | None = None
+        self.deciding_groups: Groups | None = None
         """The groups that reach all ranks of the model at hand; ``None``, before there is a model, for the whole job."""
         self._programs: dict[Key, Compiled] = {}
         self._outdated: dict[Key, Compiled] = {}
@@ -154,7 +154,7 @@ class Programs:
 
     def join(self, groups: Groups) -> None:
         """Let the ranks that these groups reach decide together from now on."""
-        self.groups = groups
+        self.deciding_groups = groups
 
     @property
     def name(self) -> str:
@@ -213,7 +213,7 @@ class Programs:
                 announce(compiled.plan)
         return self._programs[key]
 
-    def of_step(self, schedule: Schedule, base: Compiled, costs: Costs, single_queue: bool) -> Program:
+    def step_program(self, schedule: Schedule, base: Compiled, costs: Costs, single_queue: bool) -> Program:
         """Return the validated program of a schedule that was made for one step only; recent ones are kept.
 
         ``base`` is the program of the other steps, returned if its schedule is the same. With ``single_queue``,
@@ -236,7 +236,7 @@ class Programs:
 
         Programs of evaluation stay.
         """
-        self.measured(update.costs, update.changes)
+        self.set_measurements(update.costs, update.changes)
         self._update = update
         self.renewals += 1
         training = {key: compiled for key, compiled in self._programs.items() if not key[0].forward_only}
@@ -249,12 +249,12 @@ class Programs:
             memory.clear()
         self._update = None
 
-    def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
+    def set_measurements(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
         """Set the measured seconds and bytes for later plans. ``None`` keeps the present ones."""
         self.knowledge = self.knowledge.with_measured(costs, changes)
         self._answers.clear()
 
-    def cut_is(self, layers: tuple[int, ...]) -> None:
+    def set_layers(self, layers: tuple[int, ...]) -> None:
         """Set the number of layers of each stage, so that stages are priced by the costs of layers, embedding and head.
 
         Raises:
@@ -265,14 +265,14 @@ class Programs:
         if len(set(layers)) > 1:  # results for even stages do not hold
             self._answers.clear()
 
-    def stages_change(self, memory: MemoryDeltas | None) -> None:
+    def set_predicted_bytes(self, memory: MemoryDeltas | None) -> None:
         """Set the predicted change of bytes by F, I and W of every stage; ``None`` if it is unknown."""
-        if memory != self.knowledge.predicted:
-            self.knowledge = replace(self.knowledge, predicted=memory)
+        if memory != self.knowledge.predicted_bytes:
+            self.knowledge = replace(self.knowledge, predicted_bytes=memory)
             if not self.request.searches:  # searches do not read it
                 self._answers.clear()
 
-    def vocabulary_is(self, barriers: int, num_devices: int) -> None:
+    def set_vocabulary_barriers(self, barriers: int, num_devices: int) -> None:
         """Set the number of vocabulary barriers (0: no cut) of later schedules, and price the cut head."""
         self.request = self.request.decided(barriers)
         head = head_seconds(self.costs)
@@ -320,7 +320,7 @@ class Programs:
         choice = replace(choice, why=why)
         # The earlier schedule may break the cap, if it was chosen before the bytes were known.
         if before is None or (
-            knowledge.changes is not None and any(knowledge.excess(self.request, before.schedule, choice.costs))
+            knowledge.counted_bytes is not None and any(knowledge.excess(self.request, before.schedule, choice.costs))
         ):
             return choice
         if choice.schedule != before.schedule:
@@ -328,14 +328,14 @@ class Programs:
         earlier = replace(choice, schedule=before.schedule, why=why, notes=before.notes)
         return earlier if choice.timeline.makespan > earlier.timeline.makespan * (1 - minimum_gain) else choice
 
-    def priced(self, plan: Choice) -> Costs:
+    def costs_of(self, plan: Choice) -> Costs:
         """Return the costs of a plan; if the run has a memory cap, with the memory in the unit of the cap."""
         if self.request.memory_cap is None:
             return plan.costs
         counted = self.knowledge.counted_costs(plan.schedule.placement, self.request.in_bytes)
         return replace(plan.costs, memory=counted.memory)
 
-    def ways(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
+    def schedules_by_barriers(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
         """Return the possible schedules by number of vocabulary barriers; 0 is without vocabulary parallelism.
 
         A number for which there is no schedule is logged and left out.
@@ -353,8 +353,8 @@ class Programs:
         def refused(barriers: int, error: PipememError) -> None:
             tell(logger, "vocabulary: not with %d barriers: %s", barriers, error)
 
-        ways = vocabulary_ways(self.request, resolved, refused)
-        return {barriers: choice.schedule for barriers, choice in ways.items()}
+        schedules_by_barriers = vocabulary_ways(self.request, resolved, refused)
+        return {barriers: choice.schedule for barriers, choice in schedules_by_barriers.items()}
 
     def _family_placement(self, num_devices: int, chunks: int | None) -> Placement:
         options, chosen_family = self.request.options, family(self.name)
@@ -363,7 +363,7 @@ class Programs:
             return chosen_family.placement_on(num_devices, {**cut, **options})
         except UnsupportedError:
             if chunks is not None:  # they may be wrong, and the user knows them by Megatron's names
-                placements_of(self.name, options, num_devices, as_built(chunks))
+                placements_of(self.name, options, num_devices, megatron_cut(chunks))
             raise
 
     def _searched_placement(self, num_devices: int, chunks: int | None) -> Placement:
@@ -388,11 +388,11 @@ class Programs:
         from megatron_pipemem.choose.searching import searched
 
         shape = Shape(num_devices, chunks, microbatches_of_the_run() or 4 * num_devices)
-        knowledge = replace(self._knowledge_of(None), measures=False)
+        knowledge = replace(self._knowledge_of(None), is_measuring=False)
         candidates = searched(self.request, shape, knowledge)
         if len(candidates) == 1:
             return candidates[0]
-        if self.request.in_bytes and knowledge.changes is None and knowledge.costs.memory is None:
+        if self.request.in_bytes and knowledge.counted_bytes is None and knowledge.costs.memory is None:
             return candidates[0]  # a V: the same bytes on every device, so the most is made of a cap not yet known
         request = self.request if self.request.chooses_offload else self.request.without_offload()
         choice = self._resolved(request, shape, knowledge)
@@ -411,17 +411,17 @@ class Programs:
         host = self.host
         if host is None or self.request.offload == OFF:
             return knowledge
-        knowledge = replace(knowledge, switches=host.switches())
-        counted = knowledge.changes is not None or knowledge.costs.memory is not None
+        knowledge = replace(knowledge, shared_links=host.shared_links())
+        counted = knowledge.counted_bytes is not None or knowledge.costs.memory is not None
         if counted and (self.request.memory_cap is None or self.request.in_bytes):
             knowledge = replace(knowledge, host_budget=_HOST_FILL * host.budget())
         if (
             placement is not None
             and knowledge.priced_by == MEASURED
-            and knowledge.changes is not None
+            and knowledge.counted_bytes is not None
             and self.needs_seconds
         ):
-            knowledge = replace(knowledge, links=host.links(placement.num_devices))
+            knowledge = replace(knowledge, host_links=host.links(placement.num_devices))
         return knowledge
 
     def _resolved(self, request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
@@ -431,7 +431,7 @@ class Programs:
         """
         if not (request.searches or request.plans_offload):
             return choose(request, shape, knowledge)
-        choice = decided_by_first(lambda: choose(request, shape, knowledge).alone, self.groups)
+        choice = decide_on_first_rank(lambda: choose(request, shape, knowledge).alone, self.deciding_groups)
         if request.searches and not self.needs_bytes:
             choice = replace(choice, schedule=replace(choice.schedule, name=AUTO))
         return choice
@@ -451,8 +451,10 @@ class Programs:
         (shape, pipeline), update = key, self._update
         assert update is not None, "programs are outdated by an update"
         try:
-            plan = done_by_all(lambda: self.plan(shape, update.reason, before.plan, update.minimum_gain), self.groups)
-            return done_by_all(lambda: self._compiled(plan, shape, pipeline), self.groups)
+            plan = run_on_all_ranks(
+                lambda: self.plan(shape, update.reason, before.plan, update.minimum_gain), self.deciding_groups
+            )
+            return run_on_all_ranks(lambda: self._compiled(plan, shape, pipeline), self.deciding_groups)
         except Exception as error:  # on all ranks
             is_refusal = isinstance(error, PipememError) and error.code != "other-rank-failed"
             if is_refusal and update.changes is not None:
@@ -480,7 +482,7 @@ class Programs:
             proved = {kind: program for kind, program in programs.items() if self._is_proved(program, kind)}
             return {kind: list(map(_digest_of_row, program.actions)) for kind, program in proved.items()}
 
-        proved = decided_by_first(prove, groups)
+        proved = decide_on_first_rank(prove, groups)
         # The usual order may need the order for one queue in its place.
         kinds = [kind if kind in proved else True for kind in self.queues]
         rows = ([own[kind].get(device, row) for device, row in enumerate(proved[kind])] for kind in kinds)

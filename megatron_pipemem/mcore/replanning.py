@@ -11,7 +11,7 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.model.whole_model import layout_of
-from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
+from megatron_pipemem.mcore.programs import MeasurementUpdate, ProgramStore
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.activation_ledger import bytes_per_action
 from megatron_pipemem.runtime.trace import Stopwatch, Trace, TracedAction, average, drift
@@ -31,7 +31,7 @@ MINIMUM_GAIN = 0.01
 class LayersOfStages(Extension):
     """Passes the number of layers of each built stage to the planner, which then prices each stage by them."""
 
-    def __init__(self, programs: Programs):
+    def __init__(self, programs: ProgramStore):
         self._programs = programs
         self._is_known = False
 
@@ -39,12 +39,12 @@ class LayersOfStages(Extension):
         if not self._is_known:
             placement = step.pipeline.placement
             layout = layout_of(step.chunks, placement, step.groups.pp, lambda model: len(model.decoder.layers))
-            self._programs.cut_is(tuple(map(int, layout[: placement.model_stages])))
+            self._programs.set_layers(tuple(map(int, layout[: placement.model_stages])))
             self._is_known = True
 
 
 @dataclass(frozen=True)
-class _Contribution:
+class _RankMeasurements:
     """The measurements of one rank, or the failure that prevented them."""
 
     device: int  # position of the rank in its pipeline
@@ -66,7 +66,7 @@ class Replanner(Extension):
 
     only_trains = True
 
-    def __init__(self, programs: Programs, needs_seconds: bool):
+    def __init__(self, programs: ProgramStore, needs_seconds: bool):
         self._programs = programs
         self._needs_seconds = needs_seconds
         self._units = WHOLE
@@ -94,7 +94,7 @@ class Replanner(Extension):
 
         update = self.before_step(step.shape, step.pipeline.device, links)
         if update is not None:
-            step.programs.renew(update)
+            step.program_store.renew(update)
 
     def prepare(self, step: Step) -> None:
         step.counts_bytes |= self._programs.needs_bytes
@@ -140,8 +140,8 @@ class Replanner(Extension):
         if timed and self._links is None:
             self._links = measure_links()
         watch, links = self._stopwatch, self._links or {}
-        own = _Contribution(device, self._changes, watch.medians(), links, self._failure, watch.of_pairs())
-        contributions = gather(own, self._programs.groups)
+        own = _RankMeasurements(device, self._changes, watch.medians(), links, self._failure, watch.of_pairs())
+        contributions = gather(own, self._programs.deciding_groups)
         self._counted, self._changes, self._failure = False, None, None
         if timed:
             self._stopwatch.reset()
@@ -156,7 +156,7 @@ class Replanner(Extension):
         return None
 
     def _update(
-        self, ranks: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool
+        self, ranks: Sequence[_RankMeasurements], placement: Placement, counted: bool, timed: bool
     ) -> MeasurementUpdate | None:
         changes = merge_bytes(ranks, placement, self._units) if counted else None
         if not timed:
@@ -180,7 +180,7 @@ class Replanner(Extension):
 
 
 def merge_bytes(
-    ranks: Sequence[_Contribution], placement: Placement, units: Units = WHOLE
+    ranks: Sequence[_RankMeasurements], placement: Placement, units: Units = WHOLE
 ) -> dict[Kind, tuple[int, ...]]:
     """Return the change of held bytes by each kind of action, one value per stage and part.
 

@@ -221,13 +221,16 @@ class Model(Limited):
         groups = f"is {self.key_heads} and does not divide {self.heads} attention heads; change one of the two"
         refuse_if(self.heads % self.key_heads, "does-not-divide", "kv_heads", groups)
         for key in ("moe_layer_freq", "linear_attention_freq"):
-            where = getattr(self, key)
-            entries = self.layers if isinstance(where, int) else len(where)
+            frequency = getattr(self, key)
+            entries = self.layers if isinstance(frequency, int) else len(frequency)
             uneven = f"has {entries} entries for {self.layers} layers; write one each"
             refuse_if(entries != self.layers, "bad-syntax", key, uneven)
-            is_number = isinstance(where, int)
+            is_number = isinstance(frequency, int)
             refuse_if(
-                is_number and where < 1, "bad-number", key, f"is {where}; give at least 1, or one entry per layer"
+                is_number and frequency < 1,
+                "bad-number",
+                key,
+                f"is {frequency}; give at least 1, or one entry per layer",
             )
         visits = f"is {self.experts_per_token}, and the model has {self.experts} experts; give at most that number"
         refuse_if(0 < self.experts < self.experts_per_token, "bad-number", "experts_per_token", visits)
@@ -350,13 +353,13 @@ class Model(Limited):
         return tuple(self._attention(layer) + self._ffn(layer) for layer in range(self.layers))
 
     def _ffn(self, layer: int) -> Sublayer:
-        where = self.moe_layer_freq
-        has_experts = layer % where == 0 if isinstance(where, int) else where[layer]
+        frequency = self.moe_layer_freq
+        has_experts = layer % frequency == 0 if isinstance(frequency, int) else frequency[layer]
         return Sublayer.EXPERTS if self.experts and has_experts else Sublayer.FFN
 
     def _attention(self, layer: int) -> Sublayer:
-        where = self.linear_attention_freq
-        if (layer + 1) % where if isinstance(where, int) else where[layer]:
+        frequency = self.linear_attention_freq
+        if (layer + 1) % frequency if isinstance(frequency, int) else frequency[layer]:
             return Sublayer.DELTA_NET
         if self.kv_lora_rank is None:
             return Sublayer.ATTENTION

@@ -166,8 +166,8 @@ def drift(planned: Costs, measured: Costs, placement: Placement, units: Units = 
         return None
     _, kind, at = max(moved)
     stage, part = divmod(at, parts)
-    where = f"stage {stage}" if parts == 1 else f"part {part} of microbatches on stage {stage}"
-    return f"{kind} of {where} takes {new[kind][at] * 1e3:.3g} ms, planned with {old[kind][at] * 1e3:.3g} ms"
+    owner = f"stage {stage}" if parts == 1 else f"part {part} of microbatches on stage {stage}"
+    return f"{kind} of {owner} takes {new[kind][at] * 1e3:.3g} ms, planned with {old[kind][at] * 1e3:.3g} ms"
 
 
 class Direction(Enum):

@@ -119,10 +119,10 @@ class Costs:
             checked = {Kind(kind): numbers(f"memory.{kind}", change) for kind, change in self.memory.items()}
             object.__setattr__(self, "memory", checked)
         if self.further is not None:
-            if strange := [kind for kind in self.further if kind not in FURTHER]:
+            if unknown := [kind for kind in self.further if kind not in FURTHER]:
                 raise CostsError(
                     "unknown-key",
-                    f"the key further has the kind {strange[0]}, which register_kind has not added; leave the kind out, or "
+                    f"the key further has the kind {unknown[0]}, which register_kind has not added; leave the kind out, or "
                     "register it",
                 )
             own = {

@@ -103,10 +103,10 @@ def checked_object(key: str, value: object, keys: Iterable[str] | None = None) -
 def by_kind(key: str, table: object) -> dict[Kind, Any]:
     """Return a JSON object whose keys are kinds of actions, or raise a CostsError."""
     values = checked_object(key, table)
-    if strange := [name for name in values if name not in set(Kind)]:
+    if unknown_kinds := [name for name in values if name not in set(Kind)]:
         raise CostsError(
             "unknown-key",
-            f"{key} has the unknown key {shortened(strange[0])}; it takes kinds of actions, {', '.join(Kind)}",
+            f"{key} has the unknown key {shortened(unknown_kinds[0])}; it takes kinds of actions, {', '.join(Kind)}",
         )
     return {Kind(name): value for name, value in values.items()}
 

@@ -211,10 +211,10 @@ def find_cycle(
     return tuple(path[member] for member in members[members.index(device) :]) if device is not None else ()
 
 
-def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
+def deadlock(cycle: Sequence[Wait], place: str, remedy: str) -> ScheduleError:
     """Return the error for devices that wait for one another in a circle.
 
-    ``where`` follows the word "deadlock" in its message, and ``mend``, the remedy, is the last part.
+    ``place`` follows the word "deadlock" in its message, and ``remedy`` is the last part.
     """
     standing = {wait.device: wait.action for wait in cycle}
     steps = "; ".join(
@@ -225,7 +225,7 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
     first = cycle[0]
     return ScheduleError(
         "deadlock",
-        f"deadlock{where}: {steps}; {mend}",
+        f"deadlock{place}: {steps}; {remedy}",
         at=(first.device, first.position, first.action),
         cycle=tuple(cycle),
     )

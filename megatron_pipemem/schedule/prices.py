@@ -212,10 +212,10 @@ class MicrobatchFactors:
         object.__setattr__(self, "time", _factors("time", self.time))
         if self.memory is not None:
             object.__setattr__(self, "memory", _factors("memory", self.memory))
-        if strange := sorted(set(self.kinds) - WEIGHED):
+        if unknown_kinds := sorted(set(self.kinds) - WEIGHED):
             raise CostsError(
                 "unknown-key",
-                f"microbatch.kinds has {shortened(strange[0])}, which takes no factors; give some of "
+                f"microbatch.kinds has {shortened(unknown_kinds[0])}, which takes no factors; give some of "
                 f"{', '.join(sorted(WEIGHED))}",
             )
         kinds = {Kind(kind): _factors(f"kinds.{kind}", factors) for kind, factors in self.kinds.items()}

@@ -241,12 +241,12 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     ]
     if fitting[True]:
         ways_out.append(f"with activations on the host these fit: {', '.join(fitting[True])}")
-    where = "" if len(set(caps)) == 1 else f" on device {worst}"
+    on_device = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
         "over-cap",
-        f"schedule {shortened(chosen.name)} needs {own_peaks[worst]:.4g} activation units{where} with {schedule.num_devices} "
-        f"devices and {schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; "
-        f"{'; '.join(ways_out)}",
+        f"schedule {shortened(chosen.name)} needs {own_peaks[worst]:.4g} activation units{on_device} with "
+        f"{schedule.num_devices} devices and {schedule.num_microbatches} microbatches, above the memory cap of "
+        f"{caps[worst]:.4g}; {'; '.join(ways_out)}",
     )
 
 
@@ -261,12 +261,12 @@ def _offered(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 def _load(entry: EntryPoint) -> Family:
     package = f" of package {entry.dist.name}" if entry.dist is not None else ""
-    where = f"entry point {shortened(entry.name)}{package} in the group {ENTRY_POINT_GROUP}"
-    loaded = _import(where, entry.load, "repair or uninstall that package")
+    subject = f"entry point {shortened(entry.name)}{package} in the group {ENTRY_POINT_GROUP}"
+    loaded = _import(subject, entry.load, "repair or uninstall that package")
     if not isinstance(loaded, Family) or loaded.name != entry.name:
         raise UnsupportedError(
             "family-declaration",
-            f"{where} must lead to a Family named {shortened(entry.name)}, not to {shortened(loaded)}; repair or uninstall "
+            f"{subject} must lead to a Family named {shortened(entry.name)}, not to {shortened(loaded)}; repair or uninstall "
             "that package",
         )
     return loaded

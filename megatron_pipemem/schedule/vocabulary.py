@@ -50,9 +50,9 @@ class VocabularyCosts:
         object.__setattr__(self, "loss", price("vocabulary.loss", self.loss, several=False))
         name = "vocabulary.collectives"
         if isinstance(self.collectives, Mapping):
-            if strange := sorted(set(self.collectives) - COLLECTIVES):
+            if unknown_kinds := sorted(set(self.collectives) - COLLECTIVES):
                 raise CostsError(
-                    "unknown-key", f"{strange[0]} is not a collective; give {', '.join(sorted(COLLECTIVES))}"
+                    "unknown-key", f"{unknown_kinds[0]} is not a collective; give {', '.join(sorted(COLLECTIVES))}"
                 )
             prices = {
                 Kind(kind): price(f"{name}.{kind}", seconds, several=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megatron_pipemem.conflicts import check
 from megatron_pipemem.features.offload import megatron as offload
 from megatron_pipemem.mcore.plugin import programs_for
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.request import Request
 
 
@@ -17,7 +17,7 @@ def programs_of(
     costs: str = "unit",
     options: Mapping[str, object] | None = None,
     **settings: object,
-) -> Programs:
+) -> ProgramStore:
     """As a run has it that is enabled with these settings."""
     request = check(Request(schedule, memory_cap, costs=costs, options=options or {}, **settings))
     programs = programs_for(request)

@@ -15,7 +15,7 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore import programs as run_programs
-from megatron_pipemem.mcore.programs import Programs, digest_of
+from megatron_pipemem.mcore.programs import ProgramStore, digest_of
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import rank_program
 from megatron_pipemem.schedule.lowering import lower, rows_of_rank
@@ -145,7 +145,7 @@ def test_the_first_rank_decides(on_all_ranks):
         raise CostsError("no-time", f"no by {rank}")
 
     def decided(decide):
-        return on_all_ranks(lambda rank, groups: agreement.decided_by_first(lambda: decide(rank), groups))
+        return on_all_ranks(lambda rank, groups: agreement.decide_on_first_rank(lambda: decide(rank), groups))
 
     assert decided(lambda rank: f"by {rank}") == ["by 0"] * (TP * PP)
     assert {(type(decision), str(decision)) for decision in decided(refuse)} == {(CostsError, "no by 0")}
@@ -155,13 +155,13 @@ def test_a_crash_of_the_first_rank_leaves_nobody_waiting(on_all_ranks):
     def crash():
         raise ZeroDivisionError("oops")
 
-    first, *others = on_all_ranks(lambda rank, groups: agreement.decided_by_first(crash, groups))
+    first, *others = on_all_ranks(lambda rank, groups: agreement.decide_on_first_rank(crash, groups))
     assert isinstance(first, ZeroDivisionError)
     assert {other.code for other in others} == {"other-rank-failed"} and all("oops" in str(other) for other in others)
 
 
 def test_a_lone_process_decides_for_itself():
-    assert agreement.decided_by_first(lambda: 7) == 7
+    assert agreement.decide_on_first_rank(lambda: 7) == 7
     assert agreement.gather("mine") == ["mine"]
 
 
@@ -182,14 +182,14 @@ def test_a_failure_of_one_rank_is_an_error_on_all(on_all_ranks, failure, code, w
             raise failure
         return rank
 
-    outcomes = on_all_ranks(lambda rank, groups: agreement.done_by_all(lambda: act(rank), groups))
+    outcomes = on_all_ranks(lambda rank, groups: agreement.run_on_all_ranks(lambda: act(rank), groups))
     assert outcomes.pop(3) is failure
     assert {(type(outcome), outcome.code, str(outcome)) for outcome in outcomes} == {(UnsupportedError, code, words)}
-    assert on_all_ranks(lambda rank, groups: agreement.done_by_all(lambda: rank, groups)) == [*range(TP * PP)]
+    assert on_all_ranks(lambda rank, groups: agreement.run_on_all_ranks(lambda: rank, groups)) == [*range(TP * PP)]
 
 
 def test_a_lone_process_needs_nobody():
-    assert agreement.done_by_all(lambda: 7) == 7
+    assert agreement.run_on_all_ranks(lambda: 7) == 7
 
 
 def test_groups_of_a_model_reach_its_copies():
@@ -205,7 +205,7 @@ def _own_rank() -> int:
 
 def _compiled(rank: int, groups: list[_Group], queues: tuple[bool, ...] = (False,), again: bool = False):
     """Return the program of a rank's steps, and as ``again`` the one after a new plan."""
-    programs = Programs(Request("1f1b"))
+    programs = ProgramStore(Request("1f1b"))
     programs.join(groups)
     programs.queues = queues
     call = Shape(PP, 1, 9), partial(agreement.agree, group=groups[1]), groups[1]
@@ -243,8 +243,8 @@ def test_a_rank_that_cannot_plan_again_keeps_all_from_it(on_all_ranks, monkeypat
             raise ZeroDivisionError
         return plan(self, shape, why, *before)
 
-    plan = Programs.plan
-    monkeypatch.setattr(Programs, "plan", failing)
+    plan = ProgramStore.plan
+    monkeypatch.setattr(ProgramStore, "plan", failing)
     digests = {compiled.digest for compiled in on_all_ranks(partial(_compiled, again=True))}
     assert len(digests) == 1
 

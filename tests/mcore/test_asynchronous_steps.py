@@ -13,7 +13,7 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron import training
 from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining, StageOptimizer
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import InFlight
 
@@ -27,7 +27,7 @@ class Steps:
     """Runs steps that do nothing on one of two ranks."""
 
     def __init__(self, train_steps: int):
-        self.training = AsynchronousTraining(Programs(Request("pipedream-2bw")), train_steps)
+        self.training = AsynchronousTraining(ProgramStore(Request("pipedream-2bw")), train_steps)
         self.chunks = [torch.nn.Linear(2, 2)]
 
     def begin(self):

@@ -14,7 +14,7 @@ from refusals import refused
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.model import whole_model
-from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into
+from megatron_pipemem.mcore.model.whole_model import check_whole_model, contents_of_chunk
 from megatron_pipemem.model.cut_flags import remarks
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
@@ -159,7 +159,7 @@ def check(placement: Placement, stages: list, monkeypatch) -> None:
     """As rank 0 of a pipeline sees it."""
 
     def gather(own, groups):
-        contents = [[look_into(stages[stage]) for stage in held] for held in placement.stages]
+        contents = [[contents_of_chunk(stages[stage]) for stage in held] for held in placement.stages]
         return [own, *contents[1:]]
 
     monkeypatch.setattr(whole_model, "gather", gather)

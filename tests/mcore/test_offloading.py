@@ -19,7 +19,7 @@ from megatron_pipemem.features.offload.megatron import Offloading
 from megatron_pipemem.features.offload.runtime.host import ALIGNMENT, HostLink
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.stages import Tape, watch_batches
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.request import Request, TransferOptions
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.lowering import lower
@@ -49,7 +49,7 @@ def counted(num_stages: int) -> dict[Kind, tuple[int, ...]]:
 SELECTIVE = 70
 
 
-def plan_with_bytes(wanted: Programs, shape: Shape) -> Choice:
+def plan_with_bytes(wanted: ProgramStore, shape: Shape) -> Choice:
     """The plan that follows the steps which count bytes."""
     stages, shown = shape.num_devices * shape.chunks, []
     while wanted.needs_bytes:
@@ -58,12 +58,12 @@ def plan_with_bytes(wanted: Programs, shape: Shape) -> Choice:
         again = set(schedule.recomputed.values())
         shown.append(again)
         part = {Kind.F: (SELECTIVE,) * stages} if again else {}
-        wanted.measured(None, counted(stages) | part)
+        wanted.set_measurements(None, counted(stages) | part)
     assert shown == [set(), {Kind.RS}][: len(shown)]
     return wanted.plan(shape, "bytes counted")
 
 
-def source(schedule: str, cap=None, **settings) -> Programs:
+def source(schedule: str, cap=None, **settings) -> ProgramStore:
     return programs_of(schedule, cap, **settings)
 
 
@@ -145,10 +145,10 @@ def test_devices_that_share_a_channel_measure_it_in_turns(monkeypatch):
     happened = []
     monkeypatch.setattr(offloading, "gather", lambda own, groups: [(0, LINK), own])
     monkeypatch.setattr(offloading, "_place", lambda: 1)
-    monkeypatch.setattr(Offloading, "switches", lambda self: ((0, 1),))
+    monkeypatch.setattr(Offloading, "shared_links", lambda self: ((0, 1),))
     monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: happened.append("measured") or LINK)
-    monkeypatch.setattr(offloading, "done_by_all", lambda do, groups: (do(), happened.append("all have"))[0])
+    monkeypatch.setattr(offloading, "run_on_all_ranks", lambda do, groups: (do(), happened.append("all have"))[0])
     monkeypatch.setattr(Offloading, "budget", lambda self: 0)
     assert Offloading(TransferOptions()).links(2) == (LINK, LINK)
     assert happened == ["all have", "all have", "measured", "all have"]
@@ -176,7 +176,7 @@ def test_a_rank_that_fails_alone_tells_the_others(stage, monkeypatch):
 def test_host_memory_is_taken_before_the_step_where_the_plan_is_in_bytes(in_bytes):
     wanted = source("v-half", offload="full", offload_options={"ratio": 0.5})
     if in_bytes:
-        wanted.measured(None, counted(8))
+        wanted.set_measurements(None, counted(8))
     plan, host = wanted.plan(SHAPE, "start"), Offloading(TransferOptions())
     host._budget = 1 << 20
     for _ in range(2):
@@ -207,7 +207,7 @@ def test_processors_are_those_of_before_again(monkeypatch):
 
 def test_bytes_replace_a_plan_that_does_not_keep_them():
     wanted = source("v-half", cap="420B", offload="auto", offload_options={"ratio": 0.5})
-    wanted.measured(None, counted(8))
+    wanted.set_measurements(None, counted(8))
     everything = source("v-half").plan(SHAPE, "start")
     offload_plan = wanted.plan(SHAPE, "bytes counted", everything, minimum_gain=0.9)
     assert offload_plan.schedule != everything.schedule
@@ -288,7 +288,7 @@ def test_a_cap_in_bytes_is_kept_by_what_is_cheap_to_make_again_first():
 def test_what_runs_again_is_priced_without_the_message_that_its_forward_has_sent():
     wanted, shape = source("1f1b", "230B", recompute="full"), Shape(4, 1, 8)
     wanted.plan(shape, "start")
-    wanted.measured(None, counted(4) | {Kind.F: (100 + MESSAGE,) * 4, Kind.SEND_F: (-MESSAGE,) * 4})
+    wanted.set_measurements(None, counted(4) | {Kind.F: (100 + MESSAGE,) * 4, Kind.SEND_F: (-MESSAGE,) * 4})
     plan = wanted.plan(shape, "bytes counted")
     assert set(plan.schedule.recomputed.values()) == {Kind.R}
     memory = plan.costs.memory

@@ -19,7 +19,7 @@ from refusals import refused
 import megatron_pipemem
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks, RoundRobinRank, _sum_tied_gradients
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.mcore.symbols import PatchSet
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
@@ -116,7 +116,7 @@ def test_a_placement_that_megatron_cannot_build_is_refused():
 @pytest.mark.parametrize(("virtual_stages", "chunks"), [(2, 2), (4, 4), (6, 6)])
 def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, monkeypatch, virtual_stages, chunks):
     as_rank(1)
-    source = Programs(Request("hanayo"))
+    source = ProgramStore(Request("hanayo"))
     placement = ChunkPlacement(source.placement, source.request.is_round_robin, name="hanayo")
     built = placement.build_chunks(Chunk, GROUPS, virtual_stages)
     assert [chunk.vp_stage for chunk in built] == list(range(chunks))

@@ -80,13 +80,13 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(predicted_bytes, "is_on_one_host", lambda group: True)
 
 
-class Programs:
+class ProgramStore:
     """Stands for the programs of a run, which take the bytes over."""
 
     def __init__(self) -> None:
         self.memory: Any = "not set"
 
-    def stages_change(self, memory) -> None:
+    def set_predicted_bytes(self, memory) -> None:
         self.memory = memory
 
 
@@ -94,15 +94,15 @@ def test_the_programs_hear_of_the_bytes_once_for_each_model(monkeypatch, one_ran
     monkeypatch.setattr(predicted_bytes, "_pieces_of_stages", lambda step: LAYERS)
     model, execution = MODELS["gpt"]
     step, extension = step_of(model, execution), PredictedBytes(Request("zb-h1"))
-    step.programs = Programs()
+    step.program_store = ProgramStore()
     extension.choose(step)
-    assert step.programs.memory == stage_bytes(model, execution, LAYERS)
+    assert step.program_store.memory == stage_bytes(model, execution, LAYERS)
     step.context.config = None  # is not read again
     extension.choose(step)
-    assert step.programs.memory == stage_bytes(model, execution, LAYERS)
+    assert step.program_store.memory == stage_bytes(model, execution, LAYERS)
     step.shape.num_microbatches = 1
     extension.choose(step)
-    assert step.programs.memory is None, "nothing waits"
+    assert step.program_store.memory is None, "nothing waits"
 
 
 def test_a_model_without_sizes_keeps_every_w(monkeypatch, caplog, one_rank):
@@ -110,9 +110,9 @@ def test_a_model_without_sizes_keeps_every_w(monkeypatch, caplog, one_rank):
     for layers, named in ((None, "no numbers"), ((9, 9), "18 layers"), (LAYERS, "params_dtype")):
         monkeypatch.setattr(predicted_bytes, "_pieces_of_stages", lambda step, layers=layers: layers)
         step = step_of(*MODELS["gpt"])
-        step.programs = Programs()
+        step.program_store = ProgramStore()
         if named == "params_dtype":
             step.context.config = SimpleNamespace(recompute_granularity=None)
         with caplog.at_level("INFO", logger=predicted_bytes.__name__):
             PredictedBytes(Request("zb-h1")).choose(step)
-        assert step.programs.memory is None and named in caplog.text
+        assert step.program_store.memory is None and named in caplog.text

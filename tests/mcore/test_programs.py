@@ -21,7 +21,7 @@ from megatron_pipemem.mcore import loop_arguments
 from megatron_pipemem.mcore import programs as run_programs
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import programs_for
-from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
+from megatron_pipemem.mcore.programs import MeasurementUpdate, ProgramStore
 from megatron_pipemem.mcore.step.extension import LaunchKind, LaunchOrders
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import registry, validator
@@ -37,7 +37,7 @@ def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: No
 
 
 def family(name, **settings):
-    return Programs(Request(name, **settings))
+    return ProgramStore(Request(name, **settings))
 
 
 def test_compiles_once_per_shape_and_asks_for_agreement_each_time_it_does():
@@ -142,7 +142,7 @@ def test_an_invalid_program_of_any_source_reaches_no_executor(monkeypatch):
     searching = programs_of("auto", options={"seconds": 0, "placement": "v"})
     base = searching.get(Shape(4, 2, 8), lambda digest: None)
     with refused("wrong-order", kind=ScheduleError):
-        searching.of_step(broken(4, 8), base, Costs(), False)
+        searching.step_program(broken(4, 8), base, Costs(), False)
     searching.clear()
     monkeypatch.setattr(searching, "plan", lambda *shape: replace(base.plan, schedule=broken(4, 8)))
     with refused("wrong-order", kind=ScheduleError):
@@ -218,10 +218,10 @@ def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_onc
     assert [both.order(False).actions, both.order(True).actions] == [choice.actions for choice in alone]
     assert both.order(False).schedule is both.order(True).schedule and len(set(digests)) == len(digests) == 3
     assert programs.get(Shape(4, 2, 8), digests.append) is both
-    other = Programs(Request("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
-    asked = [programs.of_step(other, both, Costs(), single_queue) for single_queue in (False, True, False)]
+    other = ProgramStore(Request("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
+    asked = [programs.step_program(other, both, Costs(), single_queue) for single_queue in (False, True, False)]
     assert asked[0] is asked[2] and asked[0].actions != asked[1].actions
-    assert programs.of_step(both.program.schedule, both, Costs(), True) is both.in_one_queue
+    assert programs.step_program(both.program.schedule, both, Costs(), True) is both.in_one_queue
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_new_plan_may_launch_something_new():
 def test_a_cap_holds_for_both_orders():
     changes = {Kind.F: (4, 4), Kind.B: (-4, -4), Kind.RECV_F: (0, 3), Kind.RECV_I: (3, 0), Kind.SEND_F: (0, 0)}
     changes |= {Kind.SEND_I: (0, -3), Kind.I: (0, 0), Kind.W: (-4, -4)}
-    known = replace(Knowledge(), changes=changes)
+    known = replace(Knowledge(), counted_bytes=changes)
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=6)
     costs = known.counted_costs(schedule.placement, in_bytes=True)
     held = {

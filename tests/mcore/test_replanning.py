@@ -11,7 +11,7 @@ from refusals import refused
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replanning
-from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
+from megatron_pipemem.mcore.programs import MeasurementUpdate, ProgramStore
 from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, Replanner, merge_bytes
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
@@ -87,7 +87,7 @@ def steps_until_news(run, trace=None, limit=3 * WINDOW):
 
 
 def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
-    run = Run(Programs(Request("zb-h1")))
+    run = Run(ProgramStore(Request("zb-h1")))
     news, plan = run.step(Trace(forward=50.0))
     assert news is None and plan.priced_by == "unit" and plan.why == "start"
     step, news, plan = steps_until_news(run)
@@ -98,7 +98,7 @@ def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
 
 
 def test_steady_costs_change_nothing_and_drift_is_noticed_once():
-    run = Run(Programs(Request("zb-h1")))
+    run = Run(ProgramStore(Request("zb-h1")))
     steps_until_news(run)
     assert steps_until_news(run) is None
     step, news, plan = steps_until_news(run, Trace(forward=1.5))
@@ -130,7 +130,7 @@ def test_bytes_and_seconds_come_one_after_the_other():
 
 
 def test_every_number_of_microbatches_is_planned_anew_when_it_comes():
-    programs = Programs(Request("zb-h1"))
+    programs = ProgramStore(Request("zb-h1"))
 
     def plan(m):
         return programs.get(Shape(2, 1, m), lambda digest: None).plan
@@ -148,7 +148,7 @@ def test_bytes_of_replicas_that_differ_are_those_of_the_fullest():
         zeros = [0] * 4
         for stage, value in zip(Placement.v_shape(2).stages[device], changes, strict=True):
             zeros[stage] = value
-        return replanning._Contribution(device, {Kind.F: tuple(zeros), Kind.W: tuple(-z for z in zeros)}, {}, {})
+        return replanning._RankMeasurements(device, {Kind.F: tuple(zeros), Kind.W: tuple(-z for z in zeros)}, {}, {})
 
     merged = merge_bytes([seen(0, 5, 6), seen(1, 9, 2), seen(0, 7, 1), seen(1, 3, 4)], Placement.v_shape(2))
     assert merged == {Kind.F: (7, 9, 4, 6), Kind.W: (-7, -9, -4, -6)}
@@ -160,7 +160,7 @@ class Broken(Trace):
 
 
 def test_a_rank_that_cannot_measure_keeps_the_plan_of_all(caplog):
-    run = Run(Programs(Request("zb-h1")))
+    run = Run(ProgramStore(Request("zb-h1")))
     _, first = run.step()
     assert steps_until_news(run, Broken()) is None
     assert sum("its plan stays" in record.message for record in caplog.records) >= 1
@@ -175,10 +175,10 @@ def test_what_another_rank_could_not_measure_is_not_planned_with(monkeypatch):
 
     def gather(own, groups):
         gathered.append(own)
-        return [own, replanning._Contribution(1, None, {}, {}, failure="RuntimeError: the clock is gone")]
+        return [own, replanning._RankMeasurements(1, None, {}, {}, failure="RuntimeError: the clock is gone")]
 
     monkeypatch.setattr(replanning, "gather", gather)
-    run = Run(Programs(Request("zb-h1")))
+    run = Run(ProgramStore(Request("zb-h1")))
     assert steps_until_news(run) is None and gathered
 
 
@@ -197,7 +197,7 @@ def test_bytes_that_cannot_be_counted_leave_the_first_plan():
     "failure", [ZeroDivisionError("oops"), UnsupportedError("cap-unreachable", "nothing was found"), None]
 )
 def test_a_search_that_fails_in_the_middle_of_a_run_keeps_its_plan(monkeypatch, caplog, failure):
-    run = Run(Programs(Request("zb-h1")))
+    run = Run(ProgramStore(Request("zb-h1")))
     _, first = run.step()
 
     def plan(*arguments):

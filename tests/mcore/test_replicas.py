@@ -17,7 +17,7 @@ from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.megatron import gradients, make_replicas
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.mcore.step.batches import deal
 from megatron_pipemem.mcore.step.extension import count_weights, predict_weights
 from megatron_pipemem.request import Request
@@ -79,7 +79,7 @@ def test_megatron_is_told_of_one_copy():
 
 
 def test_evaluation_takes_any_number_of_microbatches():
-    source = Programs(Request("dualpipe"))
+    source = ProgramStore(Request("dualpipe"))
     for m in (1, 3, 8, 9):
         schedule = source.plan(Shape(4, 2, m)._replace(forward_only=True), "").schedule
         validate(schedule)
@@ -96,7 +96,7 @@ def test_one_microbatch_after_another_goes_both_ways(p, m):
 
 
 def test_vocabulary_passes_are_refused_before_the_model_is_built():
-    source = Programs(Request("gems", vocab_cut="2"))
+    source = ProgramStore(Request("gems", vocab_cut="2"))
     with refused("unsupported-placement", kind=UnsupportedError):
         source.placement(4, 1)
 

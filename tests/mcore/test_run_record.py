@@ -17,13 +17,13 @@ from megatron_pipemem.choose.knowledge import Choice as Plan
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.mcore import plugin
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.mcore.report import recording
 from megatron_pipemem.mcore.report.action_bytes import ActionBytes
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
 from megatron_pipemem.mcore.report.run_report import _costs
-from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
+from megatron_pipemem.mcore.step.extension import Observation, OverlapStatistics, WeightBytes
 from megatron_pipemem.request import Request
 from megatron_pipemem.results import lines, measured_bubble
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
@@ -45,7 +45,7 @@ def record(world, tmp_path) -> RunRecord:
     return record
 
 
-PLAN = Programs(Request("zb-h1")).plan(Shape(1, 1, 2), "start")
+PLAN = ProgramStore(Request("zb-h1")).plan(Shape(1, 1, 2), "start")
 PROGRAM = lower(PLAN.schedule)
 
 
@@ -95,11 +95,11 @@ def test_a_norm_that_is_not_known_yet_is_waited_for_at_the_end_only(record):
     record.add_step(PLAN, PROGRAM, 0, observed(None))
     record.add_losses({"lm loss": 3.0}, norm)
     norm.value = 0.5
-    record.overlap = lambda: Overlap(1, 1, 24, 0)
+    record.overlap = lambda: OverlapStatistics(1, 1, 24, 0)
     record.write()
     report = json.loads(record.report.read_text())
     assert report["grad_norms"] == [0.5]
-    assert [report["ranks"][0][name] for name in Overlap._fields] == [1, 1, 24, 0]
+    assert [report["ranks"][0][name] for name in OverlapStatistics._fields] == [1, 1, 24, 0]
 
 
 def test_a_run_is_told_and_written(record, caplog):
@@ -116,8 +116,10 @@ def test_a_run_is_told_and_written(record, caplog):
     held = [event["args"]["bytes"] for event in events if event.get("name") == "held by device 0"]
     assert max(held) == rank["counted_peak_bytes"] == report["bytes_of_1f1b"] == 4096
     case = case_of_report(report)
-    shares = {share_of_1f1b(timeline) for timeline in (case.own, case.as_ran, case.as_planned)}
-    assert shares == {1.0} and case.peaks == (4096,) == (max(case.held[0]),)
+    shares = {
+        share_of_1f1b(timeline) for timeline in (case.own_timeline, case.measured_timeline, case.planned_timeline)
+    }
+    assert shares == {1.0} and case.peaks == (4096,) == (max(case.held_bytes[0]),)
     for name in ("plan", "run"):
         assert "peak 0.00391 MiB (1 of 1F1B's)" in (record.trace / f"{name}.html").read_text()
     told = [record.getMessage() for record in caplog.records]
@@ -164,7 +166,7 @@ def test_the_last_step_is_written_for_explain(record, world):
     last = report["last_step"]
     assert last["layers"] == [3] and last["memory"]["F"] == [4096] and 0 < last["iteration_seconds"] < 10
     case = case_of_report(report)
-    assert case.schedule == PLAN.schedule and case.own.peak == record.peaks.counted_peak_bytes
+    assert case.schedule == PLAN.schedule and case.own_timeline.peak == record.peaks.counted_peak_bytes
     assert case.step.spans == (tuple((at * 10**9, (at + 1) * 10**9) for at in range(len(PLAN.schedule.orders[0]))),)
     assert explain(case)["idle"][0]["idle_ns"] == 0
 
@@ -207,7 +209,7 @@ def test_what_a_gpu_held_before_a_step_is_read_when_it_begins(record, world, mon
         recorded_program=None,
         own_plan=None,
         overlaps=True,
-        overlap=Overlap,
+        overlap=OverlapStatistics,
         counts_bytes=False,
         leaves_in_flight=False,
         offload_statistics=lambda: lambda: None,
@@ -288,7 +290,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(record, caplog):
 
 
 def test_a_step_that_was_not_timed_as_planned_is_neither_drawn_nor_explained(record):
-    schedule = Programs(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    schedule = ProgramStore(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
     record.write()
     assert {path.name for path in record.trace.iterdir()} == {"plan.html", "plan.png", "plan.json"}

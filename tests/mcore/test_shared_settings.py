@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from refusals import refused
 
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import shared_settings
 from megatron_pipemem.mcore.shared_settings import Facts, Meeting
@@ -73,7 +73,7 @@ def test_all_ranks_know_why_a_rank_cannot_go_on():
 
 
 def settings(schedule: str = "zb-h1", **others: object) -> dict[str, str]:
-    return shared_settings.shared_settings(requested(schedule, **others))
+    return shared_settings.shared_settings(make_request(schedule, **others))
 
 
 @pytest.mark.parametrize(

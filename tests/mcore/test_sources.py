@@ -17,7 +17,7 @@ from megatron_pipemem.errors import CostsError, ScheduleError, ScheduleFormatErr
 from megatron_pipemem.mcore import programs as run_programs
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import programs_for
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import schedule_file
 from megatron_pipemem.schedule.action import Kind
@@ -176,7 +176,7 @@ CHANGES = {
 def test_bytes_that_no_schedule_keeps_are_refused_with_the_least():
     source = auto("150B")
     assert source.placement(2, 2).name == "v"
-    source.measured(None, CHANGES)
+    source.set_measurements(None, CHANGES)
     # Both chunks of device 0 and the buffer of the second one's input.
     with refused("cap-unreachable", "150B", 0, "195B", kind=UnsupportedError):
         source.plan(Shape(2, 2, 6), "start")
@@ -187,11 +187,11 @@ def test_bytes_that_full_backwards_keep_are_not_refused():
     taken, messages = {Kind.F: (100, 100), Kind.I: (30, 30)}, {Kind.RECV_F: (0, 5), Kind.RECV_I: (5, 0)}
     changes = {**taken, **messages, Kind.W: (-135, -135)}
     source = auto("105B", placement="linear")
-    source.measured(None, changes)
+    source.set_measurements(None, changes)
     plan = source.plan(Shape(2, 1, 6), "start")
     assert {action.kind for order in plan.schedule.orders for action in order} == {Kind.F, Kind.B}
     less = auto("104B", placement="linear")
-    less.measured(None, changes)
+    less.set_measurements(None, changes)
     # The next microbatch's input depends on the last one's backward, and is received when that has run.
     with refused("cap-unreachable", "105B", kind=UnsupportedError):
         less.plan(Shape(2, 1, 6), "start")
@@ -219,7 +219,7 @@ def test_bytes_of_a_costs_file_need_no_counting(tmp_path):
 def test_a_schedule_that_is_hardly_better_does_not_replace_the_one_that_runs(chunks, settings):
     source, shape = programs_of(**settings), Shape(4, chunks, 8)
     before = source.plan(shape, "start")
-    source.measured(Costs(3.0, 1.0, 1.0), None)
+    source.set_measurements(Costs(3.0, 1.0, 1.0), None)
     kept = source.plan(shape, "drift", before, minimum_gain=0.9)
     assert kept.schedule is before.schedule and kept.notes == before.notes and "drift" in kept.why
     assert kept.costs.forward == 3.0 and kept.priced_by == "measured"
@@ -236,7 +236,7 @@ def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypat
 
     monkeypatch.setattr(searching, "search_schedule", search_schedule)
     source = auto("210B", placement="linear")
-    source.measured(None, {kind: sizes[:2] for kind, sizes in CHANGES.items()})
+    source.set_measurements(None, {kind: sizes[:2] for kind, sizes in CHANGES.items()})
     plan = source.plan(Shape(2, 1, 6), "bytes counted")
     assert [action.microbatch for action in plan.schedule.orders[0]] == sorted([*range(6)] * 3)
     assert plan.notes == ONE_BY_ONE and ONE_BY_ONE in caplog.text
@@ -267,11 +267,11 @@ def test_prices_of_parts_follow_the_layers_of_the_run(tmp_path):
     shape = Shape(4, 1, 8)
     even = source.plan(shape, "start").timeline
     assert source.plan(Shape(2, 1, 8), "start").timeline.makespan == pytest.approx(9 * 4 * 3)
-    source.cut_is((1, 3, 3, 1))
+    source.set_layers((1, 3, 3, 1))
     assert even.makespan == pytest.approx(11 * 2 * 3)
     assert source.plan(shape, "start").timeline.makespan > 8 * 3 * 3
     with refused("costs-mismatch", 1, 3, 8, kind=CostsError):
-        source.cut_is((1, 3))
+        source.set_layers((1, 3))
 
 
 def test_measured_seconds_replace_those_of_parts_and_their_bytes_stay(tmp_path):
@@ -281,7 +281,7 @@ def test_measured_seconds_replace_those_of_parts_and_their_bytes_stay(tmp_path):
         json.dumps({"parts": {"order": ["l"] * 8, "layers": {"l": layer}, "first": {}, "middle": {}, "last": {}}})
     )
     source, placement = programs_of("1f1b", None, str(path), {}), Placement.linear(4)
-    source.measured(costs_from({(Kind.F, 0): 5.0}, {}, placement, source.costs), None)
+    source.set_measurements(costs_from({(Kind.F, 0): 5.0}, {}, placement, source.costs), None)
     assert source.costs.seconds(placement)[Kind.F] == (5, 2, 2, 2)
     assert source.costs.memory_changes(placement)[Kind.F] == (16,) * 4
 
@@ -291,7 +291,7 @@ RUNNABLE = [family.name for family in families()]
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
-    source = Programs(Request(name))
+    source = ProgramStore(Request(name))
     plan = source.plan(Shape(4, source.request.chunks, 8), "start")
     placement = plan.schedule.placement
     assert placement == source.placement(4, source.request.chunks) == source.placement(4, None)
@@ -312,14 +312,14 @@ def test_options_decide_the_chunks(name, options, chunks):
 
 def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
     costs, measured = Costs(p2p=0.3), Costs((1.0, 1.0, 1.0, 2.0), 1.5, 0.5)
-    source = Programs(Request("zb-auto", 1.5), costs)
+    source = ProgramStore(Request("zb-auto", 1.5), costs)
 
     def wanted(costs):
         return build_schedule("zb-auto", num_devices=4, num_microbatches=12, memory_cap=1.5, costs=costs)
 
     shape = Shape(4, 1, 12)
     assert source.plan(shape, "start").schedule == wanted(costs)
-    source.measured(measured, None)
+    source.set_measurements(measured, None)
     assert source.plan(shape, "measured").schedule == wanted(measured) != wanted(costs)
 
 

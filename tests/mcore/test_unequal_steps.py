@@ -48,7 +48,7 @@ class Run:
         placement = self.programs.placement(4, chunks)
         return SimpleNamespace(
             shape=shape,
-            programs=self.programs,
+            program_store=self.programs,
             groups=SimpleNamespace(tp=ALONE, cp=ALONE, dp=ALONE),
             pipeline=SimpleNamespace(group=ALONE, device=0, stages=placement.stages[0], placement=placement),
             iterators=list(iterators),
@@ -114,7 +114,7 @@ def test_programs_of_steps_are_kept_for_a_while():
     for m in range(1, 20):
         shape = Shape(4, 1, m)
         other = run.programs.get(shape, _agree, ALONE).program.schedule
-        run.programs.of_step(replace(other, name="another"), base, run.programs.costs, False)
+        run.programs.step_program(replace(other, name="another"), base, run.programs.costs, False)
     assert len(run.programs._of_steps) == 16 and first.program not in run.programs._of_steps.values()
 
 
@@ -128,7 +128,7 @@ def test_a_planner_that_fails_leaves_the_step_in_arrival_order_and_says_so_once(
     if broken == "plan_step":
         monkeypatch.setattr(unequal, "plan_step", fail)
     else:
-        run.programs.of_step = fail
+        run.programs.step_program = fail
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             step = run.step(iter(WEIGHTS))

@@ -323,7 +323,7 @@ def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {"seconds": 0.3, "placement": "linear"} if schedule == "auto" else {}
     source = programs_of(schedule, cap, "unit", options, vocab_cut="auto")
-    ways = source.ways(source.placement(4, 1), 1)
+    ways = source.schedules_by_barriers(source.placement(4, 1), 1)
     assert set(ways) == allowed
     assert all(
         way.vocabulary_barriers == barriers and simulate(way).peak <= cap + 1e-9 for barriers, way in ways.items()

@@ -115,7 +115,7 @@ def test_the_slices_of_a_head_wait_for_each_other_less():
 
 
 PREDICTED = costs_of([8, 8, 8, 12], [8, 8, 8, 8]).memory
-KNOWN = Knowledge(measures=True, predicted=PREDICTED)
+KNOWN = Knowledge(is_measuring=True, predicted_bytes=PREDICTED)
 SHAPE = Shape(4, 1, 8)
 
 
@@ -125,10 +125,10 @@ def test_a_run_moves_w_of_a_named_schedule_by_its_predicted_bytes():
     assert (
         chosen.schedule == with_earlier_weights(schedule, Costs(memory=PREDICTED)) and chosen.notes == EARLIER_WEIGHTS
     )
-    kept = choose(Request("zb-h1"), SHAPE, replace(KNOWN, predicted=None))
+    kept = choose(Request("zb-h1"), SHAPE, replace(KNOWN, predicted_bytes=None))
     assert kept.schedule == schedule and not kept.notes
     stages = costs_of([4] * 8, [4] * 8).memory
-    v_half = choose(Request("v-half"), Shape(4, 2, 8), replace(KNOWN, predicted=stages))
+    v_half = choose(Request("v-half"), Shape(4, 2, 8), replace(KNOWN, predicted_bytes=stages))
     assert not v_half.notes and v_half.schedule == build_schedule("v-half", num_devices=4, num_microbatches=8)
 
 
@@ -139,4 +139,4 @@ def test_files_cut_heads_and_runs_that_free_memory_otherwise_keep_every_w():
     assert cut.schedule == choose(Request("zb-h1", vocab_cut="2").decided(1), SHAPE, Knowledge()).schedule
     again = Request("zb-h1", recompute="full")
     known = replace(KNOWN, costs=Costs(memory=PREDICTED))
-    assert choose(again, SHAPE, known).schedule == choose(again, SHAPE, replace(known, predicted=None)).schedule
+    assert choose(again, SHAPE, known).schedule == choose(again, SHAPE, replace(known, predicted_bytes=None)).schedule

@@ -192,7 +192,7 @@ def test_a_microbatch_that_no_order_helps_is_named() -> None:
 def test_messages_of_long_microbatches_count_with_their_bytes() -> None:
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
     counted = {Kind.F: (100, 100), Kind.I: (0, -10), Kind.W: (-100, -100), Kind.RECV_F: (0, 10)}
-    known = Knowledge(HEAVY, changes=counted)
+    known = Knowledge(HEAVY, counted_bytes=counted)
     held = known.device_peaks(schedule, known.counted_costs(schedule.placement, True))
     alike = replace(known, costs=replace(HEAVY, microbatch=None))
     assert list(alike.device_peaks(schedule, alike.counted_costs(schedule.placement, True))) == [

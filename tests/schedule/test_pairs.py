@@ -19,7 +19,7 @@ from refusals import refused
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import PipememError, ScheduleError
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.recompute.orders import with_recompute
@@ -159,12 +159,12 @@ def test_a_program_may_put_nothing_between_the_actions_of_a_pair():
 
 def test_a_choice_with_pairs_keeps_the_cap_and_assumes_exchanges_until_they_are_known():
     shape = Shape(4, None, 12)
-    free = choose(requested("zb-h2", pairs=True), shape, Knowledge())
-    capped = choose(requested("zb-h2", memory_cap=1.75, pairs=True), shape, Knowledge())
+    free = choose(make_request("zb-h2", pairs=True), shape, Knowledge())
+    capped = choose(make_request("zb-h2", memory_cap=1.75, pairs=True), shape, Knowledge())
     assert free.schedule.pairs and free.costs.have_exchanges
     assert max(capped.timeline.peaks) <= 1.75
     with refused("conflicting-features"):
-        requested("zbv", pairs=True, offload="half")
+        make_request("zbv", pairs=True, offload="half")
     with refused("bad-pair", kind=ScheduleError):
         validate(with_recompute(free.schedule, {0: Kind.R}))
 
@@ -172,7 +172,7 @@ def test_a_choice_with_pairs_keeps_the_cap_and_assumes_exchanges_until_they_are_
 @pytest.mark.parametrize("cap", [1.2, 1.5])
 def test_auto_is_as_fast_as_any_family_with_pairs_in_the_same_memory(cap):
     """Whatever their placement. Without pairs, a V is faster than the families that have most room for them."""
-    asked = requested("auto", memory_cap=cap, options={"seconds": 0.2}, pairs=True)
+    asked = make_request("auto", memory_cap=cap, options={"seconds": 0.2}, pairs=True)
     chosen = choose(asked, Shape(4, 2, 12), Knowledge(COSTS)).timeline
     others = [with_pairs(built(name, 4, 12), COSTS) for name in ("interleaved", "zbv", "dualpipe-v")]
     fit = [timeline.makespan for timeline in others if timeline.peak <= cap]
@@ -182,7 +182,7 @@ def test_auto_is_as_fast_as_any_family_with_pairs_in_the_same_memory(cap):
 
 def test_exchanges_that_were_measured_as_none_make_no_pairs():
     costs = replace(COSTS, forward_exchange=(0.0,) * 8, backward_exchange=(0.0,) * 8)
-    assert not choose(requested("dualpipe-v", pairs=True), Shape(4, None, 12), Knowledge(costs)).schedule.pairs
+    assert not choose(make_request("dualpipe-v", pairs=True), Shape(4, None, 12), Knowledge(costs)).schedule.pairs
 
 
 def test_pictures_mark_pairs(capsys):

@@ -506,4 +506,4 @@ def test_what_slices_are_not_searched_with(asked: dict[str, object]) -> None:
 def test_a_run_counts_no_bytes_of_slices() -> None:
     request = Request(AUTO, MemoryCap(2**30, True), options={"slices": 2})
     with refused("unit-mismatch", kind=UnsupportedError):
-        choose(request, Shape(2, None, 2), Knowledge(measures=True))
+        choose(request, Shape(2, None, 2), Knowledge(is_measuring=True))

@@ -321,7 +321,7 @@ def test_what_a_run_has_counted_of_every_slice() -> None:
         Kind.RECV_F: (0, 0, 8, 4),
         Kind.SEND_F: (0, 0, 0, 0),
     }
-    known = Knowledge(Costs(channel=Channel(1)), changes=counted)
+    known = Knowledge(Costs(channel=Channel(1)), counted_bytes=counted)
     costs = known.counted_costs(schedule.placement, True)
     assert costs.memory_changes(schedule.placement, units=schedule.units)[Kind.F] == (90, 10, 98, 14)
     assert known.message == 8

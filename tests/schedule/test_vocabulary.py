@@ -400,7 +400,7 @@ def test_moved_layers_are_best_and_then_the_rules_hold_for_what_is_left():
 def searched(p, m, barriers, cap, costs=None, placement=None, known=None, **options):
     costs = costs or Costs()
     asked = None if cap is None else MemoryCap(cap, costs.memory is not None)
-    knowledge = Knowledge(costs, placement=placement, with_passes=known)
+    knowledge = Knowledge(costs, placement=placement, vocabulary_schedules=known)
     return choose(Request("auto", asked, options=options).decided(barriers), Shape(p, None, m), knowledge).search
 
 

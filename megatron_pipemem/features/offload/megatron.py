@@ -21,8 +21,8 @@ from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.features.offload.runtime.engine import OffloadActions
 from megatron_pipemem.features.offload.runtime.host import available_memory, measure_host_link
 from megatron_pipemem.logs import tell
-from megatron_pipemem.mcore.agreement import Groups, done_by_all, gather
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.agreement import Groups, gather, run_on_all_ranks
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request, TransferOptions
 from megatron_pipemem.runtime.executor import StepFeature
@@ -43,7 +43,7 @@ class Offloading(Extension):
     """The extension that offloads activations. It holds the host memory budget, the copy engine and the link speeds.
 
     ``host_memory`` is the number of bytes that all ranks of a node share, or ``None`` for a fixed part of the memory
-    that is available on the node. ``budget``, ``engine``, ``switches`` and ``links`` exchange values between ranks when
+    that is available on the node. ``budget``, ``engine``, ``shared_links`` and ``links`` exchange values between ranks when
     they are called for the first time, so every rank of the model (``groups``) makes these first calls together.
     """
 
@@ -61,7 +61,7 @@ class Offloading(Extension):
         self._engine: OffloadEngine | None = None
         self._reserved_for: Choice | None = None
         self._links: tuple[HostLink, ...] | None = None
-        self._switches: tuple[tuple[int, ...], ...] | None = None
+        self._shared_links: tuple[tuple[int, ...], ...] | None = None
 
     def budget(self) -> int:
         """Return the bytes of host memory that each rank may use for activations, the same number on every rank.
@@ -70,7 +70,7 @@ class Offloading(Extension):
             UnsupportedError: a node has less memory available than ``host_memory``.
         """
         if self._budget is None:
-            own = done_by_all(lambda: _Node(socket.gethostname(), available_memory()), self._groups())
+            own = run_on_all_ranks(lambda: _Node(socket.gethostname(), available_memory()), self._groups())
             nodes = gather(own, self._groups())
             self._budget = _rank_budget(nodes, self._host_memory)
             tell(logger, "every rank may keep %s of activations on its host", format_bytes(self._budget))
@@ -88,15 +88,15 @@ class Offloading(Extension):
             )
         return self._engine
 
-    def switches(self) -> tuple[tuple[int, ...], ...]:
+    def shared_links(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups of pipeline ranks that share a channel to the host, by the option; ``((0, 1), (2, 3))``."""
-        if self._switches is None:
-            self._switches = ()
+        if self._shared_links is None:
+            self._shared_links = ()
             if self._options.switches:
                 places = gather((socket.gethostname(), _place()), self._groups())
-                self._switches = _shared_channels(places, self._options.switches)
-                tell(logger, "pipeline ranks that share a channel to the host: %s", self._switches)
-        return self._switches
+                self._shared_links = _shared_channels(places, self._options.switches)
+                tell(logger, "pipeline ranks that share a channel to the host: %s", self._shared_links)
+        return self._shared_links
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
         """Return the speed of the link to the host of each pipeline rank; the slowest of its data- and tensor-parallel
@@ -104,15 +104,15 @@ class Offloading(Extension):
         """
         if self._links is None:
             self.budget()
-            engine = done_by_all(self.engine, self._groups())
-            place, groups = _place(), self.switches()
+            engine = run_on_all_ranks(self.engine, self._groups())
+            place, groups = _place(), self.shared_links()
             own: HostLink | None = None
             own_turn = next((group.index(place) for group in groups if place in group), 0)
             # Ranks that share a channel by ``switches`` take turns, as in a plan. All others measure at the same time,
             # so that the result includes their contention.
             for turn in range(max(map(len, groups), default=1)):
                 measure: Callable[[], HostLink | None] = partial(measure_host_link, engine.channel)
-                own = done_by_all(measure if turn == own_turn else lambda: None, self._groups()) or own
+                own = run_on_all_ranks(measure if turn == own_turn else lambda: None, self._groups()) or own
             seen = [(at, link) for at, link in gather((place, own), self._groups()) if link is not None]
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
             tell(logger, "links to the host, by pipeline rank: %s", self._links)
@@ -155,12 +155,12 @@ class Offloading(Extension):
             self._engine = None
 
 
-def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
+def extensions(request: Request, programs: ProgramStore, _: object) -> list[Extension]:
     """Return the offload extension of a run.
 
     It is also stored in ``programs.host``, where planning finds the host memory budget and the link speeds.
     """
-    programs.host = Offloading(request.offload_options, request.host_memory, lambda: programs.groups)
+    programs.host = Offloading(request.offload_options, request.host_memory, lambda: programs.deciding_groups)
     return [programs.host]
 
 

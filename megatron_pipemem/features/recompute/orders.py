@@ -146,7 +146,7 @@ def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> 
     )
 
 
-def in_words(plan: OffloadPlan) -> str:
+def plan_text(plan: OffloadPlan) -> str:
     """Return text such as ``3 activations are offloaded, 5 stay (host memory full); full recomputation of stages [0]``."""
     counts: dict[str, int] = {}
     for why in plan.kept.values():

@@ -24,10 +24,16 @@ from megatron.core.utils import unwrap_model
 from megatron_pipemem.choose.knowledge import MEASURED
 from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
 from megatron_pipemem.logs import tell
-from megatron_pipemem.mcore.agreement import agree, agreed_numbers, decided_by_first, groups_of_copy, largest_numbers
+from megatron_pipemem.mcore.agreement import (
+    agree,
+    agreed_numbers,
+    decide_on_first_rank,
+    groups_of_copy,
+    largest_numbers,
+)
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.language_model import model_of_chunk
-from megatron_pipemem.mcore.programs import Compiled, Programs
+from megatron_pipemem.mcore.programs import Compiled, ProgramStore
 from megatron_pipemem.mcore.step.batches import Dealer
 from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step
 from megatron_pipemem.model.counts import attention_share
@@ -63,7 +69,7 @@ class UnequalMicrobatches(Extension):
 
     only_trains = True
 
-    def __init__(self, programs: Programs, weigh: Weigher):
+    def __init__(self, programs: ProgramStore, weigh: Weigher):
         self._programs = programs
         self._weigh = weigh
         self._steps = 0
@@ -84,7 +90,7 @@ class UnequalMicrobatches(Extension):
         """
         self._began = time.perf_counter()
         pipeline = step.pipeline.group
-        base = step.programs.get(step.shape, partial(agree, group=pipeline), pipeline)
+        base = step.program_store.get(step.shape, partial(agree, group=pipeline), pipeline)
         if self._programs.needs_bytes:  # this step counts them, one microbatch after another
             return base
         groups, m = groups_of_copy(step.groups, pipeline), step.shape.num_microbatches
@@ -100,12 +106,12 @@ class UnequalMicrobatches(Extension):
             return base
         plan = base.plan
         assert plan is not None, "training is planned"
-        costs = replace(self._programs.priced(plan), microbatch=weights)
-        of_step = decided_by_first(lambda: self._planned(plan.schedule, costs, weights, has_peers), groups)
+        costs = replace(self._programs.costs_of(plan), microbatch=weights)
+        of_step = decide_on_first_rank(lambda: self._planned(plan.schedule, costs, weights, has_peers), groups)
         try:
             if isinstance(of_step, Exception):
                 raise of_step
-            program = step.programs.of_step(of_step.schedule, base, costs, step.single_queue)
+            program = step.program_store.step_program(of_step.schedule, base, costs, step.single_queue)
         except Exception as error:  # alike on every rank: a step that runs in arrival order must not end for it
             self._warn(error)
             return base
@@ -214,7 +220,7 @@ class UnequalMicrobatches(Extension):
             )
 
 
-def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
+def extensions(request: Request, programs: ProgramStore, _: object) -> list[Extension]:
     """Return the extension of a run with ``--pipemem-microbatch-costs``."""
     assert request.microbatch_costs is not None, "the request wants the feature"
     return [UnequalMicrobatches(programs, weigher_of(request.microbatch_costs))]

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_pipemem.choose.model_cut import as_built, check_cut
+from megatron_pipemem.choose.model_cut import check_cut, megatron_cut
 from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.refusals import check_sharing
@@ -198,7 +198,7 @@ class ChunkPlacement(Feature):
         """
         self.joins(groups, groups.pp)
         placement = self.placement(groups.pp.size(), vp_size or 1)
-        check_cut(as_built(vp_size or 1), self.name, placement)
+        check_cut(megatron_cut(vp_size or 1), self.name, placement)
         self._num_chunks = vp_size or 1
         return placement
 

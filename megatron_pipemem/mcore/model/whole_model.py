@@ -42,7 +42,7 @@ def check_whole_model(chunks: Sequence[torch.nn.Module], placement: Placement, g
     Every rank of the pipeline calls this before the first step of a model. Models without numbered layers are not
     checked, and the log says so.
     """
-    stages = of_stages(chunks, placement, group, look_into)
+    stages = of_stages(chunks, placement, group, contents_of_chunk)
     seen = [chunk for chunk in stages if chunk is not None]
     if len(seen) < len(stages):
         unseen = [stage for stage, chunk in enumerate(stages) if chunk is None]
@@ -87,7 +87,7 @@ def layout_of(
     return tuple(of_stages(chunks, placement, pipeline, count_in))
 
 
-def look_into(chunk: torch.nn.Module) -> _Chunk | None:
+def contents_of_chunk(chunk: torch.nn.Module) -> _Chunk | None:
     """Return the layers, ends and number of parameters of a chunk; ``None`` if its model has no numbered layers."""
     try:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)

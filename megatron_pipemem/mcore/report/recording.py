@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.loop_arguments import prints_log, saves_after, scalar_interval, write_scalars
@@ -231,7 +231,7 @@ class StockObserver(Feature):
             shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
             plan = self._plans.get((family, shape))
             if plan is None:
-                choice = choose(requested(family), shape, self._knowledge)
+                choice = choose(make_request(family), shape, self._knowledge)
                 plan = replace(choice, schedule=replace(choice.schedule, name=STOCK), why="Megatron's own")
                 self._plans[family, shape] = plan
                 announce(plan)

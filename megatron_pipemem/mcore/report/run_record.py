@@ -26,7 +26,7 @@ from megatron_pipemem.logs import is_first_rank
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.report.action_bytes import ActionBytes, has_sizes
-from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
+from megatron_pipemem.mcore.step.extension import Observation, OverlapStatistics, WeightBytes
 from megatron_pipemem.results import lines, measured_bubble
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action
@@ -57,9 +57,9 @@ class RunRecord:
     group: dist.ProcessGroup | None = None
     config: object | None = None
     steps: list[run_report.RecordedStep] = field(default_factory=list)
-    peaks: run_report.OfRank = field(default_factory=run_report.OfRank)
+    peaks: run_report.RankEntry = field(default_factory=run_report.RankEntry)
     """This rank's entry of the report, so far with its peaks and its load of experts only."""
-    overlap: Callable[[], Overlap] = Overlap
+    overlap: Callable[[], OverlapStatistics] = OverlapStatistics
     last_plan: Choice | None = None
     """The schedule choice of the last step whose times have been read; ``None`` before the first."""
     _failures: dict[str, str] = field(default_factory=dict)
@@ -247,7 +247,7 @@ class RunRecord:
                     drawn.append(load_tool("--pipemem-trace").save_timeline(timeline(), path).name)
         return drawn
 
-    def _shared(self) -> list[run_report.Shared] | None:
+    def _shared(self) -> list[run_report.SharedMeasurements] | None:
         """Return the weight bytes and step times of all ranks of this pipeline.
 
         The result is ``None`` if no step has begun, a rank could not measure, or ranks measured different numbers of
@@ -259,15 +259,15 @@ class RunRecord:
         with self.guarded(STEPS):
             if self.is_whole and self.steps:
                 assert self._weights is not None, "the first step was counted"
-                own = run_report.Shared(dict(self._weights.of_stages), [step.span for step in self.steps])
+                own = run_report.SharedMeasurements(dict(self._weights.of_stages), [step.span for step in self.steps])
         ranks = gather(own, [self.group])
         shared = [rank for rank in ranks if rank is not None]
         return shared if len(shared) == len(ranks) and len({len(rank.spans) for rank in shared}) == 1 else None
 
-    def _summary(self, shared: list[run_report.Shared] | None) -> run_report.Summary:
+    def _summary(self, shared: list[run_report.SharedMeasurements] | None) -> run_report.RankSummary:
         """Return this rank's part of the report, with the reason if something could not be measured."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        summary = run_report.Summary(rank, self.losses, list(map(self._number, self.grad_norms)), None)
+        summary = run_report.RankSummary(rank, self.losses, list(map(self._number, self.grad_norms)), None)
         if self.steps:
             with self.guarded(STEPS):
                 assert self.last_plan is not None and self._weights is not None, "steps have been measured"

@@ -39,7 +39,7 @@ class RecordedStep:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedMeasurements:
     """The measurements of one rank that the other ranks of its pipeline need for their part of the report."""
 
     of_stages: Mapping[int, int]  # bytes of one version of every stage of the rank
@@ -47,7 +47,7 @@ class Shared:
 
 
 @dataclass
-class OfRank:
+class RankEntry:
     """The entry of one rank in the report. Field names are the report's keys.
 
     Peaks and ``expert_load`` are updated at every step whose bytes are counted, the other fields set at the end.
@@ -70,7 +70,7 @@ class OfRank:
     predicted_weight_bytes: int | None = None  # ``None`` if a rank of the pipeline could not measure
     counted_weight_bytes: int = 0
     weight_versions: int = 1  # at once
-    steps_ahead: int = 0  # this and the next three: see ``Overlap``
+    steps_ahead: int = 0  # this and the next three: see ``OverlapStatistics``
     steps_taken_back: int = 0
     rollback_bytes: int = 0
     waiting_gradient_bytes: int = 0
@@ -87,14 +87,14 @@ class OfRank:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RankSummary:
     """One rank's measurements and losses, from which rank 0 writes the report."""
 
     rank: int  # of the world
     losses: list[float | None]  # of every step, if this rank knows them
     grad_norms: list[float | None]
     failure: str | None  # the reason if something could not be measured
-    measured: OfRank | None = None  # its entry of the report, if it could measure
+    measured: RankEntry | None = None  # its entry of the report, if it could measure
     plans: Sequence[dict] = ()
     steps: int = 0  # number of measured steps
     last: Sequence[TracedAction] = ()  # the actions of its last step
@@ -105,7 +105,7 @@ class Summary:
     memory: Mapping[Kind, Sequence[int]] = field(default_factory=dict)
 
 
-def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
+def report_of(ranks: Sequence[RankSummary], timelines: Path | None) -> dict:
     """Return the contents of the report from the summaries of all ranks, in the order of the ranks.
 
     ``timelines`` is the folder of the pictures. Losses are those of the last rank that knows some.
@@ -114,7 +114,7 @@ def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
     def last_numbers(of_ranks: list[list[float | None]]) -> list[float | None]:
         return next(([_finite(number) for number in numbers] for numbers in reversed(of_ranks) if numbers), [])
 
-    first, nothing = ranks[0], dict.fromkeys(entry.name for entry in fields(OfRank))
+    first, nothing = ranks[0], dict.fromkeys(entry.name for entry in fields(RankEntry))
     return {
         "schedule": first.plans[-1]["schedule"] if first.plans else "",
         "steps": first.steps,
@@ -133,10 +133,10 @@ def measured(
     steps: Sequence[RecordedStep],
     plan: Choice,
     device: int,
-    peaks: OfRank,
+    peaks: RankEntry,
     weights: WeightBytes,
-    shared: Sequence[Shared] | None,
-) -> OfRank:
+    shared: Sequence[SharedMeasurements] | None,
+) -> RankEntry:
     """Return the report's entry of a rank, from its entry ``peaks``, which has the peaks already.
 
     ``shared`` is ``None`` if a rank of the pipeline could not measure.
@@ -163,13 +163,15 @@ def measured(
     )
 
 
-def makespans(shared: Sequence[Shared]) -> list[float]:
+def makespans(shared: Sequence[SharedMeasurements]) -> list[float]:
     """Return the seconds of each step from the first start to the last end on any rank of a pipeline."""
     steps = zip(*(rank.spans for rank in shared), strict=True)
     return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in steps]
 
 
-def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
+def described(
+    number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[SharedMeasurements] | None
+) -> dict:
     """Return the report's entry of the plan ``plans[number]``: its schedule, costs and makespans.
 
     Makespans are medians of seconds over the plan's steps, without its first step if there are several.
@@ -213,7 +215,7 @@ def bytes_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int
     return [nbytes for _, nbytes in passes] if is_same else None
 
 
-def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
+def memory_of(pipeline: Sequence[RankSummary]) -> dict[Kind, list[int]]:
     """Return the bytes by which each kind of action changes a rank's memory, per stage of the pipeline and part.
 
     The values of a stage's parts are consecutive. ``pipeline`` has the summaries of its ranks, in their order.
@@ -226,20 +228,22 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
     return memory
 
 
-def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
+def bytes_of_1f1b(pipeline: Sequence[RankSummary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
     """Return the peak activation bytes that 1F1B would need for the model of a run; ``None`` if unknown."""
     peak = max((rank.measured.counted_peak_bytes for rank in pipeline if rank.measured), default=0)
     return counted_bytes_of_1f1b(plan.schedule, memory, peak, layers_of(pipeline, plan))
 
 
-def layers_of(pipeline: Sequence[Summary], plan: Choice) -> list[int] | None:
+def layers_of(pipeline: Sequence[RankSummary], plan: Choice) -> list[int] | None:
     """Return the number of layers of every stage; ``None`` if it is unknown for a stage."""
     layers = {stage: count for rank in pipeline for stage, count in rank.layers.items()}
     stages = range(plan.schedule.placement.num_stages)
     return [layers[stage] for stage in stages] if layers.keys() >= {*stages} else None
 
 
-def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None) -> Timeline:
+def last_step(
+    pipeline: Sequence[RankSummary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None
+) -> Timeline:
     """Return the timeline of the last step, with measured times and counted bytes.
 
     Raise a ValueError if a rank of the pipeline has not timed all passes.
@@ -257,7 +261,7 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
     )  # fmt: skip
 
 
-def planned_step(pipeline: Sequence[Summary], plan: Choice, bytes_of_1f1b: int | None) -> Timeline:
+def planned_step(pipeline: Sequence[RankSummary], plan: Choice, bytes_of_1f1b: int | None) -> Timeline:
     """Return the timeline of the plan of the last step, with the bytes that the run counted, if it counted them."""
     memory, (held, peaks) = memory_of(pipeline), counted_bytes(pipeline)
     if not (peaks and memory):
@@ -269,7 +273,7 @@ def planned_step(pipeline: Sequence[Summary], plan: Choice, bytes_of_1f1b: int |
     return replace(plan.timeline, costs=costs, peaks=peaks, measured=measured)
 
 
-def counted_bytes(pipeline: Sequence[Summary]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def counted_bytes(pipeline: Sequence[RankSummary]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return the bytes that every rank held after its passes of the last step, and its most bytes in all steps.
 
     Both are empty if a rank did not count.
@@ -354,7 +358,7 @@ def iteration_seconds(begun: Sequence[float]) -> float | None:
 
 
 def written_step(
-    pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]], iteration_seconds: float | None
+    pipeline: Sequence[RankSummary], plan: Choice, memory: Mapping[Kind, Sequence[int]], iteration_seconds: float | None
 ) -> dict | None:
     """Return the report's data of the last step, with times in whole nanoseconds since its start.
 

@@ -23,7 +23,7 @@ from megatron_pipemem.mcore.agreement import Groups, largest_numbers
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.model.stages import ChunkStage, Exclude, StepContext
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
-from megatron_pipemem.mcore.programs import Compiled, Programs
+from megatron_pipemem.mcore.programs import Compiled, ProgramStore
 from megatron_pipemem.mcore.symbols import Feature
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
@@ -322,7 +322,7 @@ def device_of(chunks: list[torch.nn.Module]) -> torch.device:
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
-class Trial(Protocol):
+class TentativeStart(Protocol):
     """The first actions of a step, which run before it is known whether they must be undone.
 
     For example, a step without a barrier starts with forwards before the previous step's gradient norm is known.
@@ -331,7 +331,7 @@ class Trial(Protocol):
     length: int  # number of actions of this rank
     drain: Order  # messages that this rank posts if the actions are undone, so that none stays in flight
 
-    def stands(self) -> bool:
+    def is_confirmed(self) -> bool:
         """Return whether the step goes on, the same on every rank. It is called once, after the first actions."""
 
     def start_over(self) -> None:
@@ -345,7 +345,7 @@ class FullMicrobatch(NamedTuple):
     length: int  # tokens of a sequence on all context-parallel ranks together
 
 
-class Overlap(NamedTuple):
+class OverlapStatistics(NamedTuple):
     """Statistics, on one rank, of steps that begin before the previous step has ended on all ranks."""
 
     steps_ahead: int = 0  # optimizer steps taken before the gradient norm was known
@@ -371,7 +371,7 @@ class Step:
     message_shape: Callable[[int, int], tuple[int, ...]] | None
     # ``(b, s)`` of every microbatch on this context-parallel rank; ``None`` if only the batches show them
     tokens: Sequence[tuple[int, int]] | None
-    programs: Programs
+    program_store: ProgramStore
     # sums up all gradients of this rank; divides them by the number of tokens, if one is given
     finalize: Callable[[torch.Tensor | None], None]
     # one data iterator per chunk that Megatron sees; extensions may replace them
@@ -399,10 +399,10 @@ class Step:
     # later.
     offload_statistics: Callable[[], Callable[[], OffloadStatistics | None]] = lambda: lambda: None
     weight_bytes: Callable[[], WeightBytes | None] = lambda: None  # counts the parameters on this rank
-    overlap: Callable[[], Overlap] = Overlap  # returns the statistics of steps without a barrier
+    overlap: Callable[[], OverlapStatistics] = OverlapStatistics  # returns the statistics of steps without a barrier
     recorded_program: Program | None = None  # with which a report compares the counted bytes; by default the program
     overlaps: bool = False  # whether ranks begin and end the step without waiting for each other
-    trial: Trial | None = None  # the first actions, if they may have to run again
+    tentative_start: TentativeStart | None = None  # the first actions, if they may have to run again
 
     replays_passes: bool = False  # whether passes are captured or replayed as CUDA graphs, so Python sees no gradient
 
@@ -433,14 +433,14 @@ class Step:
 
         A new plan can change the value, so read it after the run has planned again.
         """
-        return self.launches.is_single_queue(self.programs.queues, self.launch_kind)
+        return self.launches.is_single_queue(self.program_store.queues, self.launch_kind)
 
     @property
     def launch_kind(self) -> LaunchKind:
         """The key under which steps that launch the same kernels are counted."""
         context = self.context
         kind = context.forward_only, context.collect_non_loss_data
-        return LaunchKind(*kind, self.shape, self.message.shape, self.programs.renewals, self.pipeline.group)
+        return LaunchKind(*kind, self.shape, self.message.shape, self.program_store.renewals, self.pipeline.group)
 
     @cached_property
     def permanent(self) -> list[torch.Tensor]:
@@ -480,7 +480,7 @@ class Extension(Feature):
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Return objects that add handlers of actions. It is called when the stages and the ledger exist.
 
-        It is called a second time if the step's ``trial`` is undone.
+        It is called a second time if its ``tentative_start`` is undone.
         """
         return ()
 

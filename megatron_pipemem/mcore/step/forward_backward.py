@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.gates import StepGates
-from megatron_pipemem.mcore.agreement import agree, done_by_all, groups_of_model
+from megatron_pipemem.mcore.agreement import agree, groups_of_model, run_on_all_ranks
 from megatron_pipemem.mcore.compat import message_channels, message_shapes
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import (
@@ -29,14 +29,14 @@ from megatron_pipemem.mcore.model.stages import (
 )
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.mcore.refusals import check_chunks
 from megatron_pipemem.mcore.step.extension import (
     Extension,
     FullMicrobatch,
     LaunchOrders,
     Step,
-    Trial,
+    TentativeStart,
     device_of,
     observe,
 )
@@ -64,7 +64,7 @@ class ForwardBackward(Feature):
     Communicators are kept between steps.
     """
 
-    programs: Programs
+    programs: ProgramStore
     chunk_placement: ChunkPlacement
     extensions: Sequence[Extension] = ()
     launches: LaunchOrders = field(default_factory=LaunchOrders)
@@ -168,7 +168,7 @@ class ForwardBackward(Feature):
 
         if known_gates is not None:
             return check()
-        placement = done_by_all(check, [group])
+        placement = run_on_all_ranks(check, [group])
         check_whole_model(chunks, placement, group)
         self._gates[chunks[0]] = gates
         return placement
@@ -200,20 +200,20 @@ class ForwardBackward(Feature):
             extension.prepare(step)
         self._equip(step, extensions)
         with ExitStack() as stack:
-            stack.callback(lambda: step.executor.close())  # a trial may replace it
+            stack.callback(lambda: step.executor.close())  # a start may replace it
             stack.enter_context(no_gradient_sync(config))
             stack.enter_context(torch.no_grad() if step.forward_only else nullcontext())
             if not step.forward_only:
                 _start_parameter_gather(config, step.chunks)
             if step.observation.ledger is not None:
                 stack.enter_context(routing_noted(step.chunks, step.observation.ledger.route))
-            if step.all_excludes or step.trial is not None:  # to go through all modules takes milliseconds
+            if step.all_excludes or step.tentative_start is not None:  # to go through all modules takes milliseconds
                 stack.enter_context(shared_left_out(step.chunks, lambda: step.all_excludes))
             for extension in extensions:
                 stack.enter_context(extension.around(step))
             stack.enter_context(self.launches.watched(step.pipeline.group, device_of(step.chunks)))
-            if step.trial is not None:
-                self._try(step, step.trial, extensions)
+            if step.tentative_start is not None:
+                self._try(step, step.tentative_start, extensions)
             step.executor.run()
             if device_of(step.chunks).type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 PROGRESS.launched = torch.cuda.current_stream().record_event()
@@ -230,17 +230,17 @@ class ForwardBackward(Feature):
             extension.after(step)
         self.launches.ended(step.launch_kind)
 
-    def _try(self, step: Step, trial: Trial, extensions: Sequence[Extension]) -> None:
-        """Run the first actions of the step, and undo them if ``trial`` does not stand.
+    def _try(self, step: Step, start: TentativeStart, extensions: Sequence[Extension]) -> None:
+        """Run the first actions of the step, and undo them if ``start`` does not stand.
 
         The caller then runs the remaining actions; after an undo, these are all actions of the step.
         """
-        step.executor.run(trial.length)
-        if trial.stands():
+        step.executor.run(start.length)
+        if start.is_confirmed():
             return
-        step.executor.drop(trial.drain)
+        step.executor.drop(start.drain)
         step.executor.close()
-        trial.start_over()
+        start.start_over()
         self._equip(step, extensions)
         _start_parameter_gather(step.context.config, step.chunks)
 

@@ -15,9 +15,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_pipemem.choose.knowledge import MemoryDeltas
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.logs import tell
-from megatron_pipemem.mcore.agreement import decided_by_first, groups_of_copy, is_on_one_host
+from megatron_pipemem.mcore.agreement import decide_on_first_rank, groups_of_copy, is_on_one_host
 from megatron_pipemem.mcore.model.language_model import model_of_chunk, predicts_in_piece
-from megatron_pipemem.mcore.model.whole_model import look_into, of_stages
+from megatron_pipemem.mcore.model.whole_model import contents_of_chunk, of_stages
 from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.model.activations import stage_bytes
 from megatron_pipemem.model.model import BY_ACTION, Execution, Model, Recomputable, attention_of, fullest_load
@@ -42,12 +42,12 @@ class PredictedBytes(Extension):
     def choose(self, step: Step) -> None:
         """Set the bytes of the programs. Without a second rank or microbatch, no W waits for long, and none is needed."""
         if step.pipeline.placement.num_devices == 1 or step.shape.num_microbatches == 1:
-            step.programs.stages_change(None)
+            step.program_store.set_predicted_bytes(None)
             return
         model = step.chunks[0]
         if model not in self._of_models:
             self._of_models[model] = self._predict(step)
-        step.programs.stages_change(self._of_models[model])
+        step.program_store.set_predicted_bytes(self._of_models[model])
 
     def _predict(self, step: Step) -> MemoryDeltas | None:
         """Return the change of bytes by F, I and W per stage, the same on every rank of this copy; ``None`` if unknown.
@@ -72,7 +72,7 @@ class PredictedBytes(Extension):
             except (PipememError, AttributeError) as error:  # sizes that do not fit together, or some are missing
                 return f"{error}"
 
-        predicted = decided_by_first(predict, groups_of_copy(step.groups, step.pipeline.group))
+        predicted = decide_on_first_rank(predict, groups_of_copy(step.groups, step.pipeline.group))
         if isinstance(predicted, str):
             tell(logger, "%s: %s", _UNKNOWN, predicted)
             return None
@@ -88,7 +88,7 @@ def _pieces_of_stages(step: Step) -> tuple[int, ...] | None:
 
 
 def _pieces(chunk: torch.nn.Module) -> int | None:
-    chunk_facts = look_into(chunk)
+    chunk_facts = contents_of_chunk(chunk)
     if chunk_facts is None:
         return None
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)

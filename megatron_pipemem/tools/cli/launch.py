@@ -154,8 +154,8 @@ def launch(
     PORT.read("--master-port", master_port)
     if node_rank is not None and not 0 <= node_rank < count:
         raise UnsupportedError("bad-number", f"--node-rank {node_rank}: the run has nodes 0 to {count - 1}")
-    where = Nodes(count, node_rank, master_addr, master_port)
-    started = command(run, where.with_variables() if print_only or as_json else where)
+    launch_nodes = Nodes(count, node_rank, master_addr, master_port)
+    started = command(run, launch_nodes.with_variables() if print_only or as_json else launch_nodes)
     if as_json:
         facts = {"nodes": count, "ranks_per_node": ranks_per_node(run, count), "output": run.output}
         print_json({"command": list(started.words), "environment": dict(started.environment), **facts})

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_pipemem import part_costs
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import CostsError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_costs, slice_tokens
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
@@ -260,7 +260,7 @@ def load_schedule(
         raise UnsupportedError("missing-option", f"the size of {shortened(name)} is missing; give {missing}")
     else:
         check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
-    request = requested(
+    request = make_request(
         name,
         simulated=True,
         memory_cap=cap,

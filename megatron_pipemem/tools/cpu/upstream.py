@@ -138,11 +138,11 @@ def shares(ends: Sequence[int], size: int) -> list[torch.Tensor]:
     """
     if size == 1:
         return [torch.arange(ends[-1])]
-    odd = [last - first for first, last in pairwise(ends) if (last - first) % (2 * size)]
-    if odd:
+    uneven = [last - first for first, last in pairwise(ends) if (last - first) % (2 * size)]
+    if uneven:
         raise UnsupportedError(
             "not-on-cpu",
-            f"a packed document has {odd[0]} tokens, and each of {size} context-parallel ranks takes two of {2 * size} "
+            f"a packed document has {uneven[0]} tokens, and each of {size} context-parallel ranks takes two of {2 * size} "
             f"equal parts of every document; pad documents to a multiple of {2 * size} tokens, as --sft does, or pass "
             "--context-parallel-size 1",
         )

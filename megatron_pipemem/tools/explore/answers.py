@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import PipememError, UnsupportedError, with_code
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.display import rare_collection
@@ -167,7 +167,7 @@ def _schedule(
     limit = None if cap is None else MemoryCap(cap, in_bytes=False)
     knowledge = Knowledge(costs or Costs(), cache=ResultCache())
     try:
-        request = requested(name, memory_cap=limit, options=options)
+        request = make_request(name, memory_cap=limit, options=options)
         return choose(request, Shape(devices, None, microbatches), knowledge).schedule
     except ModuleNotFoundError as error:
         raise UnsupportedError(

@@ -286,8 +286,8 @@ def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
         )
     if nodes.address is None:
         return words({"standalone": True, "local-addr": "127.0.0.1", **flags})
-    where: Flags = {"nnodes": nodes.count, "node-rank": nodes.rank or 0}
-    return words({**where, **flags, "master-addr": nodes.address, "master-port": nodes.port})
+    node_flags: Flags = {"nnodes": nodes.count, "node-rank": nodes.rank or 0}
+    return words({**node_flags, **flags, "master-addr": nodes.address, "master-port": nodes.port})
 
 
 def _quoted(word: str) -> str:

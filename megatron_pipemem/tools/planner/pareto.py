@@ -73,7 +73,7 @@ def choices(
         else:
             family_schedules = list(synchronous_schedules(*size, costs, max_chunks))
         candidates += ((schedule, None) for schedule in family_schedules)
-        knowledge = Knowledge(costs, with_passes=tuple(family_schedules) if count else None, cache=cache)
+        knowledge = Knowledge(costs, vocabulary_schedules=tuple(family_schedules) if count else None, cache=cache)
         for number, cap in enumerate(caps):
             at_most = (len(caps) - number) * seconds
             request = Request.for_search(MemoryCap(cap, costs.memory is not None), options, count)

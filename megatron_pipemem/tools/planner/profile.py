@@ -136,9 +136,9 @@ class Profile:
             return profile
         except ConfigError as error:
             within = "parts" if (error.key or "").partition(".")[0] in parts else "profile"
-            where = "" if error.key is None else f"{within}.{error.key}: "
+            key_text = "" if error.key is None else f"{within}.{error.key}: "
             raise ConfigError(
-                error.code, f"is not a profile of `pipemem profile`: {where}{error.message}", file=path
+                error.code, f"is not a profile of `pipemem profile`: {key_text}{error.message}", file=path
             ) from error
 
 

@@ -14,7 +14,7 @@ from math import inf
 
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.conflicts import requested
+from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.part_costs import prices_of
 from megatron_pipemem.request import Request, ScheduleOptions
 from megatron_pipemem.schedule.memory_cap import MemoryCap
@@ -55,7 +55,7 @@ def request_of(run: Run) -> Request:
     }
     settings |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
     settings["pairs"] = choice.name != STOCK and run.pairs
-    request = requested(choice.name, **settings).with_graphs(run.flags.get("cuda-graph-impl"))
+    request = make_request(choice.name, **settings).with_graphs(run.flags.get("cuda-graph-impl"))
     if choice.name != STOCK:
         return request
     return replace(request, schedule=megatrons_own(cut.chunks))

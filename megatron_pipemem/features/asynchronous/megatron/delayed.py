@@ -15,12 +15,12 @@ from megatron_pipemem.features.asynchronous.runtime import WeightVersions
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import hyperparameters
 from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
-from megatron_pipemem.mcore.step.extension import Overlap, Step, untimed
+from megatron_pipemem.mcore.step.extension import OverlapStatistics, Step, untimed
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.stream import gain_without_barrier
 
 
-class _Waiting(NamedTuple):
+class _PostponedStep(NamedTuple):
     """The gradients of a batch whose optimizer step has not been taken, with their norm and settings."""
 
     norm: LateNorm  # the norm of these gradients, which may not have arrived yet
@@ -43,7 +43,7 @@ class DelayedOptimizer(OverlappedOptimizer):
     def __init__(self) -> None:
         super().__init__()
         self.weights: WeightVersions | None = None
-        self._waiting: _Waiting | None = None
+        self._waiting: _PostponedStep | None = None
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
@@ -64,7 +64,7 @@ class DelayedOptimizer(OverlappedOptimizer):
     def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm, None]:
         """Keep the gradients and the optimizer's settings for the postponed step, and return as if it had been taken."""
         optimizer = self.require()
-        self._waiting = _Waiting(norm, self._keep(optimizer), hyperparameters(optimizer.param_groups))
+        self._waiting = _PostponedStep(norm, self._keep(optimizer), hyperparameters(optimizer.param_groups))
         return self._ahead_of(norm, True)
 
     def resolve(self) -> None:
@@ -81,15 +81,15 @@ class DelayedOptimizer(OverlappedOptimizer):
             parameter.grad = gradient
         with (
             untimed(get_model_config(self._chunks[0]), optimizer),
-            _as_they_were(waiting.hyperparameters),
-            _shadowed(optimizer, prepare_grads=lambda: False, get_grad_norm=waiting.norm.item),
+            _earlier_settings(waiting.hyperparameters),
+            _methods_replaced(optimizer, prepare_grads=lambda: False, get_grad_norm=waiting.norm.item),
         ):
             take_step()
         for parameter, _ in waiting.gradients:
             parameter.grad = None
         weights.forget_updates()
 
-    def statistics(self) -> Overlap:
+    def statistics(self) -> OverlapStatistics:
         """Return the base class's statistics, with the bytes of the kept gradients filled in."""
         waiting = sum(gradient.nbytes for gradient in self._kept.values())
         return super().statistics()._replace(waiting_gradient_bytes=waiting)
@@ -139,7 +139,7 @@ class DelayedSteps(OverlappedSteps):
 
 
 @contextmanager
-def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[None]:
+def _methods_replaced(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[None]:
     """Replace methods of the optimizer by ``functions`` while the block runs."""
     vars(optimizer).update(functions)
     try:
@@ -150,7 +150,7 @@ def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[No
 
 
 @contextmanager
-def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
+def _earlier_settings(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
     """Set parameter groups to earlier settings while the block runs. Other changes that the block makes to them are
     kept.
     """

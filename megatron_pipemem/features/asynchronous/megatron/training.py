@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
-from megatron_pipemem.conflicts import updates_per_microbatch
+from megatron_pipemem.conflicts import is_updated_per_microbatch
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.files import whole_file
@@ -31,7 +31,7 @@ from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import agree, gather
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder, steps_left
-from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
+from megatron_pipemem.mcore.programs import Compiled, ProgramStore, announce, digest_of
 from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes, untimed
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE, Replacements
 from megatron_pipemem.refusals import TIED, of_config
@@ -229,7 +229,7 @@ class AsynchronousTraining(Extension):
 
     only_trains = True
 
-    def __init__(self, programs: Programs, train_steps: int | None = None, delayed: DelayedOptimizer | None = None):
+    def __init__(self, programs: ProgramStore, train_steps: int | None = None, delayed: DelayedOptimizer | None = None):
         self._programs, self._delayed = programs, delayed
         # Whether the optimizer steps once per call, by the training loop, and not once per microbatch.
         self._loop_updates = windows.updates_per_batch(programs.name)
@@ -361,7 +361,7 @@ class AsynchronousTraining(Extension):
         if saved is None:
             return
         fits = saved.batch == stream.batch and saved.fits(self._identity, stream.weights)
-        if not all(gather(fits, self._programs.groups)):
+        if not all(gather(fits, self._programs.deciding_groups)):
             tell(
                 logger,
                 "the older weights that were saved with the checkpoint are of another schedule, batch size or split of "
@@ -442,7 +442,7 @@ class AsynchronousTraining(Extension):
 
 def check_untied(request: Request, chunks: list[torch.nn.Module]) -> None:
     """Raise an UnsupportedError if the schedule updates after every microbatch, and the embedding is tied to the head."""
-    for chunk in chunks if updates_per_microbatch(request) else ():
+    for chunk in chunks if is_updated_per_microbatch(request) else ():
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         if getattr(model, "share_embeddings_and_output_weights", False):
             raise UnsupportedError("tied-embedding", TIED)

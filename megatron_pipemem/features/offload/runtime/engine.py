@@ -37,9 +37,9 @@ from megatron_pipemem.features.offload.runtime.channels import (
 from megatron_pipemem.features.offload.runtime.host import HostBlock, HostPool
 from megatron_pipemem.features.offload.runtime.saved import (
     Capture,
+    FreedMemory,
     Hold,
     Place,
-    Remains,
     Residents,
     SavedStorage,
     SavedView,
@@ -179,7 +179,7 @@ class OffloadEngine:
         self._residents = Residents(channel.device, min_bytes)
         self._guard = guard
         self._on_device: Callable[[torch.Tensor], object] | None = None
-        self._ended: deque[Remains] = deque()
+        self._ended: deque[FreedMemory] = deque()
         self._captures: dict[Hashable, Capture] = {}
         self._by_storage: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._traffic = Traffic(channel)

@@ -187,7 +187,7 @@ def measure_host_link(channel: CopyChannel, nbytes: int = _PROBE_BYTES) -> HostL
     Each copy has ``nbytes``. Ranks that share a link should measure at the same time, so that the result includes their
     contention.
     """
-    ends = copy_ends(channel, nbytes)
+    ends = copies_by_direction(channel, nbytes)
     out, back, both = (
         transfer_seconds(channel, [(direction, ends[direction]) for direction in directions], _REPETITIONS)
         for directions in COPY_DIRECTIONS.values()
@@ -205,7 +205,7 @@ def measure_bandwidths(
     ``repeats`` copies of ``nbytes``, after one copy that is not counted. Two times ``nbytes`` of pinned host memory are
     needed.
     """
-    ends = copy_ends(channel, nbytes)
+    ends = copies_by_direction(channel, nbytes)
     a = torch.randn(matrix, matrix, device=channel.device).to(torch.bfloat16)
     product = torch.empty_like(a)
 
@@ -234,7 +234,7 @@ def _seconds(channel: CopyChannel, work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def copy_ends(channel: CopyChannel, nbytes: int) -> dict[Direction, Copy]:
+def copies_by_direction(channel: CopyChannel, nbytes: int) -> dict[Direction, Copy]:
     """Return one ``Copy`` of ``nbytes`` for each direction, each with new device and host memory."""
     ends = {}
     for direction in Direction:

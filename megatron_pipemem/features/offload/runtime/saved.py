@@ -32,7 +32,7 @@ class Place(Enum):
     LOST = "dropped at the end of its step"
 
 
-class Remains(NamedTuple):
+class FreedMemory(NamedTuple):
     """Memory that a freed ``SavedStorage`` counted: bytes, host block, and the transfer that wrote this block."""
 
     device_bytes: int
@@ -50,10 +50,10 @@ class SavedStorage:
 
     Saved tensors keep this object alive. The engine has only weak references, so a backward frees the memory as it
     would without offload. ``key`` names the capture that saved the storage first. When this object is freed, it adds
-    its ``Remains`` to ``ended``.
+    its ``FreedMemory`` to ``ended``.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, key: Hashable, ended: deque[Remains]):
+    def __init__(self, storage: torch.UntypedStorage, key: Hashable, ended: deque[FreedMemory]):
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = storage
         self.key = key
@@ -123,8 +123,8 @@ class SavedStorage:
         """Drop the reference to the device memory, and set the new ``place``."""
         self.storage, self.device_bytes, self.place = None, 0, place
 
-    def remains(self) -> Remains:
-        return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
+    def remains(self) -> FreedMemory:
+        return FreedMemory(self.device_bytes, self.host_bytes, self.block, self.departure)
 
     def restore(self, view: SavedView, channel: CopyChannel[Any]) -> torch.Tensor:
         """Return the tensor that ``view`` stands for. Raise an OffloadError if its storage is not on the device.

@@ -16,8 +16,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import Snapshot
-from megatron_pipemem.mcore.agreement import done_by_all
-from megatron_pipemem.mcore.step.extension import Overlap
+from megatron_pipemem.mcore.agreement import run_on_all_ranks
+from megatron_pipemem.mcore.step.extension import OverlapStatistics
 from megatron_pipemem.runtime.transport import destroy_groups, new_groups
 
 MARGIN = 1e-4
@@ -196,7 +196,7 @@ class OverlappedOptimizer:
         return self.require().config.clip_grad
 
     @property
-    def takes_back(self) -> bool:
+    def may_undo_steps(self) -> bool:
         """Whether steps of this run may have to be undone, because they are taken before their norm is known."""
         return self.clip > 0 and not self.delays
 
@@ -252,7 +252,7 @@ class OverlappedOptimizer:
                 self._is_clean(norm)
                 return stepped
             if self._snapshot is None:  # now that the most is known that steps leave of the device's memory
-                self._snapshot = done_by_all(lambda: Snapshot(optimizer))
+                self._snapshot = run_on_all_ranks(lambda: Snapshot(optimizer))
             self._snapshot.take()
             self._pending = norm
         optimizer.grad_norms_by_group = {}
@@ -316,10 +316,10 @@ class OverlappedOptimizer:
         self._pending, self._owed, self.overlaps, self.answers_locally = None, [], False, False
         self._clean_steps = self._ahead_steps = self._redone_steps = 0
 
-    def statistics(self) -> Overlap:
+    def statistics(self) -> OverlapStatistics:
         """Return how many steps did not wait for their norm, how many were redone, and the bytes of the snapshot."""
         nbytes = 0 if self._snapshot is None else self._snapshot.nbytes
-        return Overlap(self._ahead_steps, self._redone_steps, nbytes)
+        return OverlapStatistics(self._ahead_steps, self._redone_steps, nbytes)
 
     def _is_clean(self, norm: LateNorm) -> bool:
         clean = norm.is_below(self.clip)

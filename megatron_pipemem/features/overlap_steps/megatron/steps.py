@@ -27,7 +27,7 @@ from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.gates import Wish, check_gates
 from megatron_pipemem.logs import tell
-from megatron_pipemem.mcore.agreement import done_by_all, gather
+from megatron_pipemem.mcore.agreement import gather, run_on_all_ranks
 from megatron_pipemem.mcore.loop_arguments import (
     argument,
     prints_log,
@@ -35,7 +35,7 @@ from megatron_pipemem.mcore.loop_arguments import (
     write_scalars,
 )
 from megatron_pipemem.mcore.step.batches import Rereadable
-from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
+from megatron_pipemem.mcore.step.extension import Extension, Step, TentativeStart
 from megatron_pipemem.mcore.symbols import (
     ALL_OF_PIPELINE,
     DECIDE_EXIT,
@@ -52,12 +52,12 @@ from megatron_pipemem.mcore.symbols import (
     ZERO_GRAD_BUFFER,
     Replacements,
 )
-from megatron_pipemem.refusals import joined_anyway
+from megatron_pipemem.refusals import barrier_reasons
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
 
 
-class _Unwritten(NamedTuple):
+class _UnwrittenNorm(NamedTuple):
     """A gradient norm that has not been written to TensorBoard and W&B."""
 
     iteration: int  # the iteration of the norm's step
@@ -70,7 +70,7 @@ class TrainingLoop:
 
     def __init__(self, optimizer: OverlappedOptimizer):
         self._optimizer = optimizer
-        self._unwritten: _Unwritten | None = None
+        self._unwritten: _UnwrittenNorm | None = None
         self._signals: LateSum | None = None
 
     def replacements(self) -> Replacements:
@@ -114,7 +114,7 @@ class TrainingLoop:
             arguments["grad_norm"] = norm.item() if isinstance(norm, LateNorm) else norm
         elif isinstance(norm, LateNorm):
             arguments["grad_norm"] = None
-            self._unwritten = _Unwritten(iteration, argument("consumed_train_samples"), norm)
+            self._unwritten = _UnwrittenNorm(iteration, argument("consumed_train_samples"), norm)
         return original(*bound.args, **bound.kwargs)
 
     def _write_norm(self) -> None:
@@ -203,7 +203,7 @@ class OverlappedSteps(Extension):
         self._optimizer.overlaps = step.overlaps = self._gains[step.shape]
         step.overlap = self._optimizer.statistics
         if self._optimizer.is_pending:
-            step.trial = LeadingForwards(self._optimizer, step)
+            step.tentative_start = LeadingForwards(self._optimizer, step)
 
     def wait_for_overlapped_steps(self) -> None:
         """Make a pending optimizer step final, or redo it. Every rank must call this at the same time."""
@@ -215,9 +215,9 @@ class OverlappedSteps(Extension):
         All ranks of the model call this at the same time, and get the same result. Sums of norms go over all ranks of
         the job, so a model on a part of them keeps its barrier.
         """
-        optimizer, groups = self._optimizer, step.programs.groups
-        checked = step.programs.request, step.context.config, step.chunks, optimizer.require()
-        joined = done_by_all(lambda: check_overlapped(*checked), groups)
+        optimizer, groups = self._optimizer, step.program_store.deciding_groups
+        checked = step.program_store.request, step.context.config, step.chunks, optimizer.require()
+        joined = run_on_all_ranks(lambda: check_overlapped(*checked), groups)
         gain = self._gain(step)
         obstacles = gather(next(iter(joined), None) or self._obstacle(step, gain), groups)
         if dist.is_initialized() and len(obstacles) < dist.get_world_size():
@@ -227,7 +227,7 @@ class OverlappedSteps(Extension):
             tell(logger, "steps keep their barrier: %s", obstacle, level=logging.WARNING)
             return False
         if not any(self._gains.values()):
-            optimizer.open(step.pipeline.group, on_host=step.programs.queues == (True,))
+            optimizer.open(step.pipeline.group, on_host=step.program_store.queues == (True,))
         tell(
             logger, "steps follow each other without a barrier; the plan predicts that this is %.3f times as fast", gain
         )
@@ -248,7 +248,7 @@ class OverlappedSteps(Extension):
         if any(part.is_stub_optimizer for part in optimizer.chained_optimizers):
             return "a rank trains no parameters"
         is_readable = all(iterator is None or hasattr(iterator, "__next__") for iterator in step.iterators)
-        if self._optimizer.takes_back and not is_readable:
+        if self._optimizer.may_undo_steps and not is_readable:
             return "a data iterator has no __next__, so a step that starts over could not read its data again"
         return None
 
@@ -260,7 +260,7 @@ class OverlappedSteps(Extension):
         self._gains.clear()
 
 
-class LeadingForwards(Trial):
+class LeadingForwards(TentativeStart):
     """The forwards at the start of a step, which run before it is known whether the previous step must be redone.
 
     The step's data iterators are wrapped, so that the step can read its data a second time.
@@ -276,7 +276,7 @@ class LeadingForwards(Trial):
         self._random_states = random._get_all_rng_states()
         self._traces = ForwardTraces()
 
-    def stands(self) -> bool:
+    def is_confirmed(self) -> bool:
         return self._optimizer.validate()
 
     def start_over(self) -> None:
@@ -311,7 +311,7 @@ def check_overlapped(request: Request, config, chunks: list[torch.nn.Module], op
         )
     if optimizer.config.clip_grad > 0 and not request.is_asynchronous:  # else steps are never undone
         parts_of(optimizer)
-    return joined_anyway(value_of)
+    return barrier_reasons(value_of)
 
 
 class ForwardTraces:

@@ -7,11 +7,11 @@ from functools import partial
 from megatron_pipemem.features.vocabulary.megatron.build import cut_model
 from megatron_pipemem.features.vocabulary.megatron.step import VocabularySteps
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.mcore.step.extension import Extension
 
 
-def extensions(_: object, programs: Programs, chunk_placement: ChunkPlacement) -> list[Extension]:
+def extensions(_: object, programs: ProgramStore, chunk_placement: ChunkPlacement) -> list[Extension]:
     """Return the extension that runs vocabulary passes, and make the run cut each model's vocabulary."""
     chunk_placement.cut = partial(cut_model, programs)
     return [VocabularySteps()]

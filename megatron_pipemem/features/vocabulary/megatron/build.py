@@ -34,7 +34,7 @@ from megatron_pipemem.mcore.compat import is_plain_head
 from megatron_pipemem.mcore.model.language_model import kinds_of, layers_in, mean_weight, pattern_of
 from megatron_pipemem.mcore.model.linear import is_ddps_hook
 from megatron_pipemem.mcore.model.whole_model import layout_of
-from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.programs import ProgramStore
 from megatron_pipemem.part_costs import head_seconds, without_ends
 from megatron_pipemem.refusals import of_config
 from megatron_pipemem.request import Request
@@ -215,7 +215,7 @@ _OF_COPIES = ("shared", "shared_embedding", "tensor_model_parallel", "partition_
 
 
 def cut_model(
-    programs: Programs,
+    programs: ProgramStore,
     chunks: list[torch.nn.Module],
     placement: Placement,
     pg_collection: ProcessGroupCollection | None,
@@ -231,8 +231,10 @@ def cut_model(
         model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
         assert pg_collection is not None, "they are made before the model"
         layout = layout_of(chunks, placement, pg_collection.pp, layers_in)
-        barriers = choose_barriers(model, layout, programs.costs, programs.ways(placement, len(chunks)))
-    programs.vocabulary_is(barriers, placement.num_devices)
+        barriers = choose_barriers(
+            model, layout, programs.costs, programs.schedules_by_barriers(placement, len(chunks))
+        )
+    programs.set_vocabulary_barriers(barriers, placement.num_devices)
     if barriers:
         if get_attr_wrapped_model(chunks[0], "config").cross_entropy_loss_fusion:
             tell(logger, "vocabulary: --cross-entropy-loss-fusion has no effect, because the shards compute the loss")
