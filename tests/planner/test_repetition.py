@@ -12,12 +12,14 @@ from lanes import examples
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.pairs.orders import with_pairs
+from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.tools.planner import replay as replay_module
-from megatron_pipemem.tools.planner.replay import OrderPrice, Replay, Timing, measured
+from megatron_pipemem.tools.planner.replay import OrderPrice, Replay, Timing, extended, measured
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import paired_price
 from tests.planner.small_run import FAMILIES, RUN
@@ -88,8 +90,32 @@ def test_the_price_of_a_long_step_in_pairs_is_that_of_its_simulation(name, p, ti
         schedule, costs, lambda version: all(a <= b for a, b in zip(peaks(version, costs), limits, strict=True))
     )
     step = replace(price(RUN, schedule.placement), costs=costs)
-    extended = paired_price(lambda m: Replay(built(name, p, m)), step, limits, times * p)
-    assert_same(extended, Timing(whole, whole.makespan).price)
+    paired = paired_price(lambda m: Replay(built(name, p, m)), step, limits, times * p)
+    assert_same(paired, Timing(whole, whole.makespan).price)
+
+
+@examples(20)
+@given(
+    st.sampled_from(["1f1b", "zb-h1", "zbv", "v-half"]),
+    st.integers(2, 5),
+    st.integers(6, 16),
+    st.integers(0, 3),
+    st.sampled_from([1, 2]),
+    st.floats(0.01, 0.4),
+    st.integers(0, 2**32),
+)
+def test_the_price_of_a_long_step_with_a_cut_vocabulary_is_that_of_its_simulation(
+    name, p, times, more, barriers, seconds, seed
+):
+    costs = costs_of(built(name, p, p), 0.9, 0.05, seed)
+    passes = VocabularyCosts(seconds, seconds, seconds / 4, seconds / 4, collectives=seconds / 2)
+    costs = replace(costs, vocabulary=passes)
+
+    def cut(m: int) -> Replay:
+        return Replay(with_barriers(built(name, p, m), barriers, costs))
+
+    whole = cut(times * p + more).timing(costs)
+    assert_same(extended(cut, costs, p, times * p + more), whole.price)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "v-min"])

@@ -49,16 +49,20 @@ class Repetition:
     lanes: Sequence[_Lane]
     depth: int  # the number of blocks before a block for whose results the block, or an action after it, waits
 
+    @staticmethod
+    def may_be_of(schedule: Schedule) -> bool:
+        """Return whether nothing but waits ties blocks together, as copies, vocabulary passes and sums over replicas do."""
+        return not (
+            schedule.offloads or schedule.vocabulary_barriers or schedule.pairs or schedule.placement.replicas > 1
+        )
+
     @classmethod
     def of(cls, shorter: Schedule, longer: Schedule, waits: Callable[[], Dependencies]) -> Repetition | None:
         """Return the repetition of the longer one of two steps. ``waits`` returns its dependencies, which take long.
 
-        It is ``None`` unless the longer step is the shorter one with further blocks. Copies to the host, vocabulary
-        passes and sums over replicas tie blocks together in other ways.
+        It is ``None`` unless the longer step is the shorter one with further blocks, and ``may_be_of``.
         """
-        if longer.offloads or longer.vocabulary_barriers or longer.pairs or longer.placement.replicas > 1:
-            return None
-        periodic = _periodic_regions(shorter, longer)
+        periodic = _periodic_regions(shorter, longer) if cls.may_be_of(longer) else None
         if periodic is None:
             return None
         dependencies = waits()

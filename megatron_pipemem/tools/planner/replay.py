@@ -121,7 +121,10 @@ def _repetition(built: Callable[[int], Replay], num_devices: int, count: int, mo
 
     The order of ``hanayo`` is another one for at most three microbatches per device.
     """
-    is_wave = built(count).schedule.placement.name == "wave"
+    schedule = built(count).schedule
+    if not Repetition.may_be_of(schedule):
+        return None
+    is_wave = schedule.placement.name == "wave"
     for few in (count + more,) if is_wave else (count - more, count):
         if few >= 2 * num_devices:
             repetition = built(few + more).repetition_after(built(few))

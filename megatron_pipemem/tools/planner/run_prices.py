@@ -7,6 +7,7 @@ queue prices thousands of runs by the same steps (``variants.run_step``) and ord
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
@@ -41,6 +42,8 @@ from megatron_pipemem.tools.planner.variants import HOST_MEMORY, paired_price, p
 from megatron_pipemem.tools.planner.ways import Way
 
 _EFFORT, _UNLIMITED = 0.1, 1e9  # of the search for the order of ``auto``, in seconds
+_CHOSEN: deque[tuple[tuple[Request, Shape, Knowledge], Schedule]] = deque(maxlen=8)
+"""The latest schedules with added passes, by what they were made of. A run is priced again to see whether it can start."""
 
 
 def request_of(run: Run) -> Request:
@@ -141,7 +144,7 @@ class RunPrices:
             order_price = built(self._count).timing(step.costs, overlaps).price
             return order_price._replace(seconds=order_price.seconds + self.further * max(step.work_seconds))
         actions = 3 * cut.microbatches * self.replay.schedule.units.parts * self.placement.num_stages
-        if self._adds_passes and actions <= MOST_ACTIONS:
+        if self._request.offload != OFF and actions <= MOST_ACTIONS:
             return built(cut.microbatches).timing(step.costs, overlaps).price
         return extended(built, step.costs, cut.pp, cut.microbatches, overlaps)
 
@@ -157,7 +160,13 @@ class RunPrices:
             caps = tuple(cap * unit for cap in request.caps(self.placement.num_devices) or ())
             request = replace(request, memory_cap=MemoryCap(caps, True))
         shape = Shape(self.placement.num_devices, None, schedule.num_microbatches)
-        return choose(request, shape, Knowledge(step.costs, host_budget=step.host_bytes)).schedule
+        inputs = request, shape, Knowledge(step.costs, host_budget=step.host_bytes)
+        for earlier, with_passes in _CHOSEN:
+            if earlier == inputs:
+                return with_passes
+        chosen = choose(*inputs).schedule
+        _CHOSEN.append((inputs, chosen))
+        return chosen
 
 
 def priced(
