@@ -199,6 +199,20 @@ def test_what_cannot_be_read_is_refused(text, code):
         words(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("CHECKPOINT=<Specify path>\ntorchrun a.py", "bad-syntax"),
+        ('OPTIONS="--vocab-file <PATH TO vocab.json> --fp16"\nsrun sh -c "python a.py $OPTIONS"', "no-command"),
+    ],
+)
+def test_a_placeholder_is_named_with_its_remedy(text, code):
+    placeholder = text[text.index("<") : text.index(">") + 1]
+    with refused(code, placeholder) as refusal:
+        words(text)
+    assert "line -" not in str(refusal.value)
+
+
 def seconds_of_the_processor() -> float:
     return sum(sum(getrusage(of)[:2]) for of in (RUSAGE_SELF, RUSAGE_CHILDREN))
 

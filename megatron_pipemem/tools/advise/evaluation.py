@@ -40,6 +40,7 @@ _NOISE = (
     *("integer expression", "unary operator"),  # of tests that are told anyway
 )
 """Messages of bash that say nothing about the commands that a script starts."""
+_PLACEHOLDER = re.compile(r"<[A-Z][\w-]*(?: [\w.-]+)*>")
 _SOURCE = re.compile(r"\bBASH_SOURCE\b")
 _DECLARES = re.compile(r"^(declare|typeset)(?= +(?!-\w*g))", re.MULTILINE)
 
@@ -54,7 +55,7 @@ class Evaluation:
         compared: the variables and outputs without a value that each test depends on, with the line of the test; line 0
             is in a file that the script reads.
         exits: lines of the script at which it would have ended; 0 is in a file that the script reads.
-        errors: lines that bash could not evaluate, with its message.
+        errors: lines that bash could not evaluate, with its message; line 0 is in a text that the script evaluates.
         others: files that were read in place of those that the script names, by the names.
         unfinished: why the evaluation was ended; ``None`` if the script came to its end.
     """
@@ -134,10 +135,19 @@ def evaluated(
     if not evaluation.commands:
         for line, text in evaluation.errors:
             if "syntax error" in text or "unexpected EOF" in text or "unexpected end of file" in text:
-                raise ConfigError("bad-syntax", f"bash cannot read line {line} of the script: {text}; correct it")
+                message = (
+                    f"bash cannot read line {line} of the script: {text}; {placeholder_remedy(script) or 'correct it'}"
+                )
+                raise ConfigError("bad-syntax", message)
         if evaluation.unfinished is not None:
             raise ConfigError("no-end", f"{evaluation.unfinished}; give the training command itself after --")
     return evaluation
+
+
+def placeholder_remedy(script: str) -> str | None:
+    """Return what to do about the first placeholder of a script, such as ``<Specify path>``; ``None`` if it has none."""
+    placeholder = _PLACEHOLDER.search(script)
+    return placeholder and f"write a value in place of {placeholder[0]}, which bash takes for the names of files"
 
 
 def _text_of(path: str, folder: Path | None) -> tuple[str, str | None]:
@@ -229,7 +239,7 @@ def _evaluated_once(
     if not has_ended and unfinished is None:
         evaluation.unfinished = "the script stops before its end, for want of memory or by an error of bash"
     lines = outputs[1].decode("utf-8", "replace").splitlines()
-    errors = [(int(match[1]) - first + 1, match[2]) for line in lines if (match := _ERROR.match(line))]
+    errors = [(max(0, int(match[1]) - first + 1), match[2]) for line in lines if (match := _ERROR.match(line))]
     return evaluation, needs, errors
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.tools.advise.evaluation import Evaluation, evaluated
+from megatron_pipemem.tools.advise.evaluation import Evaluation, evaluated, placeholder_remedy
 from megatron_pipemem.tools.advise.missing import ScriptFacts
 
 SWIFT_PROGRAMS = "swift/cli/_megatron/"
@@ -82,7 +82,8 @@ def training_command(
     commands = [_started_by_swift(words, values) for words, values in pairs]
     started = [words for words in commands if any(word.endswith(".py") for word in words) or "-m" in words[:-1]]
     if not started:
-        hint = "".join(f"; {sentence}" for sentence in not_read(evaluation))
+        remedy = placeholder_remedy(text)
+        hint = "".join(f"; {sentence}" for sentence in (*not_read(evaluation), *([remedy] if remedy else ())))
         raise ConfigError(
             "no-command",
             f"the script or command starts no Python program{hint}; give the script that calls pretrain_gpt.py, or its "
@@ -128,7 +129,7 @@ def not_read(evaluation: Evaluation) -> tuple[str, ...]:
     sentences += [f"{path} is not there; {other} is read" for path, other in evaluation.others.items()]
     flags = dict.fromkeys(words[0] for words in evaluation.commands if words[0].startswith("--"))
     sentences += [f"bash starts {flag} as a program; end the line before it with a backslash" for flag in flags]
-    sentences += [f"line {line}: {message}" for line, message in evaluation.errors[:4]]
+    sentences += [f"{_line(line)}: {message}" for line, message in evaluation.errors[:4]]
     if evaluation.unfinished is not None:
         sentences.append(f"{evaluation.unfinished}; what follows is not read")
     return tuple(sentences)
@@ -143,7 +144,7 @@ def _program(words: Sequence[str]) -> str:
 
 
 def _line(number: int) -> str:
-    return f"line {number}" if number else "in a file that it reads"
+    return f"line {number}" if number else "in a text that it reads"
 
 
 def _started_by_swift(words: list[str], variables: Mapping[str, str]) -> list[str]:
