@@ -1,6 +1,7 @@
 """The arithmetic of units, against lists."""
 
 import re
+import tokenize
 from pathlib import Path
 
 from hypothesis import given
@@ -62,10 +63,31 @@ NAMES_SLICES = {
 """Files of the core, besides ``features/slices``, that name slices: users' options and texts, and what builds them."""
 
 
+TOOLS_WITH_SLICES = {
+    *(f"advise/{name}.py" for name in ("advice", "consumers")),
+    *(f"cli/{name}.py" for name in ("advise", "loading", "options", "plan", "schedules")),
+    *("config/runs.py", "launch/feasibility.py"),
+    *(f"planner/{name}.py" for name in ("memory", "planning", "run_prices", "slices", "space", "variants", "ways")),
+}
+"""Tools whose code has names of slices: options of users, and plans with and without slices."""
+SLICES = "(?i)(?<![a-z])(un)?slice"
+
+
 def test_slices_have_few_rooms():
     """All other files of the core know only units. A file that ceases to name slices leaves the list."""
     files = {file.relative_to(PACKAGE).as_posix(): file.read_text() for file in PACKAGE.rglob("*.py")}
     builtin = re.compile(r"\bislice\b|\bslice\(|[:\[] ?slice\b|the slice of each")
-    naming = {name for name, text in files.items() if re.search("(?i)(?<![a-z])(un)?slice", builtin.sub("", text))}
+    naming = {name for name, text in files.items() if re.search(SLICES, builtin.sub("", text))}
     core = {name for name in naming if not name.startswith(("tools/", "scripts/", "features/slices/"))}
     assert core == NAMES_SLICES | {"model/partition.py"}, "contiguous slices of the model are another thing"
+
+
+def test_slices_have_few_tools():
+    """Texts for users may say slices anywhere. The code of all other tools knows only units."""
+    naming = set()
+    for file in (PACKAGE / "tools").rglob("*.py"):
+        with file.open("rb") as lines:
+            names = {token.string for token in tokenize.tokenize(lines.readline) if token.type == tokenize.NAME}
+        if any(re.search(SLICES, name) for name in names - {"slice", "islice", "add_slice"}):
+            naming.add(file.relative_to(PACKAGE / "tools").as_posix())
+    assert naming == TOOLS_WITH_SLICES, "add_slice adds a span to a trace"

@@ -49,6 +49,7 @@ from megatron_pipemem.schedule.options import (
     early_wgrad,
 )
 from megatron_pipemem.schedule.registry import family, register_module
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.values import MOST_DEVICES, Amount, Count, Devices, Limited, refuse_if
 
@@ -265,6 +266,11 @@ class Run:
         return self.schedule.overlap_steps and may_clip and not self.delays_updates
 
     @property
+    def units(self) -> Units:
+        """The units of a pipeline's step: its microbatches, each whole or in slices."""
+        return Units.equal(self.parallelism.microbatches, self.schedule.slices or 1)
+
+    @property
     def schedule_options(self) -> dict[str, Any]:
         """Options of the schedule, with chunks and slices. A schedule file keeps its own, so these are not added."""
         if self.schedule.name.endswith(FILE_SUFFIX):
@@ -285,7 +291,7 @@ class Run:
             tp=cut.tp,
             sequence_parallel=cut.sequence_parallel,
             cp=cut.cp,
-            gathers_keys=cut.cp > 1 and (choice.slices or 1) > 1,
+            gathers_keys=cut.cp > 1 and not self.units.are_whole,
             ep=cut.ep,
             etp=cut.etp,
             recompute=choice.recompute,

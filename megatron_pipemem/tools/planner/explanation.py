@@ -108,11 +108,11 @@ def case_of_report(report: Mapping[str, Any]) -> Case | None:
         layers = tuple(map(int, layers))
     if not all(0 <= count <= MOST_LAYERS for count in layers or ()):
         raise ValueError(f"layers of last_step are not numbers from 0 to {MOST_LAYERS}")
-    stages, slices = schedule.num_stages, schedule.units.parts
+    stages, parts = schedule.num_stages, schedule.units.parts
     if len(layers or (0,) * stages) != stages or any(
-        len(changes) != stages * slices for changes in (memory or {}).values()
+        len(changes) != stages * parts for changes in (memory or {}).values()
     ):
-        cut = f" of {slices} slices" * (slices > 1)
+        cut = f" of {parts} slices" * (parts > 1)
         raise ValueError(f"layers or memory of last_step do not have one value for each of {stages} stages{cut}")
     iteration, of_1f1b = recorded["iteration_seconds"], report.get("bytes_of_1f1b")
     return Case(

@@ -35,4 +35,4 @@ def host_seconds(way: Way, launching: Mapping[str, float]) -> float:
     of_stages = [sum(launching.get(kind, 0.0) for kind in kinds[begin:end]) for begin, end in pairwise(ends)]
     placement = step.placement
     of_devices = [sum(of_stages[stage % placement.model_stages] for stage in stages) for stages in placement.stages]
-    return way.run.parallelism.microbatches * way.slices * max(of_devices) / placement.replicas
+    return len(way.run.units) * max(of_devices) / placement.replicas

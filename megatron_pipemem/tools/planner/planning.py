@@ -222,7 +222,7 @@ class _Planner:
             if not self.queue:
                 self.queue, self.aside, self._effort = self.aside, [], float("inf")
             bound, serial, entry = heapq.heappop(self.queue)
-            proposed = self._proposes_slices and _slices(_run_of(entry)) > 1
+            proposed = self._proposes_slices and not _run_of(entry).units.are_whole
             if proposed and (plans or len(sliced) == count):
                 self.rejected[SLOWER] += _count([(bound, serial, entry)])
                 continue
@@ -269,7 +269,7 @@ class _Planner:
             and group.step.placement.replicas == 1
             and self._refusal_of(group.run, AUTO, group.variant) is None
             and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
-            and 3 * _units(group.run) * group.step.placement.num_stages <= _LARGEST_SEARCH
+            and 3 * len(group.run.units) * group.step.placement.num_stages <= _LARGEST_SEARCH
         ]
         for group in hopeful[:_SEARCHES]:
             p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
@@ -278,7 +278,7 @@ class _Planner:
                     options = {
                         "seconds": seconds,
                         "period": group.run.schedule.overlap_steps,
-                        "slices": _slices(group.run),
+                        "slices": group.run.units.parts,
                     }
                     request = Request.for_search(MemoryCap(group.step.room(self._memory), True), options)
                     request = replace(request, pairs=group.run.pairs)
@@ -301,7 +301,7 @@ class _Planner:
         heapq.heappush(self.queue, (seconds, next(self._serial), entry))
 
     def _price(self, run: Run) -> None:
-        varies = not (run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run))
+        varies = not (run.schedule.overlap_steps or not run.units.are_whole or hides_messages(run))
         for placement, candidates in orders(run, self.limits, self.rejected).items():
             if run.schedule.overlap_steps and placement.replicas > 1:
                 self.rejected[WAITS] += len(candidates)
@@ -348,8 +348,7 @@ class _Planner:
         if min(room) <= 0:
             self.rejected[TOO_MUCH_STATIC] += len(candidates)
             return
-        m, pairs = run.parallelism.microbatches, variant is IN_PAIRS
-        units = Units.equal(m, _slices(run))
+        m, units, pairs = run.parallelism.microbatches, run.units, variant is IN_PAIRS
         if step.placement.replicas > 1:  # the orders decide how replicas share the microbatches
             free = m * sum(step.work_seconds) * (1 - pairs * step.exchange_share) / step.placement.num_devices
         elif run.schedule.overlap_steps:  # the other bounds hold for steps that end together
@@ -392,7 +391,7 @@ class _Planner:
 
     def _run_order(self, group: Group, order: Order) -> Way | None:
         """Return the plan of an order; ``None`` if it does not fit into the memory."""
-        cut, slices = group.run.parallelism, _slices(group.run)
+        cut, slices = group.run.parallelism, group.run.units.parts
         if slices == 1 and "costs" not in family(order.name).options:
             return self._plan(Base(group, order), None, self._measured(group, order, moves_weights(group.run)))
 
@@ -476,7 +475,7 @@ class _Planner:
         """
         run, step = base.group.run, base.group.step
         build = partial(built, run, base.order, step, step.room(self._memory), base.group.variant)
-        if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
+        if 3 * microbatches * run.units.parts * step.placement.num_stages <= MOST_ACTIONS:
             return self._plan_of_schedule(base, build(microbatches))
         overlaps = run.schedule.overlap_steps
 
@@ -514,15 +513,6 @@ def _standing(plans: int, count: int, waiting: int, bound: float) -> str:
 def _short(run: Run) -> int:
     """Return the number of microbatches of the shortest step by which the run's step can be predicted."""
     return shortest(run.parallelism.pp, run.parallelism.microbatches)
-
-
-def _slices(run: Run) -> int:
-    return run.schedule.slices or 1
-
-
-def _units(run: Run) -> int:
-    """Return the number of forwards of a stage in a step: one per microbatch, or per slice of one."""
-    return run.parallelism.microbatches * _slices(run)
 
 
 def _busiest(step: PlannedStep, units: Units = WHOLE) -> float:

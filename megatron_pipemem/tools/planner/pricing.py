@@ -75,7 +75,7 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None, layouts: Lay
     """
     layouts = {} if layouts is None else layouts
     is_stock = name in STOCKS
-    if is_stock and (run.schedule.slices or 1) > 1:
+    if is_stock and not run.units.are_whole:
         return
     base = _of_stock(run) if is_stock else replace(run, schedule=replace(run.schedule, name=name))
     if base.schedule.name != run.schedule.name:

@@ -290,14 +290,14 @@ _short_replay, _long_replay = (lru_cache(size)(_replay) for size in (_SHORT_REPL
 
 
 def family_schedule(
-    name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None, slices: int = 1
+    name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None, parts: int = 1
 ) -> Schedule:
-    return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs, **family_options(chunks, slices))
+    return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs, **family_options(chunks, parts))
 
 
-def family_options(chunks: int | None, slices: int = 1) -> dict[str, int]:
-    """Return the options of a family for these numbers of chunks and slices; none for its only number of chunks."""
-    return ({} if chunks is None else {"chunks": chunks}) | ({} if slices == 1 else {"slices": slices})
+def family_options(chunks: int | None, parts: int = 1) -> dict[str, int]:
+    """Return the options of a family for these numbers of chunks and parts; none for its only number of chunks."""
+    return ({} if chunks is None else {"chunks": chunks}) | ({} if parts == 1 else {"slices": parts})
 
 
 def replay_key(costs: Costs) -> tuple[object, ...]:

@@ -79,7 +79,7 @@ def proposed_slices(run: Run) -> tuple[tuple[int, ...], str | None]:
 
 def doubt_of(runs: Iterable[Run]) -> str | None:
     """Return a sentence if one of the runs has slices that are shorter than those whose kernels were timed."""
-    counts_of_runs = [(run, run.schedule.slices or 1) for run in runs]
+    counts_of_runs = [(run, run.units.parts) for run in runs]
     lengths = [min(run_slices(run, count)) // run.parallelism.cp for run, count in counts_of_runs if count > 1]
     if not lengths or min(lengths) >= SHORTEST_SLICE:
         return None
@@ -96,7 +96,7 @@ def with_slices(run: Run, slices: int, cut: SliceCut = TOKENS) -> Run:
 
 def why_not_sliced(run: Run) -> str | None:
     """Return the reason why a run cannot be cut into its slices, or not be priced with them; ``None`` if it can."""
-    model, cut, slices = run.model, run.parallelism, run.schedule.slices or 1
+    model, cut, slices = run.model, run.parallelism, run.units.parts
     if run.schedule.overlap_steps:
         return "slices need a barrier between steps, and the run has overlap_steps"
     if cut.pp == 1:
@@ -158,7 +158,7 @@ def sliced_step(
     The costs have one value per stage and slice. The values of a stage's slices are consecutive.
     """
     whole, model = price(run, placement, layers, pace, shared_ends), run.model
-    tokens = run_slices(run, run.schedule.slices or 1)
+    tokens = run_slices(run, run.units.parts)
     short = {
         length: price(replace(run, model=replace(model, sequence=length)), placement, whole.layers, pace, shared_ends)
         for length in dict.fromkeys(tokens)
@@ -208,7 +208,7 @@ def step_of(
     shared_ends: bool = False,
 ) -> PlannedStep:
     """Predict a run's step, with a price per slice if the run has slices that can be priced."""
-    is_cut = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
+    is_cut = not run.units.are_whole and why_not_sliced(run) is None
     return (sliced_step if is_cut else price)(run, placement, layers, pace, shared_ends)
 
 

@@ -155,7 +155,7 @@ def in_pairs(run: Run) -> Run:
 def may_pair(run: Run) -> bool:
     """Return whether schedules of this package can run the passes of a run's model in pairs."""
     execution, dispatcher = run.execution, run.flags.get(_DISPATCHER)
-    if (run.schedule.slices or 1) > 1 or run.schedule.overlap_steps or run.model.mtp_layers:
+    if not run.units.are_whole or run.schedule.overlap_steps or run.model.mtp_layers:
         return False
     if not _exchanges(execution) or execution.precision == "fp32" or dispatcher == "allgather":
         return False
@@ -185,7 +185,7 @@ def _impossible(run: Run) -> str | None:
         return reason
     if 0 < sum(needed_layers(run.model.pattern or "", run.flags)) < cut.pp:
         return "fewer layers with experts than pipeline ranks, and Megatron's log of their losses needs one on each"
-    if (run.schedule.slices or 1) > 1 and (reason := why_not_sliced(run)) is not None:
+    if not run.units.are_whole and (reason := why_not_sliced(run)) is not None:
         return reason
     execution = run.execution
     try:
@@ -211,7 +211,7 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     rank. ``rejected`` counts those left out, by reason, except those that the limits exclude.
     """
     by_placement: dict[Placement, list[Order]] = {}
-    pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
+    pp, layers, slices = run.parallelism.pp, run.model.layers, run.units.parts
     stock = _stock_orders(run) if is_stocks(run) else None
     named, sliced = limits.allowed.get("schedule", ()), tuple(synchronous_families(sliced=True))
     for family in families():

@@ -224,10 +224,10 @@ def built(
 
     W may run earlier (``schedule.earlier_weights``), but not if the variant frees memory or cuts the head over the ranks.
     """
-    slices, is_plain = run.schedule.slices or 1, variant in (None, IN_PAIRS)
-    fits_costs = is_plain and slices == 1 and "costs" in family(order.name).options
+    is_plain = variant in (None, IN_PAIRS)
+    fits_costs = is_plain and run.units.are_whole and "costs" in family(order.name).options
     costs = step.costs if fits_costs else None
-    schedule = family_schedule(order.name, run.parallelism.pp, count, order.chunks, costs, slices)
+    schedule = family_schedule(order.name, run.parallelism.pp, count, order.chunks, costs, run.units.parts)
     if is_plain and moves_weights(run):
         schedule = with_earlier_weights(schedule, step.costs)
     return schedule if variant is None else variant.apply(schedule, step, room)

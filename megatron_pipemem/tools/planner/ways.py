@@ -64,7 +64,7 @@ class Way:
 
     @property
     def slices(self) -> int:
-        return self.run.schedule.slices or 1
+        return self.run.units.parts
 
     @property
     def is_stock(self) -> bool:
@@ -171,7 +171,7 @@ class Way:
     def messages(self) -> int:
         """Number of messages of a step between pipeline ranks, forward and back."""
         hops = sum(here != there for here, there in pairwise(self.step.placement.devices))
-        return 2 * self.run.parallelism.microbatches * self.slices * hops
+        return 2 * len(self.run.units) * hops
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:

@@ -342,6 +342,6 @@ def cells(candidate: Candidate) -> tuple[str, ...]:
     """Return the cells of a placement's row in ``placements_table``."""
     placement = candidate.schedule.placement
     makespan, bound, peak = f"{candidate.makespan:.6g}", f"{candidate.lower_bound:.6g}", f"{max(candidate.peaks):.4g}"
-    slices = candidate.schedule.units.parts
-    name = placement.name if slices == 1 else f"{placement.name}, {slices} slices"
+    parts = candidate.schedule.units.parts
+    name = placement.name if parts == 1 else f"{placement.name}, {parts} slices"
     return name, str(placement.num_chunks), makespan, bound, peak, candidate.found_by
