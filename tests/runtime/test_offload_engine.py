@@ -122,6 +122,21 @@ def test_a_slice_of_every_row_comes_back_with_the_end_of_the_last(engine):
     assert engine.device_bytes == before
 
 
+def test_an_empty_view_keeps_no_memory(engine):
+    """An expert without tokens saves one, of the storage with the tokens of all experts."""
+    tokens = torch.randn(100, 4)
+    with engine.capture("a"):
+        saved = [Saved(part) for part in tokens.split([40, 0, 60])]
+    reference = StorageWeakRef(tokens.untyped_storage())
+    del tokens
+    engine.offload("a")
+    engine.wait("a")
+    assert reference.expired() and engine.statistics().held_elsewhere_bytes == 0
+    engine.reload("a")
+    engine.wait("a")
+    assert [item.get().shape for item in saved] == [(40, 4), (0, 4), (60, 4)]
+
+
 class Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, trigger, tensor):

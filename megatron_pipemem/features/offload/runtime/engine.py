@@ -388,6 +388,9 @@ class OffloadEngine:
         self._device_peak, self._host_peak = self._device_bytes, self._host_bytes
 
     def _pack(self, tensor: torch.Tensor, key: Hashable, captured: Capture, hold: Hold) -> torch.Tensor | SavedView:
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() == 0:
+            # Not the tensor itself: the part of an expert without tokens would keep the storage of all experts' tokens.
+            return tensor.new_empty(tensor.shape)
         if self._residents.stays_on_device(tensor):
             if tensor.layout is torch.strided and self._on_device is not None:
                 self._on_device(tensor)

@@ -231,7 +231,7 @@ class Residents:
             return "unsupported"
         if tensor.device != self._device:
             return "other device"
-        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
+        if tensor.untyped_storage().nbytes() < self._min_bytes:
             return "small"
         return self._whose(tensor)
 
