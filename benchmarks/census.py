@@ -30,6 +30,7 @@ from rich.markup import escape
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.gates import Wish, gates
+from megatron_pipemem.refusals import GATHERED_KEYS
 from megatron_pipemem.request import Request
 from megatron_pipemem.tools.advise.advice import AS_FAST, Advice, advise
 from megatron_pipemem.tools.advise.programs import evaluate, run_of
@@ -45,6 +46,10 @@ LARGE_GAIN = 0.05
 """Part of a step from which a gain is counted as large."""
 LISTED_GAIN = 0.15
 """Part of a step from which the documents list a recipe."""
+
+SCHEDULES = ("1f1b", "interleaved", "1f1b-v", "zb-h1", "v-half", "seq1f1b")
+ACCEPTING = (*((schedule, {}) for schedule in SCHEDULES), ("seq1f1b", {"cp_comm_type": GATHERED_KEYS}))
+"""Schedules of which the second form counts the recipes, each with its changes of their settings."""
 
 
 def recipes() -> Iterator[dict[str, Any]]:
@@ -144,10 +149,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.benchmarks:
         settings = [*benchmarks()]
-        for schedule in ("1f1b", "interleaved", "1f1b-v", "zb-h1", "v-half", "seq1f1b"):
-            errors = Counter(refusal(setting, schedule) for setting in settings)
+        for schedule, changes in ACCEPTING:
+            errors = Counter(refusal({**setting, **changes}, schedule) for setting in settings)
             others = ", ".join(f"{name} {count}" for name, count in errors.most_common() if name)
-            Console().print(f"{schedule}: {errors[None]} of {len(settings)} accepted; refused: {others}")
+            named = " ".join((schedule, *(f"{name}={value}" for name, value in changes.items())))
+            Console().print(f"{named}: {errors[None]} of {len(settings)} accepted; refused: {others}")
         return
     table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3]), Counter[str](), []
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}
