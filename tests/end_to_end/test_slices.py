@@ -21,6 +21,7 @@ from model_flags import (
     EVALUATION,
     EXPERTS,
     MULTI_TOKEN,
+    OVERLAP,
     RECOMPUTE,
     RECOMPUTED,
     ROPE,
@@ -93,7 +94,11 @@ CASES = {
     "further tokens with experts, evaluation": ("interleaved", cut(4), (*BALANCED, *MULTI_TOKEN, *EVALUATION)),
     "slimpipe": ("slimpipe", cut(4), ROPE),
     "recomputed in part": ("seq1f1b", (*cut(2), "--pipemem-recompute", "selective"), GROUPED),
-    "sliding window": ("zb-h1", cut(4), (*ROPE, "--window-size", "20,0")),
+    "sinks, every second layer with a sliding window": (
+        "zb-h1",
+        cut(4),
+        (*GROUPED, "--softmax-type", "learnable", "--window-size", "20,0", "--window-attn-skip-freq", "2"),
+    ),
 }
 LANE = (
     "offloaded",
@@ -182,7 +187,11 @@ def test_documents_do_not_see_each_other(train_small, equals_stock, tmp_path):
 
 
 SHARED = {
-    "experts, cut vocabulary": ("v-half", (*cut(2), *BY_FLOPS, VOCABULARY, "1"), BALANCED),
+    "experts, cut vocabulary, early sums": (
+        "v-half",
+        (*cut(2), *BY_FLOPS, VOCABULARY, "1"),
+        (*BALANCED, *OVERLAP),
+    ),
     "grouped queries, recomputed, evaluation": ("seq1f1b", (*cut(4), *RECOMPUTED), (*GROUPED, *EVALUATION)),
     "latent attention, recomputed": ("zb-h1", (*cut(2), *RECOMPUTED), UNTIED_LATENT),
     "learned positions, offloaded, per token": ("zbv", (*cut(2), *MOVED), ("--calculate-per-token-loss",)),
@@ -215,6 +224,6 @@ def test_costs_are_measured_slice_by_slice_in_16_bits(train_small, flags, within
     assert all(len(plan["costs"]["forward"]) == 2 and min(plan["costs"]["forward"]) > 0 for plan in run.plans)
 
 
-@nightly("test_context_parallel_ranks_share_slices, where the ranks sum gradients too")
+@nightly("test_context_parallel_ranks_share_slices, whose ranks start sums as early; the optimizer in test_auto.py")
 def test_gradients_are_summed_over_data_parallel_ranks(equals_stock):
     equals_stock("seq1f1b", *DISTRIBUTED, *ROPE, ours=cut(4), close=True, nbytes=None)

@@ -73,6 +73,7 @@ TABLES = {
     "replicas": {"gems": ("gems", EVALUATION, ()), "dualpipe": ("dualpipe", EVALUATION, ())},
     "pairs": {"shared experts": ("v-half", test_pairs.FLAGS, test_pairs.OVERLAP)},
     "slices": {name: (schedule, flags, ours) for name, (schedule, ours, flags) in test_slices.CASES.items()},
+    "packed slices": {name: (schedule, flags, ours) for name, (schedule, ours, flags) in test_slices.PACKED.items()},
     "latent": {"kept": ("v-half", LATENT_QUERIES, ()), "offloaded": ("v-half", LATENT_QUERIES, OFFLOADED)},
 }
 CASES = {f"{feature}: {name}": case for feature, table in TABLES.items() for name, case in table.items()}
@@ -105,11 +106,11 @@ UNPREDICTED = {f"variants: {name}" for name in test_variants.UNPREDICTED}
 def test_a_hybrid_model_trains_as_stock(equals_stock, request, name):
     schedule, flags, ours = CASES[name]
     feature = name.partition(":")[0]
-    if feature == "packed":
+    if "packed" in feature:
         flags = (*request.getfixturevalue("packed"), *flags)
-    is_close = feature == "slices" or not RESUMMED.isdisjoint((schedule, *ours))
+    is_close = "slices" in feature or not RESUMMED.isdisjoint((schedule, *ours))
     nbytes = None if name in UNPREDICTED else "bounded" if "expert" in name else "exact"
-    within = 1e-6 if feature == "slices" else None
+    within = 1e-6 if "slices" in feature else None
     run, _ = equals_stock(schedule, *flags, ours=ours, model="hybrid", close=is_close, nbytes=nbytes, within=within)
     assert len(run.validation) >= 2 or "evaluation" not in name
 

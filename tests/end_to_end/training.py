@@ -399,7 +399,7 @@ def _place(shard: ShardedTensor) -> tuple[int | slice, ...]:
     return *shard.global_offset[:stacked], *(slice(begin, begin + size) for begin, size in own)
 
 
-_RANDOM_VECTORS = ("router.bias", ".A_log", "mixer.dt_bias", "mixer.conv1d")
+_RANDOM_VECTORS = ("router.bias", ".A_log", "mixer.dt_bias", "mixer.conv1d", "softmax_offset")
 
 
 @torch.no_grad()
