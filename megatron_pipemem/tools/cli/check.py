@@ -119,7 +119,7 @@ def check(
 def _shown(source: str, facts: Mapping[str, object], written: Mapping[str, object] | None) -> Iterator[Shown]:
     """Yield the facts about a valid schedule for people, and about the file that it is written to."""
     yield Text(f"{source} is valid.", style="green")
-    names = {"bubble_rate": "bubble"}
+    names = {"bubble_rate": "bubble", "peak_activation": "highest peak"}
     yield [
         (names.get(name, name.replace("_", " ")), _text(name, fact))
         for name, fact in facts.items()

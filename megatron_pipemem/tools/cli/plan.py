@@ -217,8 +217,10 @@ _COLUMNS = (
 def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> FittingTable:
     caption = (
         "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
-        "same cut; idle: the mean of all ranks; binds: the largest loss of time"
+        "same cut; idle: the mean of all ranks; binds: the largest loss of time; mb: sequences of a microbatch"
     )
+    if any(way is not None and way.gain_without_barrier is not None for way in (today, stock, *plans)):
+        caption += "; gain: times as fast without a barrier between steps"
     if any(way is not None and way.has_earlier_weights for way in (today, stock, *plans)):
         caption += "; W earlier: so that no rank holds more than 1F1B's fullest"
     table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
@@ -483,7 +485,11 @@ def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]
     best = layouts["best"]
     yield _ranks(run, comparison.best.step.placement, layouts)
     columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
-    table = FittingTable(columns, text=("layout",))
+    caption = (
+        "ms: F, I and W of one microbatch on a rank; above mean: the slowest rank against the mean of all; of best: s/step "
+        "against the best layout"
+    )
+    table = FittingTable(columns, text=("layout",), caption=caption)
     for name, one in layouts.items():
         table.add_row(
             name,

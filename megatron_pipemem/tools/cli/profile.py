@@ -201,6 +201,7 @@ def _shown(prices: Profile, ratios: dict[str, float], name: object) -> Iterator[
             f"{part.parameters:,}",
         )
     yield table
+    yield "saved: activations kept from F to I; MiB released at I: the part of them that I frees, and W frees the rest"
     measured = prices.source == "measured"
     seconds = "of computing alone, on" if measured else "by the planner's formulas, messages within layers included, at"
     yield f"seconds {seconds} {prices.device}"

@@ -170,7 +170,7 @@ def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> 
         for key, fact in facts.items()
         if any(value != _USUAL.get(key) for value in (fact if isinstance(fact, list) else [fact]))
     ]
-    lines.append(("time", DrawnRun(timeline).time_unit))
+    lines.append(("unit of time", DrawnRun(timeline).time_unit))
     devices, microbatches = facts["devices"], facts["microbatches"]
     if microbatches < devices:
         own = f"1F1B itself holds {microbatches / devices:.4g}, because there are fewer microbatches than devices"
@@ -219,12 +219,18 @@ def _compare(names: list[str], question: Question, as_json: bool) -> None:
                     raise
                 continue
             rows.append(_facts(timeline, loaded))
-    print_answer(rows, _comparison(rows), as_json)
+    print_answer(rows, _comparison(rows, DrawnRun(timeline).time_unit), as_json)
 
 
-def _comparison(rows: Sequence[Mapping[str, Any]]) -> Iterator[Shown]:
+def _comparison(rows: Sequence[Mapping[str, Any]], time_unit: str) -> Iterator[Shown]:
     plain = next(row["makespan"] for row in rows if row["schedule"] == _OWN[0])
-    table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=f"peak in {UNITS}; bytes and makespan to those of 1f1b")
+    caption = (
+        f"makespan: {time_unit}; to 1f1b: makespan against 1f1b's; bubble: idle share of the busiest device; peak: in "
+        f"{UNITS}; messages: between devices in a step"
+    )
+    if any(row["share_of_1f1b"] is not None for row in rows):
+        caption += "; bytes: peak against 1f1b's"
+    table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=caption)
     for facts in rows:
         share = facts["share_of_1f1b"]
         table.add_row(
@@ -335,8 +341,12 @@ _PRINTED = {
     "ideal": "busiest device works",
     "bubble_rate": "bubble",
     "device_bubble_rate": "bubble of papers",
-    "host_peak": "peak on the host",
+    "peak_activations": "peak per device",
+    "peak_activation": "highest peak",
+    "peak_bytes": "peak bytes per device",
+    "host_peak": "peak on a host",
     "stall_seconds": "waits for copies",
+    "transfers": "copies",
     "steps_makespan": "makespan of the steps",
     "single_queue_makespan": "one queue: makespan",
     "single_queue_bubble_rate": "one queue: bubble",
@@ -345,9 +355,20 @@ _PRINTED = {
 _OF_WHAT = {
     "bubble_rate": " of the makespan, in which the busiest device idles",
     "device_bubble_rate": " of the longest time from a device's first pass to its last",
+    "chunks": " per device",
+    "slices": " per microbatch",
+    "lower_bound": " for the makespan of any order in this memory",
+    "messages": " between devices in a step",
+    "replicas": " of the model",
+    "weight_versions": " on the devices",
+    "host_peak": " activation units",
+    "stall_seconds": " on the devices",
+    "transfers": " to and from the host in a step",
+    "vocabulary_barriers": " per microbatch",
     "period": " from step to step, without a barrier",
     "gain": " times as fast as with a barrier",
 }
+"""Ends of printed values, which say what they are of."""
 
 
 def _text(key: str, fact: Any) -> str:
@@ -359,14 +380,15 @@ def _text(key: str, fact: Any) -> str:
     if isinstance(fact, dict):
         return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
     if isinstance(fact, list):
-        return ", ".join(bytes_text(value) if key == "peak_bytes" else f"{value:.4g}" for value in fact)
+        values = ", ".join(bytes_text(value) if key == "peak_bytes" else f"{value:.4g}" for value in fact)
+        return f"{values}{_OF_WHAT.get(key, '')}"
     if key == "peak_activation":
         return f"{fact:.6g} {UNITS}"
     if key == "share_of_1f1b":
         return f"{fact:.3g} of its bytes, for the same model and cut"
     if key.endswith("rate"):
         return f"{fact:.2%}{_OF_WHAT.get(key, '')}"
-    return f"{fact:.6g}{_OF_WHAT.get(key, '')}" if isinstance(fact, float) else str(fact)
+    return f"{fact:.6g}{_OF_WHAT.get(key, '')}" if isinstance(fact, float) else f"{fact}{_OF_WHAT.get(key, '')}"
 
 
 @takes_group

@@ -54,7 +54,11 @@ def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
     With ``in_bytes`` the caption says that peaks are shares of 1F1B's bytes, otherwise activation units.
     """
     columns = ("front", "schedule", "placement", "peak", "bubble")
-    rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=f"peak: in {_unit(in_bytes)}")
+    caption = (
+        "front: * if no other schedule has both a lower peak and a smaller bubble; bubble: idle share of the busiest "
+        f"device; peak: in {_unit(in_bytes)}"
+    )
+    rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=caption)
     for point in sorted(points, key=_by_peak):
         rows.add_row(
             "" if point.dominated else "*",
