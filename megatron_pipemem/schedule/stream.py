@@ -300,7 +300,9 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
     """
     tails = tuple(tails) or (0.0,) * schedule.num_devices
     if len(tails) != schedule.num_devices:
-        raise CostsError("wrong-count", f"{len(tails)} tails for {schedule.num_devices} devices; give one per device")
+        raise CostsError(
+            "wrong-count", f"tails has {len(tails)} times for {schedule.num_devices} devices; give one per device"
+        )
     costs = costs or Costs()
 
     def ends_of_step(_: int, begins: Sequence[float]) -> list[float]:
@@ -342,7 +344,9 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
         )
     if costs.microbatch is not None:
         raise UnsupportedError(
-            "no-steps", "microbatches with weights cannot be drawn for several steps; leave --steps or the weights out"
+            "no-steps",
+            "a schedule cannot be drawn for several steps if its microbatches have factors; leave --steps out, or the key "
+            "microbatch of the costs",
         )
     if schedule.updates is not None:
         drawn = _endless(schedule, steps)

@@ -69,7 +69,9 @@ def validation_cut(program: Program) -> ValidationCut:
     schedule, placement = program.schedule, program.placement
     if schedule.updates is not None:
         raise UnsupportedError(
-            "conflicting-features", f"{schedule.name} is asynchronous: its steps wait for no norm, so they have no cut"
+            "conflicting-features",
+            f"{schedule.name} is asynchronous: its steps wait for no gradient norm, so no part of them runs before it; "
+            "give a synchronous schedule",
         )
     size, devices = placement.model_stages, placement.devices
     early = {

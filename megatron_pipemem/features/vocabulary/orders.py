@@ -312,7 +312,9 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     passes, offload or recompute. Its orders may consist of forwards only.
     """
     if barriers not in BARRIERS:
-        raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {shortened(barriers)}")
+        raise UnsupportedError(
+            "bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {shortened(barriers)}; give 1 or 2"
+        )
     if schedule.vocabulary_barriers:
         raise UnsupportedError(
             "conflicting-features",

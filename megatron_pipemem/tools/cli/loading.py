@@ -125,7 +125,10 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
             groups = " and ".join(f"{number} of {count}" for count, number in counts.items())
             splits.append(f"among {stages} stages ({groups})")
     if splits:
-        report_note(f"{layers} layers do not divide {', '.join(splits)}; --costs FILE may give layers_per_stage")
+        report_note(
+            f"{layers} layers do not divide evenly {', '.join(splits)}; the key layers_per_stage in --costs FILE gives "
+            "another cut"
+        )
 
 
 def num_layers(price_options: Prices, costs: Costs) -> int | None:

@@ -105,7 +105,9 @@ def _listed(
 def _check_size(devices: int, microbatches: int, chunks: int) -> None:
     size = estimated(devices, microbatches, chunks)
     if size.is_large:
-        raise UnsupportedError("too-large", f"this makes {size}; give fewer --devices or --microbatches")
+        raise UnsupportedError(
+            "too-large", f"a schedule of this size makes {size}; give fewer --devices or --microbatches"
+        )
 
 
 def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, str]:

@@ -360,7 +360,7 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
         inner, key = _dataclass_in(parameter.annotation), _key(prefix, name)
         if name not in raw:
             if is_whole and parameter.default is Parameter.empty:
-                raise ConfigError("missing-option", "is missing and has no default", key=key, file=file)
+                raise ConfigError("missing-option", "is missing and has no default; add it", key=key, file=file)
         elif inner is not None and isinstance(raw[name], Mapping):
             arguments[name] = _build(inner, raw[name], file, f"{prefix}{name}.", is_whole)
         elif (part_kind := _dataclass_of_values(parameter.annotation)) is not None and isinstance(raw[name], Mapping):

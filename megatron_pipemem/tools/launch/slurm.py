@@ -94,7 +94,9 @@ def call(words: Sequence[str]) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UnsupportedError(
-            "slurm-failed", f"{words[0]} failed: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
+            "slurm-failed",
+            f"{words[0]} failed: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}; correct the cause, and "
+            "run this command again",
         )
     return done.stdout
 

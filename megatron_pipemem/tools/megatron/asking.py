@@ -33,9 +33,13 @@ def answers(arguments: Sequence[str], seconds: float, subject: str) -> list[Any]
             "no-answer", f"{subject} did not answer within {seconds:g} s; try again on an idle machine"
         ) from error
     except OSError as error:
-        raise UpstreamError("no-answer", f"{subject} did not start: {error}") from error
+        raise UpstreamError(
+            "no-answer", f"{subject} did not start: {error}; check that {sys.executable} runs"
+        ) from error
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise UpstreamError("not-installed", f"{subject} failed ({reason})")
+        raise UpstreamError(
+            "not-installed", f"{subject} failed ({reason}); install the missing part, or correct its cause"
+        )
     texts = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     return [json.loads(line) for line in texts]

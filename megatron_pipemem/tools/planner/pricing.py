@@ -51,8 +51,8 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
     if run.schedule.name == STOCK and not any(order in listed for listed in placements.values()):
         raise UnsupportedError(
             "does-not-fit",
-            f"the run's schedule {name} does not go with its {run.parallelism.pp} pipeline ranks, {chunks or 1} chunks "
-            "per rank, layers or flags for overlap; correct the one that is wrong",
+            f"Megatron's own {name} cannot run on {run.parallelism.pp} pipeline ranks with {chunks or 1} chunks each, "
+            f"{run.model.layers} layers and the run's flags for overlap; change one of these",
         )
 
     way = priced(run, pace, partial(run_layout.layers_of, run))

@@ -53,7 +53,7 @@ class Limits:
     def __post_init__(self) -> None:
         for key in self.allowed:
             if key not in KEYS:
-                raise ConfigError("unknown-key", f"is no key that can be limited; {nearest(key, KEYS)}", key=key)
+                raise ConfigError("unknown-key", f"is not a key of --only; {nearest(key, KEYS)}", key=key)
 
     def check(self, run: Run) -> None:
         """Raise a ConfigError for an allowed value that this run cannot have."""

@@ -225,7 +225,9 @@ class OffloadEngine:
         earlier = self._captures.get(key)
         if earlier is not None and earlier.storages:
             raise OffloadError(
-                "offload-order", f"activations of {key} are captured twice; their backward has not run yet"
+                "offload-order",
+                f"activations of {key} are captured a second time before their backward has run; run it first, or capture "
+                "under another key",
             )
         hold = Hold()
         captured = self._captures[key] = Capture(hold)
@@ -410,12 +412,16 @@ class OffloadEngine:
         """Return the capture of ``key``. Raise an OffloadError if there is none, or if it is not where ``away`` says."""
         captured = self._captures.get(key)
         if captured is None:
-            raise OffloadError("offload-order", f"this step has captured no activations of {key}")
+            raise OffloadError(
+                "offload-order",
+                f"this step has captured no activations of {key}; run their forward within capture() first",
+            )
         if away is not None and captured.away != away:
             raise OffloadError(
                 "offload-order",
                 f"activations of {key} cannot be "
-                f"{'reloaded, because they were not' if away else 'offloaded, because they already are'} offloaded",
+                + ("reloaded, because they are not on the host" if away else "offloaded a second time")
+                + "; offload them once, and reload them once after that",
             )
         return captured
 
