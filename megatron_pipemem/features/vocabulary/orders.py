@@ -31,9 +31,10 @@ after the statistics of its last part. So as many softmaxes are in memory at a t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from heapq import heappop, heappush
 
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
@@ -73,13 +74,18 @@ class PassRun:
     """
 
     def __init__(
-        self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs, patience: float = 0.0
+        self,
+        schedule: Schedule,
+        orders: tuple[Order, ...],
+        barriers: int,
+        costs: Costs,
+        needs: Callable[[Action], tuple[Action, ...]],
+        patience: float = 0.0,
     ) -> None:
         placement = schedule.placement
         self._placement, self._orders, self._barriers = placement, orders, barriers
         self._units, self._p, self._parts = schedule.units, placement.num_devices, schedule.units.parts
-        self._last = placement.devices[-1]
-        self._fused = {action for order in orders for action in order if action.kind is Kind.B}
+        self._needs, self._num_units, self._last = needs, len(schedule.units), placement.devices[-1]
         self._trains = any(action.kind in BACKWARD for order in orders for action in order)
         vocabulary = costs.vocabulary_costs(placement, barriers, self._units)
         seconds = {**costs.seconds(placement, self._units), **vocabulary.seconds(self._p, self._units)}
@@ -240,7 +246,7 @@ class PassRun:
     def _ready(self, device: int) -> Iterator[Kind]:
         """Yield each kind of pass whose next unit can run on a device now."""
         count, done = self._count[device], self._done
-        if count[Kind.EMBED_F] < min(len(self._units), self._begun + _EMBEDDINGS_AHEAD):
+        if count[Kind.EMBED_F] < min(self._num_units, self._begun + _EMBEDDINGS_AHEAD):
             yield Kind.EMBED_F
         losses = count[Kind.LOSS]
         is_loss_left = device == self._last and losses < self._units.num_microbatches
@@ -250,7 +256,7 @@ class PassRun:
         if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.S] < count[Kind.T] + self._parts):
             yield Kind.S
         for kind, collective in ((Kind.T, Kind.BCAST_G), (Kind.EMBED_B, Kind.BCAST_E)):
-            if count[kind] < len(self._units) and (collective, self._next(device, kind)) in done:
+            if count[kind] < self._num_units and (collective, self._next(device, kind)) in done:
                 yield kind
 
     def _is_due(self, action: Action) -> bool:
@@ -258,7 +264,7 @@ class PassRun:
         if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
         after = self._units.backward(action.microbatch) + _EMBEDDINGS_AHEAD - 1
-        return after < len(self._units) and (Kind.BCAST_E, self._units.backward(after)) in self._done
+        return after < self._num_units and (Kind.BCAST_E, self._units.backward(after)) in self._done
 
     def _following(self, device: int, now: int) -> Action | None:
         """Return the next action of the device's order if it can start at ``now``, else None.
@@ -270,7 +276,7 @@ class PassRun:
             return None
         action = order[self._at[device]]
         earliest = now
-        for needed in needs_of(action, self._placement, self._fused, self._units, self._barriers):
+        for needed in self._needs(action):
             if needed.kind in COLLECTIVES:
                 if (needed.kind, needed.microbatch) not in self._done:
                     return None
@@ -337,9 +343,14 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     check_placement(schedule.placement)
     costs = costs or Costs()
     orders = _put_off(schedule, barriers, costs)
+    fused = {action for order in orders for action in order if action.kind is Kind.B}
+
+    @cache  # both simulations ask for them, at every time at which a device is idle
+    def needs(action: Action) -> tuple[Action, ...]:
+        return needs_of(action, schedule.placement, fused, schedule.units, barriers)
 
     def with_passes(assumed: Costs, patience: float = 0.0) -> Schedule:
-        lists = PassRun(schedule, orders, barriers, assumed, patience).lists()
+        lists = PassRun(schedule, orders, barriers, assumed, needs, patience).lists()
         return replace(schedule, orders=lists, vocabulary_barriers=barriers)
 
     prices = costs.vocabulary_costs(schedule.placement, barriers, schedule.units)
