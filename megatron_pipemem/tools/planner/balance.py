@@ -84,9 +84,9 @@ def balance(
 
     ``layout_text`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes,
     by default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured
-    to predicted seconds. ``trials`` limits the number of simulated layouts. If ``auto`` decides whether the vocabulary
-    is cut, the layouts are those of the setting with the shortest step. Raise a ConfigError if ``layout_text`` does not
-    fit the model and the stages.
+    to predicted seconds. ``trials`` limits the number of simulated layouts; with 0, the best start is the result. If
+    ``auto`` decides whether the vocabulary is cut, the layouts are those of the setting with the shortest step. Raise a
+    ConfigError if ``layout_text`` does not fit the model and the stages.
     """
     run.execution.check(run.model)
     room = run.cluster.memory_bytes if room is None else room
@@ -115,15 +115,15 @@ class _LayoutSearch:
     def best(self) -> tuple[int, ...]:
         """Search the layout with the shortest step that fits the memory, and return its number of pieces per stage.
 
-        If no start fits the memory, the search begins with a fast one that takes least. With vocabulary passes, slices
-        or an asynchronous schedule, the best start is returned.
+        If no start fits the memory, the search begins with a fast one that takes least. Without trials, and with
+        vocabulary passes, slices or an asynchronous schedule, the best start is returned.
         """
         own = self._prices.step()
         by_hand = (layout.even(self._model, self._stages), self._alike(max(own.work_seconds)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
         starts = [self._prices.way(layers) for layers in cuts if self._lacking(layers) <= self._lacking(own.layers)]
         start = _shortest([way for way in starts if self._is_full(way.layers)] or starts, self._room)
-        if not self._prices.is_plain:
+        if not self._prices.is_plain or not self._trials:
             return start.layers
         moved = self._moved(start, starts)
         return (moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start).layers
