@@ -29,7 +29,7 @@ from rich.markup import escape
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.gates import Wish, gates
+from megatron_pipemem.gates import GateQuestion, gates
 from megatron_pipemem.refusals import GATHERED_KEYS
 from megatron_pipemem.request import Request
 from megatron_pipemem.tools.advise.advice import AS_FAST, Advice, advise
@@ -97,7 +97,7 @@ def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:
     """Return the first setting that a schedule refuses; ``None`` if it accepts all."""
     request = Request(schedule, pairs=bool(settings.get("overlap_moe_expert_parallel_comm")))
     request = request.with_graphs(settings.get("cuda_graph_impl"))
-    error = next(gates(Wish(request, {"transformer_impl": "transformer_engine", **settings}.get)), None)
+    error = next(gates(GateQuestion(request, {"transformer_impl": "transformer_engine", **settings}.get)), None)
     return None if error is None else str(error).split(" ")[0]
 
 

@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-CHECK = "--pipemem-check"
+CHECK_FLAG = "--pipemem-check"
 """The flag with which ``pipemem run`` only checks the other flags. Nothing is trained, and no device is used."""
 
 

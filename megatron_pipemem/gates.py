@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Wish:
+class GateQuestion:
     """A request for a schedule, with the settings of Megatron under which it is to run."""
 
     request: Request
@@ -38,7 +38,7 @@ class Wish:
     on_cpu: bool = False
 
     @cached_property
-    def chosen(self) -> Request:
+    def schedule_request(self) -> Request:
         """The request for the schedule itself."""
         return self.request if self.schedule is None else replace(self.request, file=self.schedule)
 
@@ -53,21 +53,21 @@ class Wish:
     @property
     def is_uncaptured(self) -> bool:
         """Whether Megatron is asked for graphs that only this package can capture, and the request does not know."""
-        return not self.request.graphs and self.chosen.captures_passes(self.value_of("cuda_graph_impl"))
+        return not self.request.graphs and self.schedule_request.captures_passes(self.value_of("cuda_graph_impl"))
 
     @property
     def may_be_captured(self) -> bool:
-        return self.chosen.may_be_captured and not self.request.is_asynchronous
+        return self.schedule_request.may_be_captured and not self.request.is_asynchronous
 
     @property
     def slices(self) -> int:
         """The slices of a microbatch; 1 as long as a search may choose their number."""
-        return 1 if self.chosen.searches else self.chosen.slices
+        return 1 if self.schedule_request.searches else self.schedule_request.slices
 
     @property
-    def reorders(self) -> bool:
+    def reorders_forwards(self) -> bool:
         """Whether forwards run in another order than Megatron's own; false as long as the placement is not known."""
-        placement = self.placement if self.chosen.file is None else self.chosen.file.placement
+        placement = self.placement if self.schedule_request.file is None else self.schedule_request.file.placement
         chunks = 1 if placement is None else placement.num_chunks
         return self.request.microbatch_costs is not None or (
             chunks > 1 and self.request.schedule != megatrons_own(chunks)
@@ -88,52 +88,58 @@ class Wish:
         return self.value_of("transformer_impl") == "transformer_engine"
 
 
-_GATES: tuple[tuple[Callable[[Wish], object], Refusals | Rule], ...] = (
-    (lambda wish: wish.is_ours, refusals.SCHEDULES),
-    (lambda wish: wish.is_ours and wish.is_uncaptured, refusals.UNCAPTURED),
-    (lambda wish: wish.request.graphs, refusals.GRAPHED),
-    (lambda wish: wish.is_ours and not wish.may_be_captured, refusals.WHOLE_STEP),
-    (lambda wish: wish.is_ours and wish.has_graphs, refusals.CAPTURED),
-    (lambda wish: wish.is_ours and not wish.request.pairs, refusals.UNPAIRED),
-    (lambda wish: wish.request.pairs, refusals.PAIRS),
-    (lambda wish: wish.request.pairs, refusals.DELAYED_PAIRS),
-    (lambda wish: wish.is_ours, refusals.PACKED),
-    (lambda wish: wish.is_ours, refusals.BIASED_MLPS),
-    (lambda wish: wish.is_ours, refusals.SHARED_DOCUMENTS),
-    (lambda wish: wish.request.overlap_steps, refusals.OVERLAPPED),
-    (lambda wish: wish.request.overlap_steps and wish.request.is_asynchronous, refusals.DELAYED),
-    (lambda wish: wish.may_roll_back, refusals.ROLLED_BACK),
-    (lambda wish: wish.may_roll_back, refusals.DELAYED_SCALES),
-    (lambda wish: wish.reorders, refusals.REORDERED),
-    (lambda wish: wish.request.is_asynchronous, refusals.ASYNCHRONOUS),
-    (lambda wish: is_updated_per_microbatch(wish.request), refusals.PER_MICROBATCH),
-    (lambda wish: wish.chosen.replicas > 1, refusals.REPLICAS),
-    (lambda wish: wish.request.barriers, refusals.VOCABULARY),
-    (lambda wish: wish.slices > 1, refusals.SLICED),
-    (lambda wish: wish.slices > 1, refusals.FUSED_ROTARY),
-    (lambda wish: wish.slices > 1 and wish.shares_sequences, refusals.SHARED_SLICES),
-    (lambda wish: wish.slices > 1, refusals.AVERAGED_PARTS),
-    (lambda wish: wish.slices > 1 and wish.request.barriers, refusals.VOCABULARY_SLICED),
-    (lambda wish: wish.request.rng == LAYERWISE, refusals.LAYERWISE),
-    (lambda wish: wish.slices > 1 and wish.request.rng == LAYERWISE, refusals.LAYERWISE_SLICED),
-    (lambda wish: wish.uses_transformer_engine and wish.chosen.may_recompute, refusals.DELAYED_SCALING),
-    (lambda wish: wish.uses_transformer_engine and wish.chosen.may_split, refusals.SPLIT_BACKWARD),
-    (lambda wish: wish.on_cpu, refusals.CPU),
+_GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
+    (lambda question: question.is_ours, refusals.SCHEDULES),
+    (lambda question: question.is_ours and question.is_uncaptured, refusals.UNCAPTURED),
+    (lambda question: question.request.graphs, refusals.GRAPHED),
+    (lambda question: question.is_ours and not question.may_be_captured, refusals.WHOLE_STEP),
+    (lambda question: question.is_ours and question.has_graphs, refusals.CAPTURED),
+    (lambda question: question.is_ours and not question.request.pairs, refusals.UNPAIRED),
+    (lambda question: question.request.pairs, refusals.PAIRS),
+    (lambda question: question.request.pairs, refusals.DELAYED_PAIRS),
+    (lambda question: question.is_ours, refusals.PACKED),
+    (lambda question: question.is_ours, refusals.BIASED_MLPS),
+    (lambda question: question.is_ours, refusals.SHARED_DOCUMENTS),
+    (lambda question: question.request.overlap_steps, refusals.OVERLAPPED),
+    (lambda question: question.request.overlap_steps and question.request.is_asynchronous, refusals.DELAYED),
+    (lambda question: question.may_roll_back, refusals.ROLLED_BACK),
+    (lambda question: question.may_roll_back, refusals.DELAYED_SCALES),
+    (lambda question: question.reorders_forwards, refusals.REORDERED),
+    (lambda question: question.request.is_asynchronous, refusals.ASYNCHRONOUS),
+    (lambda question: is_updated_per_microbatch(question.request), refusals.PER_MICROBATCH),
+    (lambda question: question.schedule_request.replicas > 1, refusals.REPLICAS),
+    (lambda question: question.request.barriers, refusals.VOCABULARY),
+    (lambda question: question.slices > 1, refusals.SLICED),
+    (lambda question: question.slices > 1, refusals.FUSED_ROTARY),
+    (lambda question: question.slices > 1 and question.shares_sequences, refusals.SHARED_SLICES),
+    (lambda question: question.slices > 1, refusals.AVERAGED_PARTS),
+    (lambda question: question.slices > 1 and question.request.barriers, refusals.VOCABULARY_SLICED),
+    (lambda question: question.request.rng == LAYERWISE, refusals.LAYERWISE),
+    (lambda question: question.slices > 1 and question.request.rng == LAYERWISE, refusals.LAYERWISE_SLICED),
+    (
+        lambda question: question.uses_transformer_engine and question.schedule_request.may_recompute,
+        refusals.DELAYED_SCALING,
+    ),
+    (
+        lambda question: question.uses_transformer_engine and question.schedule_request.may_split,
+        refusals.SPLIT_BACKWARD,
+    ),
+    (lambda question: question.on_cpu, refusals.CPU),
 )
-"""The tables that are asked, each with the wishes that it is for. The first refusal is the one that a user sees."""
+"""The tables that are asked, each with the runs that it is for. The first refusal is the one that a user sees."""
 
 
-def gates(wish: Wish) -> Iterator[UnsupportedError]:
-    """Yield the errors that say why the wish cannot be granted: features that exclude each other, then settings."""
-    yield from conflicts(wish.request)
+def gates(question: GateQuestion) -> Iterator[UnsupportedError]:
+    """Yield the errors that say why a run cannot start as asked: features that exclude each other, then settings."""
+    yield from conflicts(question.request)
     for is_for, table in _GATES:
-        if is_for(wish):
-            yield from table.errors(wish.value_of)
+        if is_for(question):
+            yield from table.errors(question.value_of)
 
 
-def check_gates(wish: Wish) -> None:
+def check_gates(question: GateQuestion) -> None:
     """Raise the first error of ``gates``, if there is one."""
-    for error in gates(wish):
+    for error in gates(question):
         raise error
 
 
@@ -141,7 +147,7 @@ class StepGates:
     """The gates of a run's steps: to ask them takes longer than a step may wait, and to compare the values does not."""
 
     def __init__(self) -> None:
-        self._wish: tuple[object, ...] = ()
+        self._gate_question: tuple[object, ...] = ()
         self._values: list[tuple[int, list[tuple[str, Any]]]] = []
         """Of each configuration, the number of its attributes, and those that the gates have read."""
 
@@ -164,8 +170,8 @@ class StepGates:
             names.add(attribute)
             return value_of(attribute)
 
-        check_gates(Wish(request, read, schedule, placement))
-        self._wish = request, schedule, placement
+        check_gates(GateQuestion(request, read, schedule, placement))
+        self._gate_question = request, schedule, placement
         self._values = [
             (
                 len(vars(configuration)),
@@ -175,8 +181,8 @@ class StepGates:
         ]
         return True
 
-    def _are_passed(self, wish: tuple[object, ...], configurations: Sequence[object]) -> bool:
-        if [*map(id, wish)] != [*map(id, self._wish)] or len(configurations) != len(self._values):
+    def _are_passed(self, question: tuple[object, ...], configurations: Sequence[object]) -> bool:
+        if [*map(id, question)] != [*map(id, self._gate_question)] or len(configurations) != len(self._values):
             return False
         for configuration, (number, values) in zip(configurations, self._values, strict=True):
             if len(vars(configuration)) != number:

@@ -108,7 +108,7 @@ def rank_guard() -> Iterator[None]:
     board = FailureBoard.from_environment()
     done = threading.Event()
     watcher = threading.Thread(
-        target=follow, args=(board, done, lambda failure: _follow_down(board)), name="rank-guard", daemon=True
+        target=follow, args=(board, done, lambda failure: _end_after_peer(board)), name="rank-guard", daemon=True
     )
     if board is not None:
         import torch.distributed  # noqa: F401 - here, because two threads that import torch at the same time crash
@@ -135,14 +135,14 @@ def rank_guard() -> Iterator[None]:
                 _tell_torchrun(said, words, early=True)
                 sys.stderr.write(f"{words}\n")
             _exit(code, board)
-        _follow_down(board)
+        _end_after_peer(board)
     except BaseException as error:  # of any class, because the other ranks are waiting for this one
         done.set()
         patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
         if board is None or board.claim(summary(error), patience):
             _report(error)
             _exit(1, board)
-        _follow_down(board)
+        _end_after_peer(board)
     finally:
         # The interpreter's exit aborts the process if a daemon thread is inside C++ code.
         done.set()
@@ -161,15 +161,15 @@ def refused_together() -> Iterator[None]:
         yield
     except PipememError as error:
         if os.environ["RANK"] != "0":
-            _follow_down()
+            _end_after_peer()
         words = f"error: {with_code(error)}"
         if not _tell_torchrun(summary(error), words, early=True):  # torchrun prints it last
             print_error(words)
         _exit(1)
 
 
-def _follow_down(board: FailureBoard | None = None) -> NoReturn:
-    _mute()
+def _end_after_peer(board: FailureBoard | None = None) -> NoReturn:
+    _silence_stderr()
     time.sleep(_FOLLOWING_SECONDS)
     _exit(1, board)
 
@@ -186,7 +186,7 @@ def _lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
 
 
-def _last_words(error: BaseException) -> list[str]:
+def _error_lines(error: BaseException) -> list[str]:
     """Return the lines of an error message: the rank that failed, its error, and advice."""
     words = [f"rank {os.environ.get('RANK', 0)} failed: {summary(error)}"]
     words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
@@ -230,7 +230,7 @@ def _errors_without_usage() -> Iterator[None]:
         argparse.ArgumentParser.print_usage = usage  # type: ignore[method-assign]
 
 
-def _mute() -> None:
+def _silence_stderr() -> None:
     """Send stderr to /dev/null, because errors that follow from another rank's failure do not name its cause."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
@@ -246,7 +246,7 @@ def _report(error: BaseException) -> None:
     """
     has_trace = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
     trace = "".join(traceback.format_exception(error)) if has_trace else ""
-    words = _last_words(error)
+    words = _error_lines(error)
     _tell_torchrun(summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
     if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         sys.stderr.write(printable(trace))

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.flags import CHECK
+from megatron_pipemem.flags import CHECK_FLAG
 from megatron_pipemem.logs import show_log
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.mcore.launch import add_virtual_stages, enable_in_script, take_flags
@@ -29,9 +29,11 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
     With ``--pipemem-check``, the script does not run, and advice is printed.
     """
     job = os.environ
-    checks = [word for word in arguments if word.partition("=")[0] == CHECK]
+    checks = [word for word in arguments if word.partition("=")[0] == CHECK_FLAG]
     if checks:
-        load_tool(CHECK).check(script, [word for word in arguments if word not in checks], checks[-1].partition("=")[2])
+        load_tool(CHECK_FLAG).check(
+            script, [word for word in arguments if word not in checks], checks[-1].partition("=")[2]
+        )
         return
     show_log()
     launched, alike = "RANK" in job, job.get("LOCAL_WORLD_SIZE") == job.get("WORLD_SIZE")

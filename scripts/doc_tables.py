@@ -30,7 +30,7 @@ from megatron_pipemem.errors import CODES
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.flags import flag_parser
-from megatron_pipemem.gates import Wish, gates
+from megatron_pipemem.gates import GateQuestion, gates
 from megatron_pipemem.mcore.symbols import REPLACED
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.request import Request, flags_of
@@ -319,7 +319,7 @@ def table_of_graphs() -> str:
 
 def _captured(request: Request, impl: str) -> str:
     request = request.with_graphs(impl)
-    if any(gates(Wish(request, {"cuda_graph_impl": impl}.get))):
+    if any(gates(GateQuestion(request, {"cuda_graph_impl": impl}.get))):
         return "refused"
     return "every pass, by us" if request.graphs else GRAPHS[impl]
 

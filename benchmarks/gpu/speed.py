@@ -245,5 +245,5 @@ def summary(
         watch.add(observation.clock.actions())
         medians += [(str(kind), stage, seconds) for (kind, stage), seconds in watch.medians().items()]
         learnt.learn(program, rank, ledger)
-        predicted.append(learnt.predict(program, rank, ledger).most)
+        predicted.append(learnt.predict(program, rank, ledger).most_bytes)
     return medians, predicted

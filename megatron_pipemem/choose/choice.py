@@ -99,11 +99,11 @@ def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowl
 
     alone = [chosen.schedule]
     if chosen.search is not None:
-        from megatron_pipemem.choose.searching import searched
+        from megatron_pipemem.choose.searching import candidate_placements
 
         # The search does not know pairs, and orders that are slower without them may have more room for them.
         alone += [candidate.schedule for candidate in chosen.search.candidates]
-        placements = searched(request, shape, knowledge)
+        placements = candidate_placements(request, shape, knowledge)
         size = shape.num_devices, shape.num_microbatches
         chunks = max(placement.num_chunks for placement in placements)
         families = chain(*(synchronous_schedules(*size, prices, chunks) for prices in (costs, Costs())))
@@ -116,7 +116,7 @@ def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowl
 
         options = _within(request, 1 - _SHARE_ALONE).options
         limits = options["seconds"], options.get("effort", 1.0), options.get("seed", 0)
-        paired.append(pairs.searched(paired, prices, caps, excess, *limits))
+        paired.append(pairs.fastest_by_search(paired, prices, caps, excess, *limits))
     schedule = min(paired, key=lambda timeline: timeline.makespan).schedule if paired else chosen.schedule
     validate(schedule, microbatch_order=request.file is None)
     return replace(chosen, schedule=schedule, costs=costs, bound=None, search=None)

@@ -15,7 +15,7 @@ _MOST_STARTS, _LEADERS, _ATTEMPTS = 6, 2, 3
 keep a cap."""
 
 
-def searched(
+def fastest_by_search(
     paired: Sequence[Timeline],
     costs: Costs,
     caps: Sequence[float] | None,

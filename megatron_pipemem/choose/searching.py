@@ -47,7 +47,7 @@ ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep t
 TO_COUNT_BYTES = "one microbatch at a time, to count bytes"
 UNIFORM = "uniform repeating"
 
-_HIGHER = (1.0, 2.0, 4.0)
+_CAP_FACTORS = (1.0, 2.0, 4.0)
 """Orders are searched under the cap times these factors. The memory that exceeds the cap is then offloaded."""
 _ATTEMPTS = 4
 
@@ -60,7 +60,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     One microbatch runs after another if no other order keeps the cap. Raise an UnsupportedError if that does not either.
     """
     devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
-    placements = searched(request, shape, knowledge)
+    placements = candidate_placements(request, shape, knowledge)
     costs = knowledge.counted_costs(placements[0], request.in_bytes)
     caps = request.caps(devices)
     tries = _num_attempts(request, knowledge)
@@ -135,7 +135,7 @@ def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) ->
     the cap, one microbatch runs after another.
     """
     started, p, m = time.perf_counter(), shape.num_devices, shape.num_microbatches
-    placements = searched(request, shape, knowledge)
+    placements = candidate_placements(request, shape, knowledge)
     costs = knowledge.offload_costs(request, placements[0])
     plans, allowed = Plans(request, knowledge, costs), request.options.get("seconds", SEARCH_SECONDS)
     deadline = started + allowed
@@ -178,12 +178,12 @@ def _under_higher_caps(
     that exceeds the request's cap.
     """
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
-    for number, factor in enumerate(_HIGHER):
-        left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
+    for number, factor in enumerate(_CAP_FACTORS):
+        left = (deadline - time.perf_counter()) / 2 / (len(_CAP_FACTORS) - number)
         if left <= 0:
             return
         try:
-            with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_HIGHER)}"):
+            with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_CAP_FACTORS)}"):
                 caps = request.caps(shape.num_devices)
                 assert caps is not None, "without a cap nothing is planned within one"
                 result = search(memory_cap=[cap * factor for cap in caps], seconds=left)
@@ -217,7 +217,7 @@ def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, f
     return Candidate(schedule, timeline.makespan, timeline.peaks, max(bound, timeline.ideal), found_by)
 
 
-def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
+def candidate_placements(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
     """Return the placements among which a search chooses.
 
     If the model exists, that is its placement alone. Otherwise the options of the request and the number of chunks
@@ -313,11 +313,13 @@ class Plans:
         """
         before = len(self.kept)
         within_cap = partial(self._within_cap, slow_down)
-        for plan, over in recompute_plans(order, self._costs, self._request.recompute, within_cap, self._needy):
+        for plan, over in recompute_plans(
+            order, self._costs, self._request.recompute, within_cap, self._devices_over_cap
+        ):
             if any(over):
                 self._missed.append((max(over), plan))
                 continue
-            self.kept.append((with_early_recompute(plan, lambda tried: not any(self._over(tried))), name))
+            self.kept.append((with_early_recompute(plan, lambda tried: not any(self._excess_of(tried))), name))
             if plan.delay == 0:
                 break
         return len(self.kept) > before
@@ -381,7 +383,7 @@ class Plans:
     def _fastest(self) -> float:
         return min((plan.makespan for plan, _ in self.kept), default=math.inf)
 
-    def _over(self, plan: OffloadPlan) -> Sequence[float]:
+    def _excess_of(self, plan: OffloadPlan) -> Sequence[float]:
         return self._knowledge.excess(self._request, plan.schedule, self._costs)
 
     def _plan(self, order: Schedule, caps: Sequence[float] | None, slow_down: bool) -> OffloadPlan:
@@ -391,12 +393,12 @@ class Plans:
     def _within_cap(self, slow_down: bool, order: Schedule) -> tuple[OffloadPlan, Sequence[float]]:
         def find(caps: Sequence[float] | None) -> tuple[OffloadPlan, Sequence[float]]:
             plan = self._plan(order, caps, slow_down)
-            return plan, self._over(plan)
+            return plan, self._excess_of(plan)
 
         return find_within_caps(self._request.caps(order.num_devices), find, self._attempts, self._knowledge.message)
 
-    def _needy(self, order: Schedule) -> Collection[int]:
-        return [device for device, more in enumerate(self._over(self._plan(order, None, True))) if more]
+    def _devices_over_cap(self, order: Schedule) -> Collection[int]:
+        return [device for device, more in enumerate(self._excess_of(self._plan(order, None, True))) if more]
 
 
 def serial_schedule(
@@ -432,7 +434,7 @@ def choice_to_count_bytes(request: Request, num_microbatches: int, knowledge: Kn
     if knowledge.counted_bytes is not None:
         schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
     if request.offload != OFF:
-        schedule = _away(schedule)
+        schedule = _with_all_offloaded(schedule)
     return Choice(with_barriers(schedule, request.barriers, knowledge.costs), knowledge.costs, why=TO_COUNT_BYTES)
 
 
@@ -447,7 +449,9 @@ def _last_resort(
     least: list[tuple[float, int, Schedule]] = []
     for placement in placements:
         serial = serial_schedule(placement, microbatches, request.schedule, better_full(placement, costs))
-        serial = with_barriers(serial if request.offload == OFF else _away(serial), request.barriers, costs)
+        serial = with_barriers(
+            serial if request.offload == OFF else _with_all_offloaded(serial), request.barriers, costs
+        )
         more = knowledge.excess(request, serial, costs)
         if not any(more):
             yield serial
@@ -463,7 +467,7 @@ def _last_resort(
         )
 
 
-def _away(schedule: Schedule) -> Schedule:
+def _with_all_offloaded(schedule: Schedule) -> Schedule:
     """Return a serial schedule with all activations copied to the host right after F, and back before RS, or else I or B."""
 
     def away(order: Order) -> Order:

@@ -20,8 +20,8 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import UnsupportedError, readable
-from megatron_pipemem.flags import CHECK, flag_parser, plan_parser, values_by_flag, words_by_flag
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.flags import CHECK_FLAG, flag_parser, plan_parser, values_by_flag, words_by_flag
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.logs import logger, show_log, tell
 from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.part_costs import prices_of
@@ -101,7 +101,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     parser = flag_parser()
     namespace, others = parser.parse_known_args(arguments)
     for argument in filter(_resembles_ours, takewhile(lambda argument: argument != "--", others)):
-        _check_known(argument.partition("=")[0], [*parser._option_string_actions, CHECK])
+        _check_known(argument.partition("=")[0], [*parser._option_string_actions, CHECK_FLAG])
     if len(others) == len(arguments):
         return None, others
     flags = flags_of(Request)
@@ -170,7 +170,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     file = request.file
     if file is not None:
         check_devices_of_file(file, p)
-    check_gates(Wish(request, flag_values(flags)))
+    check_gates(GateQuestion(request, flag_values(flags)))
     placements = cut_flags.possible_placements(flags, request.schedule, request.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_cut == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.given_pattern(flags)[1]

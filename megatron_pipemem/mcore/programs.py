@@ -385,11 +385,11 @@ class ProgramStore:
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
         """Return the fastest schedule's placement; the first candidate if a cap is in bytes and no bytes are known."""
-        from megatron_pipemem.choose.searching import searched
+        from megatron_pipemem.choose.searching import candidate_placements
 
         shape = Shape(num_devices, chunks, microbatches_of_the_run() or 4 * num_devices)
         knowledge = replace(self._knowledge_of(None), is_measuring=False)
-        candidates = searched(self.request, shape, knowledge)
+        candidates = candidate_placements(self.request, shape, knowledge)
         if len(candidates) == 1:
             return candidates[0]
         if self.request.in_bytes and knowledge.counted_bytes is None and knowledge.costs.memory is None:

@@ -18,7 +18,7 @@ from megatron.core.utils import get_te_version, is_te_min_version, unwrap_model
 
 from megatron_pipemem.choose.model_cut import OTHER_ENDS, is_folded
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.mcore import on_cpu_ranks
 from megatron_pipemem.mcore.compat import counts_all_experts
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
@@ -124,7 +124,7 @@ def check_model(config, request: Request) -> None:
     # transformer_engine is the default of configurations, even if it is not installed (its version is then 0).
     has_engine = value_of("transformer_impl") == "transformer_engine" and get_te_version().release[0] > 0
     used = {} if has_engine else {"transformer_impl": "local"}
-    check_gates(Wish(request, lambda name: used.get(name, value_of(name)), on_cpu=on_cpu_ranks()))
+    check_gates(GateQuestion(request, lambda name: used.get(name, value_of(name)), on_cpu=on_cpu_ranks()))
     if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:
         raise UnsupportedError(
             "not-installed",

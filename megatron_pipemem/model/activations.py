@@ -26,7 +26,7 @@ _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: alw
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor that a layer keeps after F, for one microbatch."""
 
     name: str
@@ -38,14 +38,14 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Kept(Summed):
+class KeptBytes(Summed):
     """The bytes of one microbatch that a part of a stage keeps after F and after I."""
 
     saved: float = 0.0  # from F to I
     after_input: float = 0.0  # from I to W: the inputs of linear layers, and the gradients of their outputs
 
 
-def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
+def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[SavedTensor, ...]:
     """Return the tensors that one layer keeps, also those that recomputation drops. The layer's input is the first.
 
     ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
@@ -58,28 +58,28 @@ def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -
     )
 
 
-def _block_tensors(model: Model, execution: Execution, block: Sublayer) -> Iterable[Saved]:
+def _block_tensors(model: Model, execution: Execution, block: Sublayer) -> Iterable[SavedTensor]:
     if block is Sublayer.MERGE:
         yield from _merge_tensors(model, execution)
         return
     between = message_bytes(model, execution)
-    yield Saved("input", between, "I")
+    yield SavedTensor("input", between, "I")
     yield _statistics("norm's statistics", model, execution, ("layernorm",))
     # The router's weight gradient does not wait, and its input is never quantised.
     of_experts = model.shared_expert_ffn or model.expert_latent
     waits = block is not Sublayer.EXPERTS or (of_experts and execution.fp8 == "none")
-    yield Saved("norm's output", between, "W" if waits else "I", ("layernorm",))
+    yield SavedTensor("norm's output", between, "W" if waits else "I", ("layernorm",))
     yield from _WITHIN[block](model, execution)
     if model.dropout:
-        yield Saved("dropout's mask", between / execution.element, "I", ("activation",))
+        yield SavedTensor("dropout's mask", between / execution.element, "I", ("activation",))
 
 
-def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[str, ...] = ()) -> Saved:
+def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[str, ...] = ()) -> SavedTensor:
     rows = execution.tokens(model) / execution.sequence_ranks
-    return Saved(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, is_statistic=True)
+    return SavedTensor(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, is_statistic=True)
 
 
-def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+def _attention_tensors(model: Model, execution: Execution) -> Iterable[SavedTensor]:
     """Yield the tensors that an attention block keeps, except its norm's input and output.
 
     Queries, keys and values are views of the projection's output, so each keeps the whole output. Transformer Engine's
@@ -94,10 +94,10 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     output = n * projected * e / (1 if model.key_heads < tp else tp)
     rotated = model.position == "rope"
     copies = execution.implementation == "transformer_engine" and execution.attention == "flash"
-    yield Saved(_ATTENDED, heads, "W")
+    yield SavedTensor(_ATTENDED, heads, "W")
     if model.attention_gate:
-        yield Saved("attention's output before its gate", heads, "I")
-        yield Saved("attention's gate", heads * _SUM / e, "I")
+        yield SavedTensor("attention's output before its gate", heads, "I")
+        yield SavedTensor("attention's gate", heads * _SUM / e, "I")
     yield from _unquantised_output(execution, heads)
     fused = copies and execution.fused if execution.fused_rotations is None else execution.fused_rotations
     if rotated and not fused:
@@ -105,31 +105,33 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield from _score_tensors(model, execution)
     if model.qk_norm:
         if groups > 1 or copies:  # with a single group they are a view
-            yield Saved("queries before their norm", heads, "I")
+            yield SavedTensor("queries before their norm", heads, "I")
         if copies:
-            yield Saved("keys before their norm", keys, "I")
-        yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", is_statistic=True)
+            yield SavedTensor("keys before their norm", keys, "I")
+        yield SavedTensor(
+            "query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", is_statistic=True
+        )
     own = rotated or model.qk_norm  # whether queries and keys are not views of the projection's output
     if execution.attention == "unfused" and model.heads / tp > groups and not execution.recomputes("core_attn"):
-        yield Saved("repeated keys and values", 2 * heads * _key_shards(execution), "I")
+        yield SavedTensor("repeated keys and values", 2 * heads * _key_shards(execution), "I")
         # With a single group they are a view of the projection's output.
         views = groups == 1 and not own
-        yield Saved("queries", output if views else heads, "I")
+        yield SavedTensor("queries", output if views else heads, "I")
         if model.qk_norm:
-            yield Saved("keys before their norm", output, "I")
+            yield SavedTensor("keys before their norm", output, "I")
         return
     if _key_shards(execution) > 1:
-        yield Saved("keys and values of the whole sequence", 2 * keys * _key_shards(execution), "I")
-        yield Saved("queries", heads if rotated and not model.qk_norm else output, "I")
+        yield SavedTensor("keys and values of the whole sequence", 2 * keys * _key_shards(execution), "I")
+        yield SavedTensor("queries", heads if rotated and not model.qk_norm else output, "I")
         return
     if copies and not execution.recomputes("core_attn"):
-        yield Saved("queries, keys and values", heads + 2 * keys, "I")
+        yield SavedTensor("queries, keys and values", heads + 2 * keys, "I")
         return
-    yield Saved("queries, keys and values", output, "I")
+    yield SavedTensor("queries, keys and values", output, "I")
     if own:
-        yield Saved("rotated or normal queries and keys", heads + keys, "I")
+        yield SavedTensor("rotated or normal queries and keys", heads + keys, "I")
     elif model.heads / tp > groups > 1:  # with a single group they are a view
-        yield Saved("queries of all groups", heads, "I")
+        yield SavedTensor("queries of all groups", heads, "I")
 
 
 def _key_shards(execution: Execution) -> int:
@@ -137,38 +139,38 @@ def _key_shards(execution: Execution) -> int:
     return execution.cp if execution.attention == "unfused" else 1
 
 
-def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
+def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[SavedTensor]:
     """Yield the 16-bit output of flash attention if the next projection keeps it in 8 bits and so does not share it.
 
     ``nbytes`` are the bytes of this output.
     """
     if execution.fp8 != "none" and execution.attention == "flash":
-        yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
+        yield SavedTensor("attention's output in 16 bits", nbytes, "I", ("core_attn",))
 
 
-def _rotations(model: Model, execution: Execution, channels: int, recompute: tuple[str, ...] = ()) -> Saved:
+def _rotations(model: Model, execution: Execution, channels: int, recompute: tuple[str, ...] = ()) -> SavedTensor:
     """Return the tables that a layer keeps unless a kernel rotates: sines and cosines, for queries and for keys."""
     rotated = int(channels * execution.rotary_percent)
     nbytes = 4 * model.sequence / execution.cp * rotated * execution.element
-    return Saved("tables of rotations", nbytes, "I", recompute)
+    return SavedTensor("tables of rotations", nbytes, "I", recompute)
 
 
-def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+def _score_tensors(model: Model, execution: Execution) -> Iterable[SavedTensor]:
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     if execution.attention == "flash":
-        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", ("core_attn",), is_statistic=True)
+        yield SavedTensor("softmax's sums", n * model.heads / tp * _SUM, "I", ("core_attn",), is_statistic=True)
         return
     scores = n * model.sequence * model.heads / tp
     if _has_softmax_kernel(model, execution):
-        yield Saved("softmax's output", scores * e, "I", ("core_attn",))
+        yield SavedTensor("softmax's output", scores * e, "I", ("core_attn",))
     else:
-        yield Saved("softmax's output", scores * _SUM, "I", ("core_attn",))
+        yield SavedTensor("softmax's output", scores * _SUM, "I", ("core_attn",))
         if e != _SUM:
-            yield Saved("softmax's output, rounded", scores * e, "I", ("core_attn",))
+            yield SavedTensor("softmax's output, rounded", scores * e, "I", ("core_attn",))
         # A layer's own, unless the batch brings one.
-        yield Saved("causal mask", model.sequence**2 / execution.cp, "I", ("core_attn",))
+        yield SavedTensor("causal mask", model.sequence**2 / execution.cp, "I", ("core_attn",))
     if model.dropout:
-        yield Saved("attention's dropout", scores * (1 + e), "I", ("core_attn",))
+        yield SavedTensor("attention's dropout", scores * (1 + e), "I", ("core_attn",))
 
 
 def _has_softmax_kernel(model: Model, execution: Execution) -> bool:
@@ -179,7 +181,7 @@ def _has_softmax_kernel(model: Model, execution: Execution) -> bool:
     return execution.fused_softmax and execution.precision != "fp32" and fits
 
 
-def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+def _latent_tensors(model: Model, execution: Execution) -> Iterable[SavedTensor]:
     """Yield the tensors that multi-head latent attention keeps, except its norm's input and output.
 
     Every tensor-parallel rank has whole latents, of all tokens or with sequence parallelism of a part of them.
@@ -196,23 +198,23 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         ("keys' and values'", model.kv_lora_rank or 0, rows * ((model.kv_lora_rank or 0) + positions)),
     ):
         if rank and model.qk_norm:
-            yield Saved(f"{name} latent before its norm", before, "I")
+            yield SavedTensor(f"{name} latent before its norm", before, "I")
             yield _statistics(f"{name} latent's statistics", model, execution, in_projection)
         if rank:
             modules = in_projection if model.qk_norm else ()
-            yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W", modules)
+            yield SavedTensor(f"{name} latent", rows * rank if model.qk_norm else before, "W", modules)
     if not execution.fused_rotations:
         yield _rotations(model, execution, model.qk_pos_emb_head_dim, ("mla_up_proj",))
     yield from _score_tensors(model, execution)
     heads = n * model.heads / tp * e
     shards = _key_shards(execution)
-    yield Saved("queries and keys", (1 + shards) * heads * model.latent_query_channels, "I", ("mla_up_proj",))
-    yield Saved("values", shards * heads * model.v_head_dim, "I", ("mla_up_proj",))
-    yield Saved(_ATTENDED, heads * model.v_head_dim, "W")
+    yield SavedTensor("queries and keys", (1 + shards) * heads * model.latent_query_channels, "I", ("mla_up_proj",))
+    yield SavedTensor("values", shards * heads * model.v_head_dim, "I", ("mla_up_proj",))
+    yield SavedTensor(_ATTENDED, heads * model.v_head_dim, "W")
     yield from _unquantised_output(execution, heads * model.v_head_dim)
 
 
-def _sparse_tensors(model: Model, execution: Execution, indexed: bool) -> Iterable[Saved]:
+def _sparse_tensors(model: Model, execution: Execution, indexed: bool) -> Iterable[SavedTensor]:
     """Yield the tensors that sparse attention keeps with its fused kernels, except its norm's input and output.
 
     Heads share one key, the latent. ``indexed`` says whether the layer has an indexer. Its queries are those of every
@@ -223,22 +225,22 @@ def _sparse_tensors(model: Model, execution: Execution, indexed: bool) -> Iterab
     latents = _latent_tensors(model, replace(execution, attention="flash", fused_rotations=False))
     yield from (tensor for tensor in latents if tensor.name not in ("queries and keys", "values", _ATTENDED))
     heads, latent = n * model.heads / tp * e, model.kv_lora_rank or 0
-    yield Saved("queries", heads * model.latent_query_channels, "I", ("mla_up_proj",))
-    yield Saved("queries for the latent", heads * (latent + model.qk_pos_emb_head_dim), "I", ("mla_up_proj",))
-    yield Saved("keys", n * (latent + model.qk_pos_emb_head_dim) * e, "I", ("mla_up_proj",))
-    yield Saved("attended latents", heads * latent, "I")
-    yield Saved(_ATTENDED, heads * model.v_head_dim, "W")
-    yield Saved("chosen tokens", n * min(model.sequence, model.dsa_indexer_topk) * _CHOSEN, "I", ("core_attn",))
+    yield SavedTensor("queries", heads * model.latent_query_channels, "I", ("mla_up_proj",))
+    yield SavedTensor("queries for the latent", heads * (latent + model.qk_pos_emb_head_dim), "I", ("mla_up_proj",))
+    yield SavedTensor("keys", n * (latent + model.qk_pos_emb_head_dim) * e, "I", ("mla_up_proj",))
+    yield SavedTensor("attended latents", heads * latent, "I")
+    yield SavedTensor(_ATTENDED, heads * model.v_head_dim, "W")
+    yield SavedTensor("chosen tokens", n * min(model.sequence, model.dsa_indexer_topk) * _CHOSEN, "I", ("core_attn",))
     if indexed:
         width, ranks = model.dsa_indexer_n_heads * model.dsa_indexer_head_dim, execution.sequence_ranks
-        yield Saved("queries of the index", n * width * e, "I")
-        yield Saved("keys of the index", 2 * n * model.dsa_indexer_head_dim * e, "I")
-        yield Saved("weights of the index", 2 * n * model.dsa_indexer_n_heads * e, "I")
+        yield SavedTensor("queries of the index", n * width * e, "I")
+        yield SavedTensor("keys of the index", 2 * n * model.dsa_indexer_head_dim * e, "I")
+        yield SavedTensor("weights of the index", 2 * n * model.dsa_indexer_n_heads * e, "I")
         if ranks > 1:  # the indexer gathers its inputs
-            yield Saved("gathered inputs of the index", n * (model.hidden + (model.q_lora_rank or 0)) * e, "W")
+            yield SavedTensor("gathered inputs of the index", n * (model.hidden + (model.q_lora_rank or 0)) * e, "W")
 
 
-def _delta_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+def _delta_tensors(model: Model, execution: Execution) -> Iterable[SavedTensor]:
     """Yield the tensors that a gated delta net keeps with the kernels of ``fla``, except its norm's input and output.
 
     The kernels keep their inputs, and a triangular matrix for each part of 64 tokens.
@@ -247,33 +249,33 @@ def _delta_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     keys, values = (n * width / tp * e for width in model.linear_widths)
     heads = n * model.linear_num_value_heads / tp
     projected = next(iter(matrices(model, execution, Sublayer.DELTA_NET))).width(tp)
-    yield Saved("projected input", n * projected * e, "I")
-    yield Saved("normal queries and keys", 2 * keys, "I")
-    yield Saved("queries and keys of all heads", 2 * heads * model.linear_key_head_dim * e, "I")
-    yield Saved("values and gate", 2 * values, "I")
-    yield Saved("decays and steps", heads * (2 * _SUM + 2 * e), "I", is_statistic=True)
-    yield Saved("triangular matrices", heads * 64 * e, "I")
-    yield Saved("recurrence's output", values, "I")
-    yield Saved("gated norm's statistics", heads * _SUM, "I", is_statistic=True)
-    yield Saved("normal output", values, "I")
+    yield SavedTensor("projected input", n * projected * e, "I")
+    yield SavedTensor("normal queries and keys", 2 * keys, "I")
+    yield SavedTensor("queries and keys of all heads", 2 * heads * model.linear_key_head_dim * e, "I")
+    yield SavedTensor("values and gate", 2 * values, "I")
+    yield SavedTensor("decays and steps", heads * (2 * _SUM + 2 * e), "I", is_statistic=True)
+    yield SavedTensor("triangular matrices", heads * 64 * e, "I")
+    yield SavedTensor("recurrence's output", values, "I")
+    yield SavedTensor("gated norm's statistics", heads * _SUM, "I", is_statistic=True)
+    yield SavedTensor("normal output", values, "I")
     if not execution.fused:
-        yield Saved("gate in fp32", 2 * values * _SUM / e, "I")
-    yield Saved("output projection's input", values, "W")
+        yield SavedTensor("gate in fp32", 2 * values * _SUM / e, "I")
+    yield SavedTensor("output projection's input", values, "W")
 
 
-def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
+def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[SavedTensor]:
     """Yield the tensors that a dense FFN of this width keeps, except the norm's input and output.
 
     ``within`` names the modules whose recomputation makes all of these tensors again.
     """
     inner = execution.tokens(model) * width / execution.tp * execution.element
-    yield Saved("activation's input", inner * (model.projections - 1), "I", within)
-    yield Saved("second projection's input", inner, "W", (*within, "activation"))
+    yield SavedTensor("activation's input", inner * (model.projections - 1), "I", within)
+    yield SavedTensor("second projection's input", inner, "W", (*within, "activation"))
     if model.gated and not execution.fused:
-        yield Saved("gate", 2 * inner, "I", within)
+        yield SavedTensor("gate", 2 * inner, "I", within)
 
 
-def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+def _expert_tensors(model: Model, execution: Execution) -> Iterable[SavedTensor]:
     """Yield the tensors that a mixture-of-experts block keeps, except its norm's input and output.
 
     A rank of an expert-tensor-parallel group has all tokens of the group, and a part of each expert.
@@ -282,16 +284,18 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.expert_tp * e
     early = early_modules(model, execution)
-    yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
-    yield Saved("experts' shares", visits * e, "I", ("moe",), is_statistic=True)
-    yield Saved("experts' inputs", visits * model.expert_channels * e, "W", ("moe",), early="experts_fc1" in early)
+    yield SavedTensor("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
+    yield SavedTensor("experts' shares", visits * e, "I", ("moe",), is_statistic=True)
+    yield SavedTensor(
+        "experts' inputs", visits * model.expert_channels * e, "W", ("moe",), early="experts_fc1" in early
+    )
     if model.expert_latent:
-        yield Saved("experts' sum", n / execution.sequence_ranks * model.expert_latent * e, "W", ("moe",))
-    yield Saved("experts' activation's input", inner * (model.projections - 1), "I", ("moe",))
+        yield SavedTensor("experts' sum", n / execution.sequence_ranks * model.expert_latent * e, "W", ("moe",))
+    yield SavedTensor("experts' activation's input", inner * (model.projections - 1), "I", ("moe",))
     modules = ("moe", "moe_act", "activation")
-    yield Saved("experts' second projection's input", inner, "W", modules, early="experts_fc2" in early)
+    yield SavedTensor("experts' second projection's input", inner, "W", modules, early="experts_fc2" in early)
     if not (execution.fused and model.fuses_experts):
-        yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", ("moe", "moe_act"))
+        yield SavedTensor("experts' activation's output", inner * (3 if model.gated else 1), "I", ("moe", "moe_act"))
     if model.shared_expert_ffn:
         yield from _ffn_tensors(model, execution, model.shared_expert_ffn, ("moe", "shared_experts"))
 
@@ -306,7 +310,7 @@ def _router_bytes(model: Model) -> float:
     return sorting + model.experts * _SUM + chosen * index + _SUM + mask
 
 
-def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+def _mamba_tensors(model: Model, execution: Execution) -> Iterable[SavedTensor]:
     """Yield the tensors that a Mamba block keeps with Megatron's default kernel, except its norm's input and output.
 
     ``mamba_split_conv1d_scan_combined`` of the package mamba_ssm keeps its input and its output before the gate, and
@@ -315,24 +319,24 @@ def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     inner = n * model.mamba_width / tp * e
     projected = next(iter(matrices(model, execution, Sublayer.MAMBA))).width(tp)
-    yield Saved("projected input", n * projected * e, "I")
-    yield Saved("scan's output", inner, "I")
-    yield Saved("gated output", inner, "I")
-    yield Saved("gated norm's statistics", n * model.mamba_groups / tp * _SUM, "I", is_statistic=True)
-    yield Saved("output projection's input", inner, "W")
+    yield SavedTensor("projected input", n * projected * e, "I")
+    yield SavedTensor("scan's output", inner, "I")
+    yield SavedTensor("gated output", inner, "I")
+    yield SavedTensor("gated norm's statistics", n * model.mamba_groups / tp * _SUM, "I", is_statistic=True)
+    yield SavedTensor("output projection's input", inner, "W")
 
 
-def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+def _merge_tensors(model: Model, execution: Execution) -> Iterable[SavedTensor]:
     """Yield the tensors that multi-token prediction keeps outside its layer: before it, and for the norm after it."""
     between = message_bytes(model, execution)
-    yield Saved("hidden states", between, "I")
+    yield SavedTensor("hidden states", between, "I")
     for name in ("hidden states'", "embedding's", "final"):
         yield _statistics(f"{name} norm's statistics", model, execution)
-    yield Saved(_AHEAD, between, "I")
-    yield Saved("joined states", 2 * between, "W")
-    yield Saved("final norm's input", between, "I")
+    yield SavedTensor(_AHEAD, between, "I")
+    yield SavedTensor("joined states", 2 * between, "W")
+    yield SavedTensor("final norm's input", between, "I")
     if execution.implementation == "local":  # a rank's part of the layer's input is a view of the gathered tensor
-        yield Saved("gathered input", between * (execution.sequence_ranks - 1), "I")
+        yield SavedTensor("gathered input", between * (execution.sequence_ranks - 1), "I")
 
 
 _WITHIN = {
@@ -347,7 +351,7 @@ _WITHIN = {
 }
 
 
-def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
+def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> KeptBytes:
     """Return the bytes that one layer keeps on one rank for one microbatch, with the run's recomputation.
 
     ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer. If the language model
@@ -356,10 +360,10 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
     if not execution.layers_have_weights:
-        return Kept(sum(tensor.nbytes for tensor in _kept(tensors, execution)))
+        return KeptBytes(sum(tensor.nbytes for tensor in _kept(tensors, execution)))
     after_input = sum(tensor.nbytes for tensor in tensors if tensor.needed == "W" and not tensor.early)
     after_input += _gradient_bytes(model, execution, kind) + _gathered_bytes(model, execution, kind)
-    return Kept(sum(tensor.nbytes for tensor in _kept(tensors, execution)), after_input)
+    return KeptBytes(sum(tensor.nbytes for tensor in _kept(tensors, execution)), after_input)
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
@@ -373,7 +377,7 @@ def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     )
 
 
-def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
+def _kept(tensors: Sequence[SavedTensor], execution: Execution) -> list[SavedTensor]:
     if execution.recompute == "full":
         inputs = (tensor for number, tensor in enumerate(tensors) if number == 0 or tensor.name == _AHEAD)
         return [*inputs] if execution.keeps_input else []
@@ -383,7 +387,7 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     return kept
 
 
-def head_bytes(model: Model, execution: Execution) -> Kept:
+def head_bytes(model: Model, execution: Execution) -> KeptBytes:
     """Return the bytes that final norm, output layer and loss keep on one rank for one microbatch.
 
     Most of them are the fp32 exponentials of the logits. With multi-token prediction, all but the norm's input and
@@ -392,15 +396,15 @@ def head_bytes(model: Model, execution: Execution) -> Kept:
     between = message_bytes(model, execution)
     statistics = _statistics("final norm's statistics", model, execution).nbytes
     logits = execution.tokens(model) * execution.vocabulary_rows(model)
-    once = Kept(between + statistics, 0.0)
+    once = KeptBytes(between + statistics, 0.0)
     waits = 0.0 if "head" in early_modules(model, execution) else between + logits * execution.element
-    return once + Kept(between + logits * _SUM, waits) * model.heads_of_output
+    return once + KeptBytes(between + logits * _SUM, waits) * model.heads_of_output
 
 
-def embedding_bytes(model: Model, execution: Execution) -> Kept:
+def embedding_bytes(model: Model, execution: Execution) -> KeptBytes:
     """Return the bytes that the embedding keeps: only a dropout mask, because its output counts for the first layer."""
     mask = execution.tokens(model) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
-    return Kept(mask, 0.0)
+    return KeptBytes(mask, 0.0)
 
 
 def stage_bytes(model: Model, execution: Execution, layers: Sequence[int]) -> dict[Kind, tuple[float, ...]]:
@@ -414,15 +418,15 @@ def stage_bytes(model: Model, execution: Execution, layers: Sequence[int]) -> di
         for kind, place in zip(model.kinds, places_of(layers, model.layers), strict=True)
     ]
     kinds_ahead = model.all_kinds[model.layers :]
-    ahead = Kept()
+    ahead = KeptBytes()
     if kinds_ahead:
         layer = layer_bytes(model, execution.of_prediction, kinds_ahead[0])
         ahead = (layer + embedding_bytes(model, execution)) * len(kinds_ahead)
     pieces = [*pieces, ahead][: model.pieces]
     ends = accumulate(layers)
-    stages = [sum(pieces[end - count : end], Kept()) for end, count in zip(ends, layers, strict=True)]
+    stages = [sum(pieces[end - count : end], KeptBytes()) for end, count in zip(ends, layers, strict=True)]
     stages[0] += embedding_bytes(model, execution)
-    stages[-1] += head_bytes(model, execution) + (ahead if model.pattern is not None else Kept())
+    stages[-1] += head_bytes(model, execution) + (ahead if model.pattern is not None else KeptBytes())
     return {
         Kind.F: tuple(kept.saved for kept in stages),
         Kind.I: tuple(kept.after_input - kept.saved for kept in stages),

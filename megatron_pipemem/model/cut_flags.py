@@ -117,7 +117,9 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     # Two replicas have their stages on the devices in opposite orders, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
     needed, tied = layout.needed_layers(pattern, flags), grouped_layers("".join(layout.segments(pattern)))
-    return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed, tied=tied), alone))}"
+    return (
+        f"--{name}={layout.cut(pattern, partition(Loads(seconds, last_seconds=head, needed=needed, tied=tied), alone))}"
+    )
 
 
 _DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}

@@ -28,11 +28,11 @@ class Loads:
     """The seconds and bytes of layers, embedding and head that are divided among stages."""
 
     seconds: Sequence[float]  # per layer, forward and backward of one microbatch
-    first: float = 0.0  # seconds of the embedding, and of a vision tower, on the first stage
-    last: float = 0.0  # seconds of head and loss, on the last stage
-    static: Sequence[float] = ()
+    first_seconds: float = 0.0  # seconds of the embedding, and of a vision tower, on the first stage
+    last_seconds: float = 0.0  # seconds of head and loss, on the last stage
+    static_bytes: Sequence[float] = ()
     """Bytes of every layer that do not depend on the schedule: parameters, gradients, optimizer."""
-    kept: Sequence[float] = ()  # per layer, bytes of activations of one microbatch
+    kept_bytes: Sequence[float] = ()  # per layer, bytes of activations of one microbatch
     first_bytes: float = 0.0  # bytes of the embedding and of a vision tower
     last_bytes: float = 0.0  # static bytes of head and loss, and their activations of one microbatch
     least_first: int = 0  # least number of layers on the first stage
@@ -105,16 +105,16 @@ class _Measure:
         self.num_devices = placement.num_devices
         self._owners = np.eye(self.num_devices)[self.devices]  # [stage, device]
         self._seconds = _sums(loads.seconds)
-        self._static = _sums(loads.static or [0.0] * layers)
-        self._kept = _sums(loads.kept or [0.0] * layers)
+        self._static = _sums(loads.static_bytes or [0.0] * layers)
+        self._kept = _sums(loads.kept_bytes or [0.0] * layers)
         self._needed = _sums(loads.needed or [0.0] * layers)
         self._tied = np.array([*(loads.tied or [False] * layers), False])
         self.least_first = loads.least_first
         # As in 1F1B, the number of microbatches that wait on a stage for their backward falls towards the end.
         self._in_flight = (stages - np.arange(stages)) / stages * placement.num_devices
         self._end_seconds, self._end_bytes = np.zeros(stages), np.zeros(stages)
-        self._end_seconds[0] += loads.first
-        self._end_seconds[-1] += loads.last
+        self._end_seconds[0] += loads.first_seconds
+        self._end_seconds[-1] += loads.last_seconds
         self._end_bytes[0] += loads.first_bytes
         self._end_bytes[-1] += loads.last_bytes
 

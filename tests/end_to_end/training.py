@@ -252,14 +252,14 @@ def _copies_fail(case: dict) -> Iterator[None]:
 
 @contextmanager
 def _copies_are_wrong(case: dict) -> Iterator[None]:
-    carry = ThreadChannel._carry
+    carry = ThreadChannel._execute
 
     def carry_wrongly(channel: ThreadChannel, ticket) -> None:
         carry(channel, ticket)
         if ticket.direction is Direction.OUT:
             ticket.copies[0].destination[7] ^= 1
 
-    with mock.patch.object(ThreadChannel, "_carry", carry_wrongly):
+    with mock.patch.object(ThreadChannel, "_execute", carry_wrongly):
         yield
 
 

@@ -9,7 +9,7 @@ from refusals import refused
 
 from megatron_pipemem import gates as room
 from megatron_pipemem import refusals
-from megatron_pipemem.gates import StepGates, Wish, check_gates, gates
+from megatron_pipemem.gates import GateQuestion, StepGates, check_gates, gates
 from megatron_pipemem.mcore import refusals as refusals_of_models
 from megatron_pipemem.mcore.launch import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.refusals import check_model
@@ -22,8 +22,8 @@ ENGINE = {"transformer_impl": "transformer_engine"}
 GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 LATE_SCALES = {"fp8": "e4m3", "fp8_recipe": "delayed"}
 V = Placement.v_shape(4)
-# By the table that refuses: a wish that it is for, another that takes the same settings, and the settings.
-WISHES = {
+# By the table that refuses: a question that it is for, another that takes the same settings, and the settings.
+QUESTIONS = {
     "SCHEDULES": (Request("1f1b"), Request("stock"), {"use_megatron_fsdp": True}),
     "UNCAPTURED": (Request("v-half"), Request("1f1b"), GRAPHS),
     "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"num_moe_experts": 8}),
@@ -136,24 +136,26 @@ def sentences(table: refusals.Refusals | refusals.Rule) -> list[str]:
 def test_every_table_is_asked_once():
     asked = [table for _, table in room._GATES]
     assert sorted(map(id, asked)) == sorted(map(id, TABLES.values()))
-    assert {*WISHES, "CPU"} == {*TABLES}
+    assert {*QUESTIONS, "CPU"} == {*TABLES}
 
 
-@pytest.mark.parametrize("name", WISHES)
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_a_table_is_for_the_runs_that_its_feature_is_in(name):
-    closed, open_to, settings = WISHES[name]
+    closed, open_to, settings = QUESTIONS[name]
     own = sentences(TABLES[name])
-    assert any(str(error).endswith(tuple(own)) for error in gates(Wish(closed, settings.get)))
-    assert not any(str(error).endswith(tuple(own)) for error in gates(Wish(open_to, settings.get)))
-    assert [*gates(Wish(closed, {"moe_router_load_balancing_type": "aux_loss", "cuda_graph_impl": "none"}.get))] == []
+    assert any(str(error).endswith(tuple(own)) for error in gates(GateQuestion(closed, settings.get)))
+    assert not any(str(error).endswith(tuple(own)) for error in gates(GateQuestion(open_to, settings.get)))
+    assert [
+        *gates(GateQuestion(closed, {"moe_router_load_balancing_type": "aux_loss", "cuda_graph_impl": "none"}.get))
+    ] == []
 
 
 @pytest.mark.parametrize("name", [name for name in TABLES if isinstance(TABLES[name], refusals.Refusals)])
 def test_every_row_of_a_table_refuses_its_attribute(name):
-    request, on_cpu = (Request("1f1b"), True) if name == "CPU" else (WISHES[name][0], False)
+    request, on_cpu = (Request("1f1b"), True) if name == "CPU" else (QUESTIONS[name][0], False)
     for attribute, sentence in TABLES[name].sentences.items():
         settings = {attribute: VALUES.get(attribute, True)} | BESIDE.get(name, {})
-        errors = [*gates(Wish(request, settings.get, on_cpu=on_cpu))]
+        errors = [*gates(GateQuestion(request, settings.get, on_cpu=on_cpu))]
         (message,) = [str(error) for error in errors if str(error).endswith(f"{TABLES[name].feature}: {sentence}")]
         assert message.startswith(f"{attribute} = ") and {error.code for error in errors} == {"unsupported-setting"}
 
@@ -177,11 +179,11 @@ def test_graphs_go_with_the_schedules_that_they_can_hold(impl, captured, refused
     """Those of layers with whole backwards alone, and those of a step with one stage per rank."""
     settings = {"cuda_graph_impl": impl, "cuda_graph_warmup_steps": 3}
     for request in captured:
-        check_gates(Wish(request, settings.get))
-        check_gates(Wish(request, {"cuda_graph_impl": "none", "cuda_graph_warmup_steps": 0}.get))
+        check_gates(GateQuestion(request, settings.get))
+        check_gates(GateQuestion(request, {"cuda_graph_impl": "none", "cuda_graph_warmup_steps": 0}.get))
     for request in refused_by:
         with refused("unsupported-setting", "cuda_graph_impl"):
-            check_gates(Wish(request, settings.get))
+            check_gates(GateQuestion(request, settings.get))
 
 
 def test_a_chosen_schedule_says_more_than_the_request():
@@ -189,24 +191,24 @@ def test_a_chosen_schedule_says_more_than_the_request():
     request = Request("auto", options={"slices": "1,2"})
     sliced = build_schedule("seq1f1b", num_devices=4, num_microbatches=8)
     dropout = {"attention_dropout": 0.1}.get
-    check_gates(Wish(request, dropout))
+    check_gates(GateQuestion(request, dropout))
     with refused("unsupported-setting", "--attention-dropout"):
-        check_gates(Wish(request, dropout, sliced))
+        check_gates(GateQuestion(request, dropout, sliced))
     splits, whole = (build_schedule(name, num_devices=4, num_microbatches=8) for name in ("zb-h1", "1f1b"))
     overlapped = {**ENGINE, "tp_comm_overlap": True}.get
-    check_gates(Wish(request, overlapped, whole))
+    check_gates(GateQuestion(request, overlapped, whole))
     with refused("unsupported-setting", "--tp-comm-overlap"):
-        check_gates(Wish(request, overlapped, splits))
+        check_gates(GateQuestion(request, overlapped, splits))
     replayed = {"moe_enable_routing_replay": True}.get
-    check_gates(Wish(Request("auto"), replayed, placement=Placement.linear(4)))
-    check_gates(Wish(Request("interleaved"), replayed, placement=Placement.interleaved(4, 2)))
+    check_gates(GateQuestion(Request("auto"), replayed, placement=Placement.linear(4)))
+    check_gates(GateQuestion(Request("interleaved"), replayed, placement=Placement.interleaved(4, 2)))
     with refused("unsupported-setting", "--pipemem-microbatch-costs"):
-        check_gates(Wish(Request("auto"), replayed, placement=V))
+        check_gates(GateQuestion(Request("auto"), replayed, placement=V))
 
 
 def test_features_that_exclude_each_other_come_first():
     request = Request("pipedream", overlap_steps=True)
-    codes = [error.code for error in gates(Wish(request, {"overlap_grad_reduce": True}.get))]
+    codes = [error.code for error in gates(GateQuestion(request, {"overlap_grad_reduce": True}.get))]
     assert codes == ["conflicting-features", "unsupported-setting"]
 
 
@@ -283,7 +285,7 @@ def test_a_model_asks_before_it_is_built_also_whether_its_kernels_need_a_gpu(mon
 
 def test_a_step_asks_again_if_a_value_has_changed_and_only_then(monkeypatch):
     counted, ask = [], check_gates
-    monkeypatch.setattr(room, "check_gates", lambda wish: (counted.append(wish), ask(wish)))
+    monkeypatch.setattr(room, "check_gates", lambda question: (counted.append(question), ask(question)))
     config = SimpleNamespace(recompute_granularity="selective", recompute_modules=[], init_method_std=0.02)
     ddp = SimpleNamespace(use_megatron_fsdp=False)
     request = Request("pipedream-2bw")
@@ -298,8 +300,8 @@ def test_a_step_asks_again_if_a_value_has_changed_and_only_then(monkeypatch):
     assert not asks()
     config.recompute_modules.append("core_attn")
     assert [asks(), asks()] == [True, False]
-    for wish in ((Request("1f1b"),), (request, None, V), (request,)):
-        assert [asks(*wish), asks(*wish)] == [True, False]
+    for question in ((Request("1f1b"),), (request, None, V), (request,)):
+        assert [asks(*question), asks(*question)] == [True, False]
     assert step.check(request, [config])
     for holder, attribute in ((ddp, "use_distributed_optimizer"), (config, "fp8"), (ddp, "use_megatron_fsdp")):
         setattr(holder, attribute, "hybrid")

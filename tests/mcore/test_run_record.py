@@ -236,8 +236,8 @@ def test_sent_messages_add_to_the_predicted_peak():
         ledger.record(action)
     learnt.learn(program, 0, ledger)
     peaks = learnt.predict(program, 0, ledger, lambda action: 7)
-    assert (peaks.most, peaks.with_sent) == (400, 400 + 4 * 7)
-    assert learnt.predict(program, 0, ledger).with_sent is None
+    assert (peaks.most_bytes, peaks.with_messages) == (400, 400 + 4 * 7)
+    assert learnt.predict(program, 0, ledger).with_messages is None
 
 
 def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):
@@ -309,7 +309,7 @@ def test_bytes_are_counted_until_two_steps_in_a_row_held_the_same(record):
     assert wanted == [True, True, True, False]
     assert record.counts(other) and not record.counts(PROGRAM)
     record.read()
-    assert [step.peak for step in record.steps] == [2048, 4096, 4096, 4096]
+    assert [step.peak_bytes for step in record.steps] == [2048, 4096, 4096, 4096]
     assert record.peaks.counted_peak_bytes == 4096
 
 

@@ -34,8 +34,8 @@ def devices(loads: Loads, placement: Placement, counts: tuple[int, ...]) -> list
         for _ in range(count):
             device_seconds[placement.devices[stage]] += loads.seconds[layer]
             layer += 1
-    device_seconds[placement.devices[0]] += loads.first
-    device_seconds[placement.devices[-1]] += loads.last
+    device_seconds[placement.devices[0]] += loads.first_seconds
+    device_seconds[placement.devices[-1]] += loads.last_seconds
     return device_seconds
 
 
@@ -64,7 +64,7 @@ def test_equal_layers_several_stages_per_device(layers, first, last, placement):
 
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=6), st.integers(2, 3))
 def test_of_equally_fast_cuts_the_fullest_stage_is_least(static, stages):
-    loads, placement = Loads([1.0] * len(static), static=static), Placement.linear(stages)
+    loads, placement = Loads([1.0] * len(static), static_bytes=static), Placement.linear(stages)
 
     def fullest(counts: tuple[int, ...]) -> int:
         edges = [sum(counts[:stage]) for stage in range(stages + 1)]
@@ -79,12 +79,12 @@ def test_of_equally_fast_cuts_the_fullest_stage_is_least(static, stages):
 
 def test_activations_weigh_more_where_more_microbatches_wait():
     # Three layers on two devices: the second holds one microbatch, the first two.
-    assert partition(Loads([1.0] * 3, kept=[1.0] * 3), Placement.linear(2)) == (1, 2)
+    assert partition(Loads([1.0] * 3, kept_bytes=[1.0] * 3), Placement.linear(2)) == (1, 2)
 
 
 def test_the_head_pushes_layers_away():
-    assert partition(Loads([1.0] * 7, last=3.0), Placement.linear(2)) == (5, 2)
-    assert partition(Loads([1.0] * 8, last=8.0), Placement.linear(2)) == (8, 0)
+    assert partition(Loads([1.0] * 7, last_seconds=3.0), Placement.linear(2)) == (5, 2)
+    assert partition(Loads([1.0] * 8, last_seconds=8.0), Placement.linear(2)) == (8, 0)
 
 
 @pytest.mark.parametrize("placement", [Placement.linear(4), Placement.interleaved(2, 2)])
@@ -94,7 +94,7 @@ def test_layers_stay_on_the_stage_of_those_before_them(placement, last, layers):
     model = Model(layers=14, hidden=64, heads=4, vocabulary=9, sequence=8, kv_lora_rank=8, **index)
     assert "".join(kind[0] for kind in model.kinds) == "DDDdddDdddDddd"
     tied = [layer in model.tied_layers for layer in range(14)]
-    counts = partition(Loads([1.0] * 14, last=last, tied=tied), placement)
+    counts = partition(Loads([1.0] * 14, last_seconds=last, tied=tied), placement)
     begins = accumulate(counts[:-1])
     assert not any(begin < 14 and tied[begin] for begin in begins)
     assert counts == layers or placement.num_devices == 2

@@ -99,7 +99,7 @@ def test_keys_and_values_stay_from_the_first_forward_to_the_last_backward(recomp
     takes, gives, rest = (step.costs.memory[kind] for kind in (Kind.F, Kind.I, Kind.W))
     keys = 4 * 2 * (4 // 2) * 128 * 1024 * 2 * 2  # layers, keys and values, groups, channels, tokens, sequences, bytes
     whole = price(sliced(1, recompute=recompute), placement, layers=(4, 4))
-    for stage, saved in enumerate(whole.saved):
+    for stage, saved in enumerate(whole.saved_bytes):
         own = slice(stage * n, stage * n + n)
         assert sum(takes[own]) == pytest.approx(saved + (keys if recompute == "full" else 0))
         assert sum(takes[own]) + sum(gives[own]) + sum(rest[own]) == pytest.approx(0)

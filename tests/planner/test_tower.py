@@ -54,7 +54,7 @@ def test_seconds_and_bytes_of_the_tower_are_those_of_the_first_stage():
     assert [a - b for a, b in zip(step.work_seconds, plain.work_seconds, strict=True)] == pytest.approx(
         [tower.seconds.total, 0, 0, 0]
     )
-    assert [a - b for a, b in zip(step.saved, plain.saved, strict=True)] == pytest.approx(
+    assert [a - b for a, b in zip(step.saved_bytes, plain.saved_bytes, strict=True)] == pytest.approx(
         [tower.kept_bytes.saved, 0, 0, 0]
     )
     assert step.static_bytes[0] - plain.static_bytes[0] == pytest.approx(tower.parameters * (2 + 4 + 12))
@@ -88,7 +88,7 @@ def test_what_is_frozen_has_no_weight_gradients():
     step, plain = (price(model, Placement.linear(4), (9,) * 4) for model in (frozen, whole))
     assert set(step.costs.backward_weight) == {0} != set(plain.costs.backward_weight)
     assert 0 < step.costs.backward_input[0] - step.costs.backward_input[1] < plain.costs.backward_weight[0] / 10
-    assert all(a < b for a, b in zip(step.saved, plain.saved, strict=True))
+    assert all(a < b for a, b in zip(step.saved_bytes, plain.saved_bytes, strict=True))
     assert step.static_bytes[1] == pytest.approx(step.weight_bytes[1]) and step.weight_bytes == plain.weight_bytes
     assert step.optimizer_seconds < plain.optimizer_seconds / 10
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.mcore.loop_arguments import iteration_and_seed
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import (
@@ -228,7 +228,7 @@ def _check(config) -> None:
         use_te_rng_tracker=not isinstance(tracker, random.CudaRNGStatesTracker),
         is_inference_rng_tracker=tracker.is_inference_rng_tracker,
     )
-    check_gates(Wish(Request(STOCK, rng=LAYERWISE), of_several(of_tracker, config)))
+    check_gates(GateQuestion(Request(STOCK, rng=LAYERWISE), of_several(of_tracker, config)))
 
 
 def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:

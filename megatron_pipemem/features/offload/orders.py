@@ -147,7 +147,7 @@ def plan_offload(
     plans = []
     for orders, kept, timetable in planner.run(_selected(base, base_timeline, select)):
         plan = OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)
-        plans.append(in_time(plan, timetable))
+        plans.append(without_late_copies(plan, timetable))
     return min(plans, key=lambda plan: (max(plan.peaks), sum(plan.peaks), -len(plan.offloaded)))
 
 
@@ -196,7 +196,7 @@ _AT_ONCE = 1 / 16
 _EXACT = 1 + 1e-9
 
 
-def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
+def without_late_copies(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
     """Return a plan with fewer round trips, so that its copies do not make the step longer than the timetable allows.
 
     The allowed time is the end of ``timetable``, or that of the schedule without copies if it is later. The first late
@@ -207,14 +207,14 @@ def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
     allowed = max(latest, plan.base_timeline.makespan) * _EXACT
     best = plan
     while plan.keeps_cap and plan.makespan > allowed:
-        late = _late(plan, timetable, allowed * (_EXACT - 1))
+        late = _late_copies(plan, timetable, allowed * (_EXACT - 1))
         plan = _without(plan, set(late[: max(1, int(len(late) * _AT_ONCE))]))
         if plan.keeps_cap and plan.makespan < best.makespan:
             best = plan
     return best
 
 
-def _late(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
+def _late_copies(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
     """Return the copies that delay their device by over ``exact`` beyond the timetable, the earliest first."""
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):

@@ -48,7 +48,7 @@ class PassTimes(NamedTuple):
         return PassTimes(starts, ends)
 
 
-def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
+def paced_timetable(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
     """Return the timetable of an order in which the forwards of each stage start at least an interval apart.
 
     The interval is ``share`` of the busiest device's seconds for one unit. ``share`` is at most 1.
@@ -83,10 +83,12 @@ def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
         return dependencies.actions[node].kind is Kind.F
 
     warm_up = {node for nodes in dependencies.graph.lanes for node in takewhile(is_forward, nodes)}
-    return tuple(_late(timeline, dependencies, movable) for movable in (warm_up, range(len(dependencies.actions))))
+    return tuple(
+        _as_late_as_possible(timeline, dependencies, movable) for movable in (warm_up, range(len(dependencies.actions)))
+    )
 
 
-def _late(timeline: Timeline, dependencies: Dependencies, movable: Container[int]) -> PassTimes:
+def _as_late_as_possible(timeline: Timeline, dependencies: Dependencies, movable: Container[int]) -> PassTimes:
     """Return the timetable of the simulated run with each ``movable`` node as late as its device and its results allow."""
     spans = timeline.spans
     graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(dependencies)
@@ -111,9 +113,9 @@ def with_round_trips(
     order: Order, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
 ) -> Order:
     """Return the order of a device with its round trips of ``trips``, whose copies start and end as the timetable says."""
-    own = _of(device, trips)
+    own = _trips_of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
-    exact = _exact(ends)
+    exact = _tolerance(ends)
     # Per action: the position before which it is inserted, then three keys that sort the actions of one position: its time,
     # its rank at equal times, and its number, counted trip by trip.
     insertions: list[tuple[int, float, float, int]] = []
@@ -157,11 +159,11 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
     return spans
 
 
-def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
+def useless_trips(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
     """Return the activations of a device whose round trip frees no memory, because no action runs in between."""
-    own = _of(device, trips)
+    own = _trips_of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
-    exact = _exact(ends)
+    exact = _tolerance(ends)
     return [
         trip.item
         for trip in own
@@ -169,11 +171,11 @@ def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> li
     ]
 
 
-def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
+def _trips_of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
     return [trip for trip in trips if trip.item.device == device]
 
 
-def _exact(ends: Sequence[float]) -> float:
+def _tolerance(ends: Sequence[float]) -> float:
     """Return the tolerance for comparing times: a billionth of the end of the device's last action."""
     return 1e-9 * ends[-1] if len(ends) else 0.0
 
@@ -189,7 +191,7 @@ _PACES = (0.5, 0.75, 1.0)
 _TRANSFER_FACTORS = (1.0, 1.2)
 
 
-class _Part(NamedTuple):
+class _ChannelGroup(NamedTuple):
     """Devices that share a channel to the host (or one device that has its own), and the timetable of all devices."""
 
     devices: tuple[int, ...]
@@ -198,9 +200,9 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _TripGroup:
-    """The planned round trips of the devices of one ``_Part``, with the resulting memory."""
+    """The planned round trips of the devices of one ``_ChannelGroup``, with the resulting memory."""
 
-    part: _Part
+    part: _ChannelGroup
     trips: Sequence[RoundTrip]
     kept: dict[Key, str]  # the reasons of the activations that stay
     over: float  # sum over devices of the memory above their cap; 0 without caps
@@ -239,7 +241,7 @@ class Planner:
         self._timetables = timetables(timeline)
         self._lives = [lives(order) for order in base.orders]
         self._stretches = _STRETCHES if slow_down and caps is not None else ()
-        self._paced = [paced(base, costs, share) for share in _PACES] if pace or caps is not None else []
+        self._paced = [paced_timetable(base, costs, share) for share in _PACES] if pace or caps is not None else []
         shared = [devices for devices in self._channel.switches if len(devices) > 1]
         alone = set(range(base.num_devices)) - {device for devices in shared for device in devices}
         self._groups = [*shared, *((device,) for device in sorted(alone))]
@@ -296,13 +298,13 @@ class Planner:
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
         """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not."""
         timetable = timetable.stretched(stretch)
-        return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
+        return [self._best(_ChannelGroup(devices, timetable), stages) for devices in self._groups]
 
-    def _best(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
+    def _best(self, part: _ChannelGroup, stages: frozenset[int]) -> _TripGroup:
         """Return the best plan of a part: the fewest round trips that keep the caps, or without caps the lowest peak."""
         items = self._items(part, stages, 1.0)
         if self._caps is None:
-            best = self._lowest(part, stages)
+            best = self._with_lowest_peak(part, stages)
         else:
             best = self._group(part, [], items)
             for factor in _TRANSFER_FACTORS:
@@ -310,17 +312,17 @@ class Planner:
                     best = self._with_fewer(part, stages, factor, best)
             if not best.over:
                 return best
-        reasons = {item.key: self._why(item) for item in items}
+        reasons = {item.key: self._reason_to_stay(item) for item in items}
         kept = {key: reasons[key] if why == NOT_NEEDED else why for key, why in best.kept.items()}
         return replace(best, kept=kept)
 
-    def _why(self, item: Item) -> str:
+    def _reason_to_stay(self, item: Item) -> str:
         """Return the reason that is reported for an activation that stays although the peak is too high."""
         if self._budgets is not None and item.size * self._unit > self._budgets[item.device]:
             return NO_HOST_MEMORY
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
-    def _lowest(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
+    def _with_lowest_peak(self, part: _ChannelGroup, stages: frozenset[int]) -> _TripGroup:
         """Return the plan of a part with the lowest peak, without caps: all activations move, then fewer, while that
         may help.
         """
@@ -328,19 +330,19 @@ class Planner:
         for factor in _TRANSFER_FACTORS:
             items = self._items(part, stages, factor)
             for count in reversed([0, *_counts(items)]):
-                if ranked and self._at_best(part, items[:count]) > min(ranked)[0]:
+                if ranked and self._best_possible_rank(part, items[:count]) > min(ranked)[0]:
                     break
                 group = self._plan(part, items[:count], items[count:])
                 ranked.append((self._rank([group]), factor, count, group))
         return min(ranked)[-1]
 
-    def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
+    def _best_possible_rank(self, part: _ChannelGroup, items: Sequence[Item]) -> tuple[float, ...]:
         """Return a rank that no plan with these activations or some of them can beat: each has a channel of its own."""
         trips = [RoundTrip(item, item.forward_end, item.backward_start - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
         return self._rank([self._group(part, trips, ())])
 
-    def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
+    def _with_fewer(self, part: _ChannelGroup, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
         """Return the best plan of a part with caps, of which ``best`` is one: how many activations must leave is
         bisected.
         """
@@ -367,7 +369,7 @@ class Planner:
                 enough = middle
         return best
 
-    def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
+    def _items(self, part: _ChannelGroup, stages: frozenset[int], factor: float) -> list[Item]:
         """Return the activations of ``stages`` on the part's devices, the longest-lived first."""
         items = []
         for device in part.devices:
@@ -390,7 +392,7 @@ class Planner:
             items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN_RATIO % 1, item.stage)
         )
 
-    def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
+    def _plan(self, part: _ChannelGroup, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
         """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory."""
         if self._budgets is None:
             return self._plan_within(part, chosen, others, None)
@@ -412,7 +414,7 @@ class Planner:
 
     def _plan_within(
         self,
-        part: _Part,
+        part: _ChannelGroup,
         chosen: Sequence[Item],
         others: Sequence[Item],
         budgets: Sequence[float] | None,
@@ -421,7 +423,7 @@ class Planner:
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
-            idling = {item for device in part.devices for item in useless(device, part.timetable, trips)}
+            idling = {item for device in part.devices for item in useless_trips(device, part.timetable, trips)}
             if not idling:
                 break
             idle += idling
@@ -431,7 +433,7 @@ class Planner:
         reasons = {item.key: why for item, why in kept.items()} | {item.key: TOO_SHORT for item in idle}
         return replace(group, kept={**group.kept, **reasons})
 
-    def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
+    def _group(self, part: _ChannelGroup, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
         """Return these round trips with their peak memory, and the memory above the caps. ``others`` need not leave."""
         peaks = {device: self._peak(self._order(device, part, trips), self._changes) for device in part.devices}
         over = 0.0
@@ -441,7 +443,7 @@ class Planner:
         kept = {item.key: NOT_NEEDED for item in others}
         return _TripGroup(part, trips, kept, over, max(peaks.values()))
 
-    def _order(self, device: int, part: _Part, trips: Sequence[RoundTrip]) -> Order:
+    def _order(self, device: int, part: _ChannelGroup, trips: Sequence[RoundTrip]) -> Order:
         return with_round_trips(self._base.orders[device], device, part.timetable, trips, self._lives[device])
 
     def _peak(self, order: Order, changes: Mapping[Kind, Sequence[float]]) -> float:

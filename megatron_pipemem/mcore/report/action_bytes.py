@@ -21,10 +21,10 @@ from megatron_pipemem.schedule.units import WHOLE
 class PredictedPeaks(NamedTuple):
     """The most bytes that a rank holds in a step, as its program and the learnt bytes of actions say."""
 
-    least: int  # for the least uneven routing to experts
-    most: int  # for the most uneven routing; the same if nothing is routed
-    on_host: int
-    with_sent: int | None  # with sent messages that no answer has freed; ``None`` if their bytes are unknown
+    least_bytes: int  # for the least uneven routing to experts
+    most_bytes: int  # for the most uneven routing; the same if nothing is routed
+    host_bytes: int
+    with_messages: int | None  # with sent messages that no answer has freed; ``None`` if their bytes are unknown
 
 
 class ActionBytes:

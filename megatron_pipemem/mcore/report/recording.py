@@ -155,8 +155,8 @@ def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
     steps, predicted, planned = zip(*ranks, strict=True)
     makespan = max(step.span[1] for step in steps) - min(step.span[0] for step in steps)
     scalars = {
-        "pipemem/peak-activation-bytes": max(step.peak for step in steps),
-        "pipemem/bubble-rate": busiest(bubble_of_steps([(step.work, makespan)]) for step in steps) or 0.0,
+        "pipemem/peak-activation-bytes": max(step.peak_bytes for step in steps),
+        "pipemem/bubble-rate": busiest(bubble_of_steps([(step.work_seconds, makespan)]) for step in steps) or 0.0,
         "pipemem/planned-bubble-rate": planned[0],
         "pipemem/makespan-seconds": makespan,
     }

@@ -198,7 +198,7 @@ class RunRecord:
         self._last = observed.clock.actions()
         work = sum(traced.end - traced.start for traced in self._last)
         span = self._last[0].start if self._last else 0.0, max((traced.end for traced in self._last), default=0.0)
-        peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
+        peak = self.steps[-1].peak_bytes if observed.ledger is None else observed.ledger.peak
         planned = self.last_plan.timeline.makespan, self.last_plan.arrival_makespan
         self.steps.append(run_report.RecordedStep(plan, span, work, peak, *planned, observed.offload()))
 

@@ -31,10 +31,10 @@ class RecordedStep:
     plan: int  # index of its plan among the plans of the run
     # seconds from the step's start to the start of this rank's first action, and to the end of its last one
     span: tuple[float, float]
-    work: float  # seconds of this rank's actions
-    peak: int  # the most bytes of activations
-    planned: float  # makespan of its plan
-    arrival: float | None  # makespan of the same microbatches in arrival order (``Choice.arrival_makespan``)
+    work_seconds: float  # seconds of this rank's actions
+    peak_bytes: int  # the most bytes of activations
+    planned_seconds: float  # makespan of its plan
+    arrival_seconds: float | None  # makespan of the same microbatches in arrival order (``Choice.arrival_makespan``)
     offload: OffloadStatistics | None
 
 
@@ -147,7 +147,7 @@ def measured(
         of_stages = {stage: nbytes for rank in shared for stage, nbytes in rank.of_stages.items()}
         predicted_weights = predict_weights(placement, device, of_stages, weights.planned_versions)
         times = [
-            (step.work, makespan)
+            (step.work_seconds, makespan)
             for step, makespan in zip(steps, makespans(shared), strict=True)
             if step.plan == steps[-1].plan
         ]
@@ -180,7 +180,7 @@ def described(
     schedule = plan.schedule
     times = zip(steps, makespans(shared), strict=True) if shared is not None else ()
     own = [makespan for step, makespan in times if step.plan == number]
-    planned = [(step.planned, step.arrival) for step in steps if step.plan == number] or [
+    planned = [(step.planned_seconds, step.arrival_seconds) for step in steps if step.plan == number] or [
         (plan.timeline.makespan, None)
     ]
     makespan, arrival = map(_median, zip(*typical(planned), strict=True))

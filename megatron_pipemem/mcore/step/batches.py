@@ -162,7 +162,7 @@ class Dealer:
 
     def hand(self, microbatches: Sequence[int]) -> Iterator | None:
         """Return an iterator over the batches of these microbatches, for one chunk; ``None`` without a stream."""
-        return None if self._stream is None else _Hand(self, self._stream, microbatches)
+        return None if self._stream is None else _DealtIterator(self, self._stream, microbatches)
 
     def all(self) -> list[object]:
         """Return the batches of all microbatches of the step, and keep each until a chunk reads it.
@@ -200,7 +200,7 @@ class Dealer:
                 self._read += 1
 
 
-class _Hand(IteratorWrapper):
+class _DealtIterator(IteratorWrapper):
     def __init__(self, dealer: Dealer, stream: Iterator, microbatches: Sequence[int]):
         super().__init__(stream)
         self._dealer = dealer

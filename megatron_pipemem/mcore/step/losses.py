@@ -156,7 +156,7 @@ class Losses(Extension):
         """
         if not step.overlaps or step.single_queue or _ends(step.program.schedule).devices != [step.pipeline.device]:
             return ()
-        return [_SentEarly(step, self._carrier(step))]
+        return [_EarlyLosses(step, self._carrier(step))]
 
     def before_finalize(self, step: Step) -> None:
         gather_losses(step.context, step.program.schedule, self._carrier(step), step.pipeline.group)
@@ -175,7 +175,7 @@ class Losses(Extension):
             carrier.finish()
 
 
-class _SentEarly:
+class _EarlyLosses:
     """Sends this rank's losses of a step to the last rank right after the last forward that computes one.
 
     The last rank then still has backwards to run, which need that forward. So the losses arrive before its step ends.
@@ -200,7 +200,7 @@ class _SentEarly:
         return {Kind.F: run}
 
 
-class _Ends(NamedTuple):
+class _LossStages(NamedTuple):
     """The stages of a schedule that compute losses, and their devices in ascending order."""
 
     schedule: Schedule
@@ -217,10 +217,10 @@ class _Ends(NamedTuple):
         return [a for a in forwards if units.after(a.microbatch) is None]
 
 
-def _ends(schedule: Schedule) -> _Ends:
+def _ends(schedule: Schedule) -> _LossStages:
     placement = schedule.placement
     stages = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}
-    return _Ends(schedule, stages, sorted({placement.devices[stage] for stage in stages}))
+    return _LossStages(schedule, stages, sorted({placement.devices[stage] for stage in stages}))
 
 
 def _losses_and_tokens(step: StepContext) -> dict[str, Any]:

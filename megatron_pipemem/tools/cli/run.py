@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.flags import CHECK
+from megatron_pipemem.flags import CHECK_FLAG
 from megatron_pipemem.run import checked, run
 from megatron_pipemem.tools.cli.advise import advise_words
 
@@ -44,7 +44,7 @@ def check(script: Path, arguments: list[str], devices: str) -> None:
     Without it, the number comes from torchrun's environment or from the command.
     """
     if devices and not devices.isdecimal():
-        raise UnsupportedError("bad-number", f"{CHECK}={devices}: give the number of devices of the run")
+        raise UnsupportedError("bad-number", f"{CHECK_FLAG}={devices}: give the number of devices of the run")
     checked(False, script, arguments)
     if os.environ.get("RANK", "0") == "0":
         advise_words([str(script), *arguments], int(devices or os.environ.get("WORLD_SIZE", "0")) or None)

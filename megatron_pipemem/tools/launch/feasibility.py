@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.conflicts import check_barriers, check_replicas
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
-from megatron_pipemem.gates import Wish, check_gates, gates
+from megatron_pipemem.gates import GateQuestion, check_gates, gates
 from megatron_pipemem.model import cut_flags
 from megatron_pipemem.refusals import flag_values
 from megatron_pipemem.request import FILE_SUFFIX, Request
@@ -50,7 +50,7 @@ def refused_settings(run: Run) -> PipememError | None:
     Sizes, layers and memory are not checked, so the answer holds for all runs with these flags and this schedule.
     """
     try:
-        return next(gates(_wish(run, request_of(run))), None)
+        return next(gates(_gate_question(run, request_of(run))), None)
     except PipememError as error:
         return error
 
@@ -149,7 +149,7 @@ def _schedules(run: Run) -> None:
         )
     request = request_of(run)
     schedule = None if choice.name == AUTO else schedule_of(run, request)
-    check_gates(_wish(run, request, schedule))
+    check_gates(_gate_question(run, request, schedule))
     if choice.name != STOCK:
         _check_ours(run, schedule)
     elif schedule is not None:
@@ -163,14 +163,14 @@ def _schedules(run: Run) -> None:
     _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
 
 
-def _wish(run: Run, request: Request, schedule: Schedule | None = None) -> Wish:
+def _gate_question(run: Run, request: Request, schedule: Schedule | None = None) -> GateQuestion:
     """Return the question that the gates of a start get: a run's request, with its flags and its schedule, if it is known."""
     flags = all_flags(run)
     fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
     settings = flag_values(flags | {"apply-rope-fusion": fuses, "transformer-impl": run.implementation})
     if run.schedule.name == STOCK:
-        return Wish(replace(request, schedule=STOCK), settings, on_cpu=run.on_cpu)
-    return Wish(request, settings, schedule, on_cpu=run.on_cpu)
+        return GateQuestion(replace(request, schedule=STOCK), settings, on_cpu=run.on_cpu)
+    return GateQuestion(request, settings, schedule, on_cpu=run.on_cpu)
 
 
 def _check_ours(run: Run, schedule: Schedule | None) -> None:

@@ -77,7 +77,7 @@ def _least(run: Run, placement: Placement, request: Request, layers: tuple[int, 
     step = run_step(replace(run, schedule=choice), placement, layers)
     kept = tuple(least_held(placement, run.parallelism.microbatches, step.costs))
     if request.offload != OFF:  # the activations of one stage at a time
-        kept = tuple(max(step.saved[stage] for stage in owned) for owned in placement.stages)
+        kept = tuple(max(step.saved_bytes[stage] for stage in owned) for owned in placement.stages)
     return _use(run, step, step.held(kept), (0.0,) * placement.num_devices)
 
 

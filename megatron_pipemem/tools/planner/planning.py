@@ -29,7 +29,7 @@ from functools import partial
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.refusals import TIED, flag_values
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
@@ -91,7 +91,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         try:
             request = Request(candidate.name, overlap_steps=run.schedule.overlap_steps)
             assumed = {"rerun-mode": "disabled"}  # as ``pipemem launch`` passes it
-            check_gates(Wish(request, flag_values(assumed | flags | {run.precision: True})))
+            check_gates(GateQuestion(request, flag_values(assumed | flags | {run.precision: True})))
             check_asynchronous(own, candidate.name)
         except UnsupportedError as error:
             rejected[f"{candidate.name}: {error}"] += 1
@@ -358,7 +358,7 @@ class _Planner:
             free = max(free, m * _busiest(step, units))
         bound = free
         if variant is not None and variant.frees_memory:
-            if any(step.saved[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
+            if any(step.saved_bytes[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
                 self.rejected[TOO_MUCH_KEPT] += len(candidates)
                 return
         elif step.placement.replicas == 1:

@@ -75,7 +75,7 @@ class Price(Summed):
     communication_seconds: Passes = Passes()  # the part of them in tensor-, context- and expert-parallel messages
     exchange_seconds: Passes = Passes()  # the part of them in which tokens travel to experts and back
     recompute_seconds: float = 0.0  # the part of I for recomputation
-    kept_bytes: activations.Kept = activations.Kept()  # bytes of activations
+    kept_bytes: activations.KeptBytes = activations.KeptBytes()  # bytes of activations
     offloaded_bytes: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
     expert_parameters: int = 0  # trained parameters of experts among them; fewer ranks share their optimizer
@@ -101,7 +101,7 @@ class Price(Summed):
             self,
             seconds=Passes(trains.forward, trains.input),
             communication_seconds=Passes(waits.forward, waits.input),
-            kept_bytes=activations.Kept(self.kept_bytes.saved),
+            kept_bytes=activations.KeptBytes(self.kept_bytes.saved),
             expert_parameters=0,
             end_parameters=0,
             frozen_parameters=self.parameters,
@@ -207,7 +207,7 @@ def _adapters(model: Model, execution: Execution, cluster: Cluster, kind: str) -
     )
     return Price(
         seconds=seconds,
-        kept_bytes=activations.Kept(0.0, activations.layer_bytes(model, execution, kind).after_input),
+        kept_bytes=activations.KeptBytes(0.0, activations.layer_bytes(model, execution, kind).after_input),
         parameters=sum(rank * (matrix.inputs + matrix.outputs) // (matrix.ranks or tp) for matrix in adapted),
     )
 
@@ -468,7 +468,7 @@ def tower_price(model: Model, execution: Execution, cluster: Cluster) -> Price:
     return replace(
         whole,
         seconds=Passes(seconds.forward, seconds.input + seconds.weight),
-        kept_bytes=activations.Kept(whole.kept_bytes.saved),
+        kept_bytes=activations.KeptBytes(whole.kept_bytes.saved),
     )
 
 
@@ -513,13 +513,13 @@ def _projections(model: Model, tower: Tower, own: Execution, cluster: Cluster, f
     if frozen:
         return Price(
             seconds=Passes(seconds, seconds),
-            kept_bytes=activations.Kept(saved - inputs),
+            kept_bytes=activations.KeptBytes(saved - inputs),
             parameters=parameters,
             frozen_parameters=parameters,
         )
     return Price(
         seconds=Passes(seconds, seconds, seconds),
-        kept_bytes=activations.Kept(saved, inputs + outputs),
+        kept_bytes=activations.KeptBytes(saved, inputs + outputs),
         parameters=parameters,
     )
 

@@ -156,7 +156,7 @@ class RunPrices:
             return schedule
         request = replace(self._request, file=schedule)
         if request.offload != OFF and request.cap_in_units is not None:
-            unit = sum(step.saved)
+            unit = sum(step.saved_bytes)
             caps = tuple(cap * unit for cap in request.caps(self.placement.num_devices) or ())
             request = replace(request, memory_cap=MemoryCap(caps, True))
         shape = Shape(self.placement.num_devices, None, schedule.num_microbatches)

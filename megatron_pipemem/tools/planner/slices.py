@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_tokens
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.model import counts
 from megatron_pipemem.model.model import Execution, Model, Sublayer
 from megatron_pipemem.part_costs import Passes
@@ -113,7 +113,7 @@ def why_not_sliced(run: Run) -> str | None:
         fuses = run.execution.fused_rotations and model.position == "rope"
         settings: dict[str, object] = {"attention-dropout": model.dropout, "apply-rope-fusion": fuses}
         settings |= {"context-parallel-size": cut.cp, KEYS_FLAG: GATHERED_KEYS}
-        check_gates(Wish(Request("seq1f1b"), flag_values(settings | run.flags)))
+        check_gates(GateQuestion(Request("seq1f1b"), flag_values(settings | run.flags)))
         run_slices(run, slices)
     except UnsupportedError as error:
         return f"{error}"

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, get_args
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
-from megatron_pipemem.gates import Wish, gates
+from megatron_pipemem.gates import GateQuestion, gates
 from megatron_pipemem.model.activations import layer_bytes
 from megatron_pipemem.model.cut_flags import GROUP_SIZE
 from megatron_pipemem.model.layout import needed_layers
@@ -159,7 +159,7 @@ def may_pair(run: Run) -> bool:
         return False
     if not _exchanges(execution) or execution.precision == "fp32" or dispatcher == "allgather":
         return False
-    return not any(gates(Wish(Request("1f1b", pairs=True), flag_values(run.flags))))
+    return not any(gates(GateQuestion(Request("1f1b", pairs=True), flag_values(run.flags))))
 
 
 def _exchanges(execution: Execution) -> bool:

@@ -33,7 +33,7 @@ from operator import add, attrgetter
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.model.activations import Kept, layer_bytes, message_bytes, places_of
+from megatron_pipemem.model.activations import KeptBytes, layer_bytes, message_bytes, places_of
 from megatron_pipemem.model.counts import model_flops
 from megatron_pipemem.model.layout import needed_layers
 from megatron_pipemem.model.model import Execution, Model
@@ -90,7 +90,7 @@ class PlannedStep:
     host_bytes: float = inf  # bytes of host memory for a rank's activations
 
     @property
-    def saved(self) -> Sequence[float]:
+    def saved_bytes(self) -> Sequence[float]:
         """The bytes that one microbatch's forward keeps on each stage."""
         kept = (self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages)
         return listed(kept)
@@ -350,10 +350,10 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
         last += parts.pop()
     loads = Loads(
         seconds=[part.seconds.total for part in parts],
-        first=first.seconds.total,
-        last=last.seconds.total,
-        static=[cut.static(part) for part in parts],
-        kept=[part.kept_bytes.saved for part in parts],
+        first_seconds=first.seconds.total,
+        last_seconds=last.seconds.total,
+        static_bytes=[cut.static(part) for part in parts],
+        kept_bytes=[part.kept_bytes.saved for part in parts],
         first_bytes=cut.static(first) + first.kept_bytes.saved * placement.num_devices,
         last_bytes=cut.static(last) + last.kept_bytes.saved,
         needed=cut.needed,
@@ -380,7 +380,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         return [sums[key] for key in keys]
 
     seconds = of_stages(attrgetter("seconds"), Passes())
-    kept = of_stages(attrgetter("kept_bytes"), Kept())
+    kept = of_stages(attrgetter("kept_bytes"), KeptBytes())
     costs = Costs(
         forward=tuple(s.forward for s in seconds),
         backward_input=tuple(s.input for s in seconds),

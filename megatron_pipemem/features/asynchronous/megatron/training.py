@@ -27,7 +27,7 @@ from megatron_pipemem.conflicts import is_updated_per_microbatch
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.files import whole_file
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import agree, gather
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder, steps_left
@@ -185,7 +185,7 @@ class StageOptimizer:
         does nothing and reports success. An optimizer that was caught before gets its own ``step()`` back.
         """
         optimizer = original(config, model_chunks, *args, **kwargs)
-        check_gates(Wish(self._request, of_config(config)))
+        check_gates(GateQuestion(self._request, of_config(config)))
         self.release()
         self._caught = optimizer
         # The loop steps once per batch. By then the stage has done so for every microbatch.

@@ -129,7 +129,7 @@ class CudaChannel:
             lane.synchronize()
 
 
-_LOOK_AFTER_SECONDS = 0.05
+_THREAD_CHECK_SECONDS = 0.05
 """Seconds after which a thread that waits for the copying thread checks again that it is alive."""
 
 
@@ -149,11 +149,11 @@ class HostTicket:
 
     def wait(self) -> None:
         """Block until the transfer has ended. Raise an OffloadError if it failed or its thread has died."""
-        while not self.ended.wait(_LOOK_AFTER_SECONDS):
+        while not self.ended.wait(_THREAD_CHECK_SECONDS):
             if not self.thread.is_alive() and not self.ended.is_set():
-                raise _lost(self.direction, None)
+                raise _copy_error(self.direction, None)
         if self.error is not None:
-            raise _lost(self.direction, self.error) from self.error
+            raise _copy_error(self.direction, self.error) from self.error
 
 
 class ThreadChannel:
@@ -165,7 +165,7 @@ class ThreadChannel:
         self._bandwidth = bandwidth
         self._queues: dict[Direction, SimpleQueue[HostTicket | None]] = {lane: SimpleQueue() for lane in Direction}
         self._threads = {
-            lane: threading.Thread(target=self._serve, args=(lane,), name=f"pipemem-{lane.value}", daemon=True)
+            lane: threading.Thread(target=self._run_thread, args=(lane,), name=f"pipemem-{lane.value}", daemon=True)
             for lane in Direction
         }
         for thread in self._threads.values():
@@ -203,12 +203,12 @@ class ThreadChannel:
         if self._bandwidth is not None:
             time.sleep(nbytes / self._bandwidth)
 
-    def _serve(self, direction: Direction) -> None:
+    def _run_thread(self, direction: Direction) -> None:
         failure: BaseException | None = None
         while (ticket := self._queues[direction].get()) is not None:
             if failure is None:
                 try:
-                    self._carry(ticket)
+                    self._execute(ticket)
                 except BaseException as error:
                     failure = error.with_traceback(None)  # its frames would keep the tensors
             # After a failure, later transfers are out of order.
@@ -216,7 +216,7 @@ class ThreadChannel:
             ticket.copies = ticket.after = ()
             ticket.ended.set()
 
-    def _carry(self, ticket: HostTicket) -> None:
+    def _execute(self, ticket: HostTicket) -> None:
         for earlier in ticket.after:
             earlier.wait()
         self.pace(ticket.direction, sum(copy.source.numel() for copy in ticket.copies))
@@ -224,7 +224,7 @@ class ThreadChannel:
             copy.destination.copy_(copy.source)
 
 
-def _lost(direction: Direction, error: BaseException | None) -> OffloadError:
+def _copy_error(direction: Direction, error: BaseException | None) -> OffloadError:
     reason = "the thread has ended" if error is None else f"{type(error).__name__}: {error}"
     return OffloadError(
         "offload-thread",

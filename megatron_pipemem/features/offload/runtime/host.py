@@ -146,10 +146,10 @@ def available_memory(groups: Path = Path("/proc/self/cgroup"), mounted: Path = P
     ``groups`` is the file that lists this process's control groups, see proc(5) and cgroups(7). ``mounted`` is the
     folder with their limits, of cgroups version 1 or 2.
     """
-    return max(0, min([psutil.virtual_memory().available, *_left_by_limits(groups, mounted)]))
+    return max(0, min([psutil.virtual_memory().available, *_bytes_left_by_limits(groups, mounted)]))
 
 
-def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
+def _bytes_left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
     lines = groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ()
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -159,11 +159,11 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
             # In a container the path may lie outside and be missing; then the limit is at the root.
             for part in ("", *(part for part in path.split("/") if part)):
                 group /= part
-                if (left := _left_in(group, *names)) is not None:
+                if (left := _bytes_left_in(group, *names)) is not None:
                     yield left
 
 
-def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
+def _bytes_left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
     """Return the bytes that a control group's processes can still take; ``None`` if it has no limit or no such files."""
     try:
         maximum = (group / limit).read_text(encoding="utf-8").strip()

@@ -100,7 +100,7 @@ class LateNorm:
     __hash__ = None  # type: ignore[assignment]  # how Python says that there is none
 
 
-class Norms:
+class GradientNorms:
     """Computes gradient norms in process groups of their own, so that no other communication waits for them.
 
     Every rank of the job must create and close this object at the same time. The new groups have the time-out of
@@ -174,7 +174,7 @@ class OverlappedOptimizer:
         self._caught: ChainedOptimizer | None = None
         self._chunks: list[torch.nn.Module] = []
         self._step: Callable[[], tuple] | None = None
-        self._norms: Norms | None = None
+        self._norms: GradientNorms | None = None
         self._snapshot: Snapshot | None = None
         self._pending: LateNorm | None = None
         self._owed: list[Callable[[], None]] = []
@@ -220,8 +220,8 @@ class OverlappedOptimizer:
         return self._caught
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
-        """Create the process groups for the gradient norm (``Norms``), on every rank of the job at the same time."""
-        self._norms = Norms(self._caught, pipeline, on_host)
+        """Create the process groups for the gradient norm (``GradientNorms``), on every rank of the job at the same time."""
+        self._norms = GradientNorms(self._caught, pipeline, on_host)
 
     @torch.no_grad()
     def step(self) -> tuple[bool, LateNorm | float | None, int | None]:
@@ -275,7 +275,7 @@ class OverlappedOptimizer:
         if not self._is_clean(self._pending):
             return False
         self._pending = None
-        self._pay()
+        self._zero_postponed()
         return True
 
     def redo(self) -> None:
@@ -287,7 +287,7 @@ class OverlappedOptimizer:
             self._step()
         self._redone_steps += 1
         self._pending = None
-        self._pay()
+        self._zero_postponed()
 
     def resolve(self) -> None:
         """Make a pending step final, or redo it. Every rank must call this at the same time."""
@@ -330,7 +330,7 @@ class OverlappedOptimizer:
         """Call ``zero``, which zeroes gradients, now or after the pending step is final."""
         self._owed.append(zero) if self.is_pending else zero()
 
-    def _pay(self) -> None:
+    def _zero_postponed(self) -> None:
         owed, self._owed = self._owed, []
         for zero in owed:
             zero()

@@ -25,7 +25,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import LateNorm, LateSum, OverlappedOptimizer, rounded
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import gather, run_on_all_ranks
 from megatron_pipemem.mcore.loop_arguments import (
@@ -302,7 +302,7 @@ def check_overlapped(request: Request, config, chunks: list[torch.nn.Module], op
         values = (argument(attribute), *(getattr(holder, attribute, None) for holder in holders))
         return next(filter(None, values), None)
 
-    check_gates(Wish(request, value_of))
+    check_gates(GateQuestion(request, value_of))
     if type(optimizer) is not ChainedOptimizer or not optimizer.grads_states_parallel_group_is_shared():
         raise UnsupportedError(
             "unsupported-setting",

@@ -27,7 +27,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyShards
 from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
-from megatron_pipemem.gates import Wish, check_gates
+from megatron_pipemem.gates import GateQuestion, check_gates
 from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.compat import is_plain_head
@@ -387,7 +387,7 @@ _HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hook
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
     """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut."""
-    check_gates(Wish(Request("1f1b", vocab_cut="1"), of_config(model.config)))
+    check_gates(GateQuestion(Request("1f1b", vocab_cut="1"), of_config(model.config)))
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(
             "vocabulary-model",
