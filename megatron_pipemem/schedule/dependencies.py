@@ -7,7 +7,6 @@ other lanes.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from weakref import ref
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need
 from megatron_pipemem.schedule.messages import Router
+from megatron_pipemem.schedule.nodes import Nodes, come_before
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.units import WHOLE, Units
@@ -28,15 +28,6 @@ Waits = Sequence[tuple[int, int]]
 
 NEVER = -1
 """Stands for a needed node that does not exist."""
-
-
-def numbered(orders: Sequence[Sequence[Action]]) -> list[range]:
-    """Number all actions device by device, from 0, and return the numbers of every device as a range."""
-    lanes, first = [], 0
-    for order in orders:
-        lanes.append(range(first, first + len(order)))
-        first += len(order)
-    return lanes
 
 
 Step = tuple[int, int, Waits, int]
@@ -316,6 +307,7 @@ class Dependencies:
         links: source and destination of every link. The first one stands for results on the same device.
         lanes: the nodes of every device, and of the channel of the collectives if there are any.
         impossible: the nodes that need a missing action, or one that comes later on their own device.
+        nodes: the numbers of the actions, without the collectives' nodes.
         pairs: the first node of every pair. The second node follows it.
         graph: the waits.
     """
@@ -328,15 +320,14 @@ class Dependencies:
         units: Units = WHOLE,
         already: Container[Action] = (),
         pairs: Iterable[Action] = (),
+        nodes: Nodes | None = None,
     ) -> None:
         self._orders, self._placement, self._needs = orders, placement, needs
         self._units, self._already = units, already
         self.num_devices = len(orders)
-        self.actions = [action for order in orders for action in order]
+        self.nodes = nodes or Nodes(orders)
+        self.actions, self._nodes = list(self.nodes.actions), dict(self.nodes.groups)
         self._num_ordered = len(self.actions)
-        self._nodes: defaultdict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
-        for node, action in enumerate(self.actions):
-            self._nodes[action[:2]][action[2] or 0] = node
         self.lanes = self._numbered()
         self.kinds, self.links = list(self._nodes), [(0, 0)]
         self.impossible: list[int] = []
@@ -367,7 +358,7 @@ class Dependencies:
 
     def _numbered(self) -> list[range]:
         """Return the nodes of every lane, and add a node for every collective to ``actions``."""
-        lanes, first = numbered(self._orders), len(self.actions)
+        lanes, first = self.nodes.lanes, len(self.actions)
         for kind, _, microbatch in [action for action in self.actions if action.kind in COLLECTIVES]:
             nodes = self._nodes.setdefault((kind, EVERYWHERE), {})
             if microbatch not in nodes:
@@ -378,7 +369,7 @@ class Dependencies:
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
         """Return for every node its waits, and the index of its price in ``kinds`` (-1 for actions on memory)."""
         lane_of = [lane for lane, nodes in enumerate(self.lanes) for _ in nodes]
-        waits: list[list[tuple[int, int]]] = [[] for _ in lane_of]
+        waits: list[list[tuple[int, int]]] = [[]] * len(lane_of)  # most nodes wait for nothing, and share one list
         prices = [-1] * len(lane_of)
         for (kind, stage), nodes in list(self._nodes.items()):
             alike: dict[Hashable, dict[int, int]] = {None: nodes}  # units and nodes that share a rule
@@ -392,13 +383,18 @@ class Dependencies:
                 for node in sharing.values():
                     prices[node] = price
                 for sample, numbers, shift, link, is_local in needs:
+                    if is_local and not shift and come_before(numbers, sharing):
+                        continue
                     for microbatch, node in sharing.items():
                         needed = numbers.get(microbatch + shift, NEVER)
                         if is_local or needed == NEVER:
                             if NEVER < needed < node or _moved(sample, microbatch + shift) in self._already:
                                 continue
                             self.impossible.append(node)
-                        waits[node].append((needed, link))
+                        if waits[node]:
+                            waits[node].append((needed, link))
+                        else:
+                            waits[node] = [(needed, link)]
         if sum(map(len, self._nodes.values())) < len(lane_of):  # an action that occurs twice waits as its last one does
             for node, (kind, stage, microbatch) in enumerate(self.actions):
                 last = self._nodes[kind, stage][microbatch or 0]

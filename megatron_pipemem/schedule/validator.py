@@ -37,12 +37,13 @@ from megatron_pipemem.schedule.messages import (
     Posting,
     Router,
     check_channel,
-    check_channels,
     check_compute_actions,
+    check_messages,
     check_pairs,
-    check_posts,
+    is_regular,
     places_of,
 )
+from megatron_pipemem.schedule.nodes import Nodes
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule, weight_uses
 from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import check_switch, vocabulary_passes
@@ -132,20 +133,19 @@ def validate_program(
     schedule, placement = program.schedule, program.placement
     validate(schedule, microbatch_order=microbatch_order)
     check_compute_actions(program)
-    places = places_of(program.actions)
-    check_pairs(schedule, program.actions)
-    router, computed = Router(placement), [action for order in schedule.orders for action in order]
-    messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
-    receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
-    check_posts(program, places, messages, receives)
-    check_channels(program, places, messages.values())
+    nodes = Nodes(program.actions)
+    if is_regular(program, nodes):
+        check_pairs(schedule, program.actions)
+    else:
+        places = places_of(program.actions)
+        check_pairs(schedule, program.actions)
+        check_messages(program, places)
     # Both ends of an edge post the same sequence, posts never block, and a consumer comes after its own receive. So its
     # message, and all before it on the edge, have moved as soon as the source has posted the send.
-    sends = {message.receive: message.send for message in messages.values()}
-    barriers = schedule.vocabulary_barriers
+    router, barriers = Router(placement), schedule.vocabulary_barriers
 
     def needs(action: Action) -> list[Action]:
-        before = [sends[receives[action]]] if action in receives else []
+        before = [send for send in (router.needed_send(action),) if send is not None]
         if action.kind is Kind.REDUCE_GRAD and placement.replicas > 1:
             before = [Action(Kind.REDUCE_REPLICAS, stage) for stage in placement.counterparts(action.stage)]
         if barriers and action.kind in ORDERED:
@@ -154,7 +154,7 @@ def validate_program(
             before += [needed for needed in needed_actions if not VOCABULARY.isdisjoint((action.kind, needed.kind))]
         return before
 
-    dependencies = Dependencies(program.actions, placement, needs, schedule.units, pairs=schedule.pairs)
+    dependencies = Dependencies(program.actions, placement, needs, schedule.units, pairs=schedule.pairs, nodes=nodes)
     _check_progress(dependencies)
     if barriers:
         check_queues(program, dependencies)

@@ -31,8 +31,10 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies, Graph, Times, Waits, deadlock, find_cycle, numbered
+from megatron_pipemem.schedule.dependencies import Dependencies, Graph, Times, Waits, deadlock, find_cycle
 from megatron_pipemem.schedule.messages import Router
+from megatron_pipemem.schedule.nodes import Nodes
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Program
 
 
@@ -138,8 +140,10 @@ def _refused_waits(
     program: Program, dependencies: Dependencies, latest_needs: LatestNeeds
 ) -> Iterator[tuple[int, int, int]]:
     graph = dependencies.graph
-    for first_action, posts in _meetings(program):
-        for end, other in () if first_action.kind in COLLECTIVES else permutations(posts, 2):
+    nodes, placement = dependencies.nodes, program.placement
+    sums = (posts for action, posts in _joint_posts(nodes, placement) if action.kind not in COLLECTIVES)
+    for posts in chain(_messages(nodes, placement), sums):
+        for end, other in permutations(posts, 2):
             later = latest_needs.after(other, graph.lane_of[end], end)
             if later > end:
                 yield end, other, later
@@ -151,24 +155,37 @@ def _refused_waits(
                 yield post, collective, later
 
 
-def _meetings(program: Program) -> list[tuple[Action, list[int]]]:
+def _meetings(nodes: Nodes, placement: Placement) -> list[tuple[Action, list[int]]]:
     """Return the posts of every message, collective and sum over replicas: the first action, and a node per device.
 
-    Nodes are numbered as the actions of the program. A device with several replicas of a stage takes part in the sum
-    with its last post.
+    A device with several replicas of a stage takes part in the sum with its last post.
     """
-    placement, router = program.placement, Router(program.placement)
-    nodes = {action: node for node, action in enumerate(chain.from_iterable(program.actions))}
-    messages = filter(None, map(router.emitted, nodes))
-    meetings = [(message.send, [nodes[message.send], nodes[message.receive]]) for message in messages]
+    messages = [(nodes.actions[send], [send, receive]) for send, receive in _messages(nodes, placement)]
+    return messages + _joint_posts(nodes, placement)
+
+
+def _messages(nodes: Nodes, placement: Placement) -> list[tuple[int, int]]:
+    """Return the nodes of send and receive of every message, in the order of the actions that emit the messages."""
+    posts: list[tuple[int, int, int]] = []
+    for _, kinds, send, source, receive, destination in Router(placement).routes:
+        producers, sends = nodes.of(*kinds, stage=source), nodes.of(send, stage=source)
+        receives = nodes.of(receive, stage=destination)
+        posts += ((node, sends[unit], receives[unit]) for unit, node in producers.items())
+    return [(send, receive) for _, send, receive in sorted(posts)]
+
+
+def _joint_posts(nodes: Nodes, placement: Placement) -> list[tuple[Action, list[int]]]:
+    """Return the posts of every collective and sum over replicas: the first action, and a node per device."""
     together: dict[Action, dict[int, int]] = {}
-    for action, node in nodes.items():
+    of_all = (group for (kind, _), group in nodes.groups.items() if kind in COLLECTIVES or kind is Kind.REDUCE_REPLICAS)
+    for node in sorted(chain.from_iterable(group.values() for group in of_all)):
+        action = nodes.actions[node]
         if action.kind in COLLECTIVES:
             together.setdefault(action._replace(stage=0), {})[action.stage] = node
-        elif action.kind is Kind.REDUCE_REPLICAS:
+        else:
             first_action = action._replace(stage=action.stage % placement.model_stages)
             together.setdefault(first_action, {})[placement.devices[action.stage]] = node
-    return meetings + [(first_action, [*posts.values()]) for first_action, posts in together.items()]
+    return [(first_action, [*posts.values()]) for first_action, posts in together.items()]
 
 
 def _fault(dependencies: Dependencies, end: int, other: int, later: int) -> ScheduleError:
@@ -219,8 +236,8 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
         ScheduleError: the program has a deadlock in this model.
     """
     prices = ActionPrices(program.schedule, costs or Costs())
-    lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
-    meetings = _meetings(program)
+    numbers = Nodes(program.actions)
+    lanes, actions, meetings = numbers.lanes, numbers.actions, _meetings(numbers, program.placement)
     devices = program.placement.devices
     # Meetings follow the actions, each in a lane of its own. A meeting waits until all its devices have done the actions
     # before it in their queues, and the devices wait for the meeting.
@@ -297,7 +314,7 @@ def _graph_of_starts(program: Program, dependencies: Dependencies) -> Graph:
     lane_of, waits = dependencies.graph.lane_of, [list(of_node) for of_node in dependencies.graph.waits]
     completions = {post: node for node in chain.from_iterable(collectives) for post, _ in waits[node]}
     channels: dict[int, tuple[object, ...]] = {node: () for node in completions.values()}
-    for first_action, posts in _meetings(program):
+    for first_action, posts in _meetings(dependencies.nodes, program.placement):
         if first_action.kind not in COLLECTIVES:
             channels[len(waits)] = first_action.kind in SENDS, *(lane_of[post] for post in posts)
             completions |= dict.fromkeys(posts, len(waits))
@@ -323,7 +340,7 @@ def check_queues(program: Program, dependencies: Dependencies) -> None:
     *devices, channel = dependencies.lanes
     waits = [list(of_node) for of_node in dependencies.graph.waits]
     moves = {post: collective for collective in channel for post, _ in waits[collective]}
-    for first_action, posts in _meetings(program):
+    for first_action, posts in _meetings(dependencies.nodes, program.placement):
         if first_action.kind in SENDS:
             moves |= dict.fromkeys(posts, len(waits))
             waits.append([(post, 0) for post in posts])
