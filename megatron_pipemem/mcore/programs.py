@@ -7,10 +7,12 @@ known beforehand (``Knowledge.lacks_bytes``), the first step counts them. That s
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -115,6 +117,18 @@ def _joined(programs: Iterable[tuple[Schedule, Iterable[str]]]) -> str:
 
 def _digest_of_row(actions: Order) -> str:
     return hashlib.sha256(",".join(map(str, actions)).encode()).hexdigest()
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Pause the garbage collector: a plan makes millions of objects that stay, and collections would double its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class ProgramStore:
@@ -436,12 +450,14 @@ class ProgramStore:
             choice = replace(choice, schedule=replace(choice.schedule, name=AUTO))
         return choice
 
+    @_garbage_collection_paused()
     def _build(self, key: Key) -> Compiled:
         shape, pipeline = key
         first = self._update is None and all(shape.forward_only for shape, _ in self._programs)
         why = "start" if first else f"step of {shape.num_microbatches} microbatches"
         return self._compiled(self.plan(shape, why), shape, pipeline)
 
+    @_garbage_collection_paused()
     def _build_again(self, key: Key, before: Compiled) -> Compiled:
         """Plan with the new measurements and return the program; if that fails, keep the program ``before``.
 

@@ -18,7 +18,7 @@ from weakref import ref
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need
 from megatron_pipemem.schedule.messages import Router
-from megatron_pipemem.schedule.nodes import Nodes, come_before
+from megatron_pipemem.schedule.nodes import ActionNodes, come_before
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.units import WHOLE, Units
@@ -320,12 +320,12 @@ class Dependencies:
         units: Units = WHOLE,
         already: Container[Action] = (),
         pairs: Iterable[Action] = (),
-        nodes: Nodes | None = None,
+        nodes: ActionNodes | None = None,
     ) -> None:
         self._orders, self._placement, self._needs = orders, placement, needs
         self._units, self._already = units, already
         self.num_devices = len(orders)
-        self.nodes = nodes or Nodes(orders)
+        self.nodes = nodes or ActionNodes(orders)
         self.actions, self._nodes = list(self.nodes.actions), dict(self.nodes.groups)
         self._num_ordered = len(self.actions)
         self.lanes = self._numbered()

@@ -41,7 +41,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any
 
 from megatron_pipemem.errors import ScheduleError
@@ -549,8 +550,7 @@ def lower(
     are lowered when they are read, if they do not depend on the lists of all devices. ``validate_program`` proves the
     result. Raise a ScheduleError for a stage that the placement lacks.
     """
-    stages = range(schedule.num_stages)
-    if any(action.stage not in stages for order in schedule.orders for action in order):
+    if not set(map(itemgetter(1), chain.from_iterable(schedule.orders))) <= set(range(schedule.num_stages)):
         raise LookupError("a stage that the placement lacks, and for which no message would be added")
     horizons = None
     if single_queue:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COMPLETING, ORDERED, Action, Kind
-from megatron_pipemem.schedule.nodes import Nodes, come_before
+from megatron_pipemem.schedule.nodes import ActionNodes, come_before
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 
@@ -167,7 +167,7 @@ def check_compute_actions(program: Program) -> None:
                 )
 
 
-def is_regular(program: Program, nodes: Nodes) -> bool:
+def is_regular(program: Program, nodes: ActionNodes) -> bool:
     """Return whether all messages and gradient reductions of a program are in their places, and no others.
 
     ``check_messages`` finds the fault of a program that is not regular, or proves it if its model has replicas. It takes ten
@@ -185,9 +185,9 @@ def is_regular(program: Program, nodes: Nodes) -> bool:
             return False
         if not come_before(producers, sends) or not come_before(receives, consumers):
             return False
-        for device, posts in zip(edge, (sends, receives), strict=True):
-            are_there = all(map(lanes[device].__contains__, posts.values()))
-            if not are_there or 0 in posts and actions[posts[0]].microbatch is None:
+        for device, group in zip(edge, (sends, receives), strict=True):
+            are_there = all(map(lanes[device].__contains__, group.values()))
+            if not are_there or 0 in group and actions[group[0]].microbatch is None:
                 return False
         posted |= {(send, source), (receive, destination)}
         posts_of[edge] += zip(sends.values(), map(receives.__getitem__, sends), strict=True)
@@ -195,13 +195,13 @@ def is_regular(program: Program, nodes: Nodes) -> bool:
         if any(receive > after for (_, receive), (_, after) in pairwise(sorted(posts))):
             return False
     complete: defaultdict[int, int] = defaultdict(int)
-    for (kind, stage), group in nodes.groups.items():
+    for (kind, stage), completing in nodes.groups.items():
         if kind in COMPLETING:
-            complete[stage] = max(complete[stage], *group.values())
+            complete[stage] = max(complete[stage], *completing.values())
     for stage, last in complete.items():
-        group = nodes.of(Kind.REDUCE_GRAD, stage=stage)
-        node = group.get(0, last)
-        if len(group) != 1 or not last < node < lanes[devices[stage]].stop or actions[node].microbatch is not None:
+        reductions = nodes.of(Kind.REDUCE_GRAD, stage=stage)
+        node = reductions.get(0, last)
+        if len(reductions) != 1 or not last < node < lanes[devices[stage]].stop or actions[node].microbatch is not None:
             return False
         posted.add((Kind.REDUCE_GRAD, stage))
     return all(kind in ORDERED or (kind, stage) in posted for kind, stage in nodes.groups)

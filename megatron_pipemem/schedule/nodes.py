@@ -19,7 +19,7 @@ def numbered(orders: Sequence[Sequence[Action]]) -> list[range]:
     return lanes
 
 
-class Nodes:
+class ActionNodes:
     """The nodes of orders, or of the rows of a program.
 
     Attributes:

@@ -43,7 +43,7 @@ from megatron_pipemem.schedule.messages import (
     is_regular,
     places_of,
 )
-from megatron_pipemem.schedule.nodes import Nodes
+from megatron_pipemem.schedule.nodes import ActionNodes
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule, weight_uses
 from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import check_switch, vocabulary_passes
@@ -133,7 +133,7 @@ def validate_program(
     schedule, placement = program.schedule, program.placement
     validate(schedule, microbatch_order=microbatch_order)
     check_compute_actions(program)
-    nodes = Nodes(program.actions)
+    nodes = ActionNodes(program.actions)
     if is_regular(program, nodes):
         check_pairs(schedule, program.actions)
     else:

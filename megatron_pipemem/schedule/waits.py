@@ -33,7 +33,7 @@ from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Graph, Times, Waits, deadlock, find_cycle
 from megatron_pipemem.schedule.messages import Router
-from megatron_pipemem.schedule.nodes import Nodes
+from megatron_pipemem.schedule.nodes import ActionNodes
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Program
 
@@ -155,7 +155,7 @@ def _refused_waits(
                 yield post, collective, later
 
 
-def _meetings(nodes: Nodes, placement: Placement) -> list[tuple[Action, list[int]]]:
+def _meetings(nodes: ActionNodes, placement: Placement) -> list[tuple[Action, list[int]]]:
     """Return the posts of every message, collective and sum over replicas: the first action, and a node per device.
 
     A device with several replicas of a stage takes part in the sum with its last post.
@@ -164,7 +164,7 @@ def _meetings(nodes: Nodes, placement: Placement) -> list[tuple[Action, list[int
     return messages + _joint_posts(nodes, placement)
 
 
-def _messages(nodes: Nodes, placement: Placement) -> list[tuple[int, int]]:
+def _messages(nodes: ActionNodes, placement: Placement) -> list[tuple[int, int]]:
     """Return the nodes of send and receive of every message, in the order of the actions that emit the messages."""
     posts: list[tuple[int, int, int]] = []
     for _, kinds, send, source, receive, destination in Router(placement).routes:
@@ -174,7 +174,7 @@ def _messages(nodes: Nodes, placement: Placement) -> list[tuple[int, int]]:
     return [(send, receive) for _, send, receive in sorted(posts)]
 
 
-def _joint_posts(nodes: Nodes, placement: Placement) -> list[tuple[Action, list[int]]]:
+def _joint_posts(nodes: ActionNodes, placement: Placement) -> list[tuple[Action, list[int]]]:
     """Return the posts of every collective and sum over replicas: the first action, and a node per device."""
     together: dict[Action, dict[int, int]] = {}
     of_all = (group for (kind, _), group in nodes.groups.items() if kind in COLLECTIVES or kind is Kind.REDUCE_REPLICAS)
@@ -236,7 +236,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
         ScheduleError: the program has a deadlock in this model.
     """
     prices = ActionPrices(program.schedule, costs or Costs())
-    numbers = Nodes(program.actions)
+    numbers = ActionNodes(program.actions)
     lanes, actions, meetings = numbers.lanes, numbers.actions, _meetings(numbers, program.placement)
     devices = program.placement.devices
     # Meetings follow the actions, each in a lane of its own. A meeting waits until all its devices have done the actions

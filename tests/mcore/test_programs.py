@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -193,6 +194,19 @@ def test_megatrons_group_size_is_used_unless_the_user_set_one():
     assert compile(family("interleaved"), m=12).schedule.orders != by_user.schedule.orders
     by_default = compile(family("gis-h"), m=12, group_size=4).schedule
     assert by_default == build_schedule("gis-h", num_devices=4, num_microbatches=12), "that is Megatron's default"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_planning_pauses_the_garbage_collector_and_leaves_it_as_it_was(monkeypatch, enabled):
+    seen = []
+    monkeypatch.setattr(run_programs, "validate_program", lambda *_, **__: seen.append(gc.isenabled()))
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        compile(family("zb-h1"))
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_programs_for_a_single_queue_are_proved_for_it():
