@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +26,9 @@ from megatron_pipemem.tools.advise.programs import evaluate, run_of
 from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.advise.shell import training_command
 from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.loading import load
+from megatron_pipemem.tools.config.loading import known_model, load
 from megatron_pipemem.tools.megatron import bridge_recipe
-from megatron_pipemem.tools.megatron.bridge_recipe import _change, _provider
+from megatron_pipemem.tools.megatron.bridge_recipe import _change, _changed, _provider
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from tests.watching.refusals import refused
@@ -94,6 +94,25 @@ def test_a_recipe_of_a_user_has_the_sizes_that_megatron_bridge_reads(recipes):
     assert (model.heads, model.kv_heads, model.activation, model.norm, model.tied) == (4, 2, "swiglu", "rmsnorm", False)
     assert (model.position, model.bias, model.sequence) == ("rope", "none", 32)
     assert (cut.pp, cut.dp, cut.microbatches) == (2, 2, 4)
+
+
+def test_defaults_of_a_provider_are_sizes(recipes):
+    """A hybrid model's class has no biases, no positions, RMSNorm and an output layer of its own; the recipe names none."""
+    facts = recipes["nemotron_3_nano_pretrain_config"]
+    known = known_model(facts["tokenizer"])
+    one_group = {"router_groups": 1, "router_groups_per_token": 1}
+    assert run(facts).model == replace(known, sequence=8192, source="", **one_group)
+    assert (known.bias, known.position, known.norm, known.tied) == ("none", "none", "rmsnorm", False)
+
+
+def test_settings_are_what_differs_from_megatron():
+    """Only a provider whose sizes are in a file of this package has no others."""
+    megatrons = make_dataclass("Config", [("bias", bool, True), ("heads", int, 1)], module="megatron.core.config")
+    provider = make_dataclass("Provider", [("bias", bool, False), ("position", str, "none")], bases=(megatrons,))
+    settings = provider(heads=2)
+    assert _changed(settings) == {"bias": False, "heads": 2, "position": "none"}
+    settings.known_model = "llama"
+    assert _changed(settings) == {"heads": 2}
 
 
 def test_a_vision_tower_is_priced_with_the_images_of_the_recipe(recipes):

@@ -25,6 +25,7 @@ from megatron_pipemem.tools.config.runs import FREEZES
 from megatron_pipemem.tools.megatron.asking import MARK
 
 _SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "train")
+_MEGATRON = ("megatron.core.", "megatron.training.")
 
 
 def recipes() -> dict[str, Callable[[], Any]]:
@@ -40,7 +41,7 @@ def _own(name: str) -> Callable[[], Any]:
 
 
 def evaluated(recipe: Callable[[], Any], changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings that a recipe changes from Megatron-Bridge's defaults, as JSON values, after ``changes``.
+    """Return the settings of a recipe that differ from Megatron's defaults, as JSON values, after ``changes``.
 
     The entry ``name`` is the name of the recipe's function. ``model`` is the name on Hugging Face of a model
     with known sizes, and ``unknown`` that of a model without. ``vocabulary`` and ``tokenizer`` are the tokens and the
@@ -169,10 +170,10 @@ def _changed(section: object) -> dict[str, Any]:
     """
     if not dataclasses.is_dataclass(section):
         return {}
-    values = {}
+    values, defaults = {}, _defaults(section)
     for field in dataclasses.fields(section):
         value = getattr(section, field.name, None)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = defaults.get(field.name, dataclasses.MISSING)
         if value is None or value is default or value == default:
             continue
         if type(value).__name__ == "dtype":
@@ -182,6 +183,20 @@ def _changed(section: object) -> dict[str, Any]:
         if value is not None:
             values[field.name] = value
     return values
+
+
+def _defaults(section: Any) -> dict[str, Any]:
+    """Return the defaults of the fields of a dataclass: Megatron's, if the dataclass extends one of its classes.
+
+    The defaults of a provider's own class are sizes too: those of a hybrid model have no biases and no positions. Only for
+    a provider of ``_provider``, whose sizes are elsewhere, its own defaults are returned.
+    """
+    megatrons = [kind for kind in type(section).__mro__ if kind.__module__.startswith(_MEGATRON)]
+    kind = type(section) if hasattr(section, "known_model") or not megatrons else megatrons[0]
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(kind)
+    }
 
 
 def _with_known_models(bridge: Any) -> None:
