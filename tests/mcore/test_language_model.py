@@ -88,10 +88,11 @@ def test_layers_count_by_what_they_compute():
 
 
 def test_layers_as_objects_are_not_taken_for_those_of_a_gpt():
-    """Megatron's pull requests 6235 and 7555 have no pattern. Slices would run through layers with states."""
+    """Megatron's pull requests 6235 and 7555 have no pattern. Slices would run through layers with states, and bytes would be
+    those of another model."""
     model = HYBRID_MODELS.get().__new__(HYBRID_MODELS.get())
     vars(model).update(vars(chunk((1, 2))))
-    for ask in (kinds_of, layers_with_states, layers_in):
+    for ask in (kinds_of, layers_with_states, layers_in, model_of_chunk):
         with refused("unsupported-model", "--hybrid-layer-pattern"):
             ask(model)
 

@@ -37,24 +37,24 @@ def model_of_chunk(model: Any, sequence: int | None = None, **facts: Any) -> Mod
     """Return the shape of the whole model of which ``model`` is a chunk.
 
     ``sequence`` is the number of tokens of a sequence, by default the longest that the model can take. ``facts`` are those
-    of ``model_of``. Raise a ConfigError if a size is missing or wrong.
-    """
-    of_class = {PATTERN_ARGUMENT: pattern_of(model), "seq_length": sequence or model.max_sequence_length}
-    return model_of(model.config, **of_class | facts)
-
-
-def kinds_of(model: Any) -> tuple[str, ...]:
-    """Return the kind of every layer of the whole model of which ``model`` is a chunk.
-
-    Raise an UnsupportedError for a hybrid model without a pattern, whose layers a program gives as objects.
+    of ``model_of``. Raise a ConfigError if a size is missing or wrong, and an UnsupportedError for a hybrid model without
+    a pattern, whose layers a program gives as objects.
     """
     pattern, hybrid = pattern_of(model), HYBRID_MODELS.find()
     if pattern is None and hybrid is not None and isinstance(model, hybrid):
         raise UnsupportedError(
             "unsupported-model",
-            f"the layers of this {type(model).__name__} are given as objects, and a requested feature needs the kind of each "
-            "(which hand on a state, how much they compute); give them as --hybrid-layer-pattern, or drop the feature",
+            f"the layers of this {type(model).__name__} are given as objects, so that the kind of each is unknown (whether "
+            "it hands on a state, how much it computes); give them as --hybrid-layer-pattern, or drop the feature that "
+            "needs it",
         )
+    of_class = {PATTERN_ARGUMENT: pattern, "seq_length": sequence or model.max_sequence_length}
+    return model_of(model.config, **of_class | facts)
+
+
+def kinds_of(model: Any) -> tuple[str, ...]:
+    """Return the kind of every layer of the whole model of which ``model`` is a chunk, or raise as ``model_of_chunk`` does."""
+    pattern = pattern_of(model)
     return model_of_chunk(model).kinds if pattern is None else tuple(pattern_layers(pattern))
 
 
