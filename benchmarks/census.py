@@ -32,7 +32,7 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.gates import GateQuestion, gates
 from megatron_pipemem.refusals import GATHERED_KEYS
 from megatron_pipemem.request import Request
-from megatron_pipemem.tools.advise.advice import AS_FAST, Advice, advise
+from megatron_pipemem.tools.advise.advice import AS_FAST, Advice
 from megatron_pipemem.tools.advise.programs import evaluate, run_of
 from megatron_pipemem.tools.advise.reading import Context
 from megatron_pipemem.tools.config.cluster import Cluster
@@ -104,7 +104,8 @@ def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:
 def asked(facts: Mapping[str, Any]) -> Advice | PipememError:
     """Return the advice for a recipe, or why there is none."""
     try:
-        return advise(run_of(facts, Context(known_flags(), load("h100-80g", Cluster))).run)
+        reading = run_of(facts, Context(known_flags(), load("h100-80g", Cluster)))
+        return reading.consumer.advise(reading.run)
     except PipememError as error:
         return error
 

@@ -12,11 +12,13 @@ from megatron_pipemem.flags import Flags, words
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.cut_flags import LAYERS_PER_STAGE, VIRTUAL_STAGES, is_given
 from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.tools.advise.advice import OURS, Way, changed_flags
+from megatron_pipemem.tools.advise import advice
+from megatron_pipemem.tools.advise.advice import OURS, Advice, Way, changed_flags
 from megatron_pipemem.tools.config.arguments import ENDS, LAYOUT, UNKNOWN, VIRTUAL, MissingSetting
 from megatron_pipemem.tools.config.loading import known_model, unpriced_part
 from megatron_pipemem.tools.config.runs import ADAPTERS, EP_OVERLAP, FREEZES, Run
 from megatron_pipemem.tools.launch.command import model_flags
+from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import STOCKS
 from megatron_pipemem.tools.planner.space import STOCKS_ALONE
 
@@ -67,6 +69,10 @@ class Consumer:
     slices: bool = False  # whether its sequences can be cut: they are not packed, and equally long
     pairs: bool = False  # whether it can run the schedules in which pairs pay
     vocabulary: bool = False  # whether its vocabulary can be cut: its forward step returns Megatron's token losses
+
+    def advise(self, run: Run, pace: MeasuredSlowdown | None = None) -> Advice:
+        """Return the advice for a run of the program, as ``advice.advise`` does."""
+        return advice.advise(run, pace, self.families, self.slices, self.pairs, self.vocabulary)
 
 
 def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.model.cut_flags import RESHARDABLE, is_given, saves_optimizer_by_rank, upstream_faults
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, SAME_MEMORY, WORTH_A_ROW, Advice, Way, advise
+from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, SAME_MEMORY, WORTH_A_ROW, Advice, Way
 from megatron_pipemem.tools.advise.consumers import BRIDGE, MEGATRON, call, changes
 from megatron_pipemem.tools.advise.patch import patch
 from megatron_pipemem.tools.advise.programs import (
@@ -37,7 +37,6 @@ from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, w
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.explanation import pace_of
-from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.slices import doubt_of, run_slices
 from megatron_pipemem.tools.planner.ways import gibibytes
 from megatron_pipemem.tools.report.terminal import FittingTable
@@ -113,7 +112,7 @@ def advise_command(
     with readable(f"the run of {source[0]}"):
         reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
     pace = None if profile is None else pace_of(profile, reading.run)
-    advice = _advised(reading, pace)
+    advice = reading.consumer.advise(reading.run, pace)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
     if diff:
@@ -148,7 +147,7 @@ def advise_words(words: list[str], devices: int | None) -> None:
     """
     with readable("the command"):
         reading = read_program(words, Context(known_flags(), load(_CLUSTER, Cluster), devices))
-    advice = _advised(reading)
+    advice = reading.consumer.advise(reading.run)
     print_answer(None, _shown(reading, advice, measured=False), as_json=False)
 
 
@@ -159,14 +158,8 @@ def advise_measured(source: list[str], report: Path) -> tuple[list[Shown], dict[
     """
     with readable(f"the run of {source[0]}"):
         reading = _read(source, {}, None, None, None, None)
-    advice = _advised(reading, pace_of(report, reading.run))
+    advice = reading.consumer.advise(reading.run, pace_of(report, reading.run))
     return [*_shown(reading, advice, measured=True)], _facts(reading, advice)
-
-
-def _advised(reading: Reading, pace: MeasuredSlowdown | None = None) -> Advice:
-    """Return the advice for a run, by the schedules that its program can take."""
-    consumer = reading.consumer
-    return advise(reading.run, pace, consumer.families, consumer.slices, consumer.pairs, consumer.vocabulary)
 
 
 def _read(
