@@ -12,7 +12,7 @@ equal tokens, and the last attends longest, or equal FLOPs (see ``tools/planner/
 both, as in MFU. ``pipemem plan`` names the priced features that cannot run yet. Takes some minutes.
 
 With ``--jobs``, typical jobs are planned with everything free: without slices, without slices and context parallelism,
-and in slices of at least 4096 tokens without context parallelism.
+in slices without context parallelism, and with both. A rank has at least 4096 tokens of a slice.
 
 With ``--emulated``, steps with slices and steps of whole microbatches run on devices that sleep instead of computing.
 Their times are those of the simulation, and so is the speedup at equal memory.
@@ -101,6 +101,7 @@ class Job:
     sequence: int  # tokens of a sequence
     nodes: int
     batch: int  # sequences of a step
+    ep: int = 1  # expert-parallel ranks
 
     def __str__(self) -> str:
         return f"{self.model} {self.batch} x {self.sequence // 1024}K, {8 * self.nodes} GPUs"
@@ -118,31 +119,43 @@ class Job:
             "slices": slices,
             "slice_cut": SLICE_CUTS if max(slices) > 1 else [EQUAL_TOKENS],
         }
-        run = Run(model, cluster, Parallelism(global_batch=self.batch))
+        run = Run(model, cluster, Parallelism(global_batch=self.batch, ep=self.ep))
         return next(iter(plan(run, limits=Limits(limits), top=1, search_seconds=0.0).plans), None)
 
     def row(self) -> str:
         """Return a row of a Markdown table: the job, and seconds a step and sizes of each of its ways."""
-        slices = [count for count in COUNTS if count > 1 and self.sequence // count >= SHORTEST_SLICE]
-        best = (self.best(COUNTS, [1]), self.best([1], [1]), self.best([1], slices))
-        return f"| {' | '.join([str(self), *map(_in_short, best)])} |"
+        whole = [_in_short([self.best(cps, [1])]) for cps in (COUNTS, [1])]
+        sliced = [
+            _in_short([self.best([cp], self._slices(cp)) for cp in cps if self._slices(cp)])
+            for cps in ([1], COUNTS[1:])
+        ]
+        return f"| {' | '.join([str(self), *whole, *sliced])} |"
+
+    def _slices(self, cp: int) -> list[int]:
+        """Return the numbers of slices of which each of ``cp`` ranks has enough tokens."""
+        return [count for count in COUNTS if count > 1 and self.sequence // (count * cp) >= SHORTEST_SLICE]
 
 
-def _in_short(planned: Planned | None) -> str:
+def _in_short(plans: Sequence[Planned | None]) -> str:
+    """Return seconds and sizes of the fastest of these plans. A plan is ``None`` if nothing fits."""
+    planned = min(filter(None, plans), key=lambda planned: planned.seconds, default=None)
     if planned is None:
-        return "nothing fits"
-    cut, choice = planned.run.parallelism, planned.run.schedule
-    sizes = " ".join(f"{key}{getattr(cut, key)}" for key in ("tp", "pp", "cp", "dp") if getattr(cut, key) > 1)
-    sliced = f" n={choice.slices}" if planned.slices > 1 else ""
-    return f"{planned.seconds:.3g}: {sizes} {planned.schedule}{sliced}"
+        return "nothing fits" if plans else "too short"
+    cut = planned.run.parallelism
+    sizes = [f"{key}{getattr(cut, key)}" for key in ("tp", "pp", "cp") if getattr(cut, key) > 1]
+    sliced = [f"n={planned.slices}"] if planned.slices > 1 else []
+    return f"{planned.seconds:.3g}: {' '.join(sizes + sliced)}"
 
 
-JOB_HEADER = ("| job | without slices | nor context parallelism | in slices |", f"|{'---|' * 4}")
+JOB_HEADER = ("| job | without slices | nor context parallelism | in slices | both |", f"|{'---|' * 5}")
 JOBS = (
     Job("llama3-8b", 2**13, 4, 64),
     Job("llama3-8b", 2**17, 4, 16),
     Job("qwen3-32b", 2**14, 8, 64),
     Job("llama3-70b", 2**15, 8, 32),
+    Job("llama3-70b", 2**17, 16, 32),
+    Job("qwen3-235b-a22b", 2**15, 32, 64, ep=8),
+    Job("qwen3-235b-a22b", 2**17, 32, 32, ep=8),
 )
 
 

@@ -29,10 +29,12 @@ def test_a_way_is_planned_as_it_says(cut: dict[str, int]):
     assert float(cells["s/step"]) == pytest.approx(best_plan.seconds, abs=0.05)
 
 
-def test_a_job_is_planned_without_slices_and_in_slices_that_are_long_enough():
-    name, whole, plain, sliced = Job("llama3-8b", 2**13, 1, 4).row().strip("| ").split(" | ")
-    assert name == "llama3-8b 4 x 8K, 8 GPUs" and " cp" not in plain
-    assert "n=" not in whole + plain and sliced.endswith("n=2")
+def test_a_job_is_planned_in_every_way_with_slices_that_are_long_enough():
+    """At 16K tokens two ranks have 4096 tokens of each of two slices, and at 8K they have too few."""
+    name, whole, plain, sliced, both = Job("llama3-8b", 2**14, 1, 4).row().strip("| ").split(" | ")
+    assert name == "llama3-8b 4 x 16K, 8 GPUs" and " cp" in whole and " cp" not in plain + sliced
+    assert "n=" not in whole + plain and sliced.endswith("n=4") and " cp2 " in both and both.endswith("n=2")
+    assert Job("llama3-8b", 2**13, 1, 4).row().endswith("n=2 | too short |")
 
 
 def table() -> list[str]:
@@ -47,7 +49,7 @@ def test_the_table_has_every_job():
     assert [row.strip("| ").split(" | ")[0] for row in rows] == [str(job) for job in BENCHMARK["JOBS"]]
 
 
-@nightly("the table has every job; test_a_job_is_planned_without_slices_and_in_slices_that_are_long_enough")
+@nightly("the table has every job; test_a_job_is_planned_in_every_way_with_slices_that_are_long_enough")
 @pytest.mark.parametrize("number", range(len(BENCHMARK["JOBS"])))
 def test_the_table_is_current(number: int):
     assert BENCHMARK["JOBS"][number].row() == table()[2 + number]
