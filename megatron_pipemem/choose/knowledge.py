@@ -229,7 +229,7 @@ class Knowledge:
         return [max(received[at::parts]) for at in range(parts)]
 
     def _channel(self, placement: Placement) -> Channel:
-        """Return the channel of the costs, else of the given ratio, the measured bandwidth, or the assumed ratio."""
+        """Return the seconds of copies to the host: from the costs, or by a given ratio, measured links or an assumed ratio."""
         if self.costs.channel is not None:
             return self.costs.channel
         if self.offload_ratio is not None:

@@ -62,9 +62,9 @@ def release_activations(layers: Iterable[Any]) -> None:
 
 
 def logged_depths(config) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Return the entries of Megatron's tracker that its log of multi-token prediction needs on every rank, by name.
+    """Return the shapes of the sums that Megatron's log of multi-token prediction needs on every rank, and other entries.
 
-    The first result has the shapes of the sums, the second one further values. ``dev`` sums other tensors than releases
+    Both are by the name in Megatron's tracker. ``dev`` sums other tensors than releases
     do, and a rank that lacked one of them would leave out a collective.
     """
     depths = config.mtp_num_layers
@@ -88,7 +88,7 @@ def is_plain_head(head: Any) -> bool:
 
 
 def saves_padding() -> bool:
-    """Return whether the optimizer's saved state is cut at positions that count the padding of buckets.
+    """Return whether Megatron saves the optimizer's state at wrong positions, which count the padding of buckets.
 
     Megatron's source is searched for the fix, because versions do not tell: ``dev`` calls itself 0.19.0 at every
     commit.

@@ -83,7 +83,7 @@ def _digest_of_file(value: object, contents: Callable[[], str]) -> str:
 
 
 @dataclass
-class Facts:
+class RankFacts:
     """The facts that a rank knows about the ranks of its model."""
 
     settings: dict[str, int] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Facts:
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Code and message of the refusal of each rank that cannot go on."""
 
-    def add(self, other: Facts) -> None:
+    def add(self, other: RankFacts) -> None:
         """Add the facts that another rank knows."""
         for digest, rank in other.settings.items():
             self.settings[digest] = min(rank, self.settings.get(digest, rank))
@@ -118,26 +118,28 @@ class Meeting:
     lines: Mapping[str, Sequence[int]]
     patience: float
 
-    def exchange(self, facts: Facts) -> list[str]:
+    def exchange(self, facts: RankFacts) -> list[str]:
         """Add the facts of all ranks of the model to ``facts``, and return the names of lines with a missing rank."""
         own = pickle.dumps(facts)
         for name in self.lines:
-            self._tell(f"{name}/first", own)
+            self._write_facts(f"{name}/first", own)
         deadline = time.monotonic() + self.patience
-        incomplete = [name for name in self.lines if self._hear(f"{name}/first", self.lines[name], facts, deadline)]
+        incomplete = [
+            name for name in self.lines if self._read_facts(f"{name}/first", self.lines[name], facts, deadline)
+        ]
         for name in self.lines:
             if name not in incomplete:
-                self._tell(name, pickle.dumps(facts))
+                self._write_facts(name, pickle.dumps(facts))
                 # Another rank of the line may come late, and then wait for a rank that this one does not know.
-                self._hear(name, self.lines[name], facts, time.monotonic() + 2 * self.patience)
+                self._read_facts(name, self.lines[name], facts, time.monotonic() + 2 * self.patience)
         for name in incomplete:  # the missing rank must not find these facts later
             self.store.delete_key(f"{name}/first/{self.rank}")
         return incomplete
 
-    def _tell(self, key: str, facts: bytes) -> None:
+    def _write_facts(self, key: str, facts: bytes) -> None:
         self.store.set(f"{key}/{self.rank}", facts)
 
-    def _hear(self, key: str, line: Sequence[int], facts: Facts, deadline: float) -> set[int]:
+    def _read_facts(self, key: str, line: Sequence[int], facts: RankFacts, deadline: float) -> set[int]:
         """Add the facts of the line's other ranks to ``facts``, and return the ranks that tell none until ``deadline``."""
         missing = {f"{key}/{rank}": rank for rank in line if rank != self.rank}
         while True:
@@ -219,7 +221,7 @@ class SharedSettings(Feature):
             store: Any = dist.distributed_c10d._get_default_store()
             digest = hashlib.sha256(repr(settings).encode()).hexdigest()
             store.set(f"{_PREFIX}/{digest}", pickle.dumps(settings))
-            facts = Facts({digest: rank}, ranks={member for line in lines for member in line})
+            facts = RankFacts({digest: rank}, ranks={member for line in lines for member in line})
             if failure is not None:
                 facts.failures[rank] = failure.code, f"{failure}"
             named = _named(lines)
@@ -232,7 +234,7 @@ class SharedSettings(Feature):
             raise failure
 
 
-def _refuse(facts: Facts, settings_of: Callable[[str], Mapping[str, str]], patience: float) -> None:
+def _refuse(facts: RankFacts, settings_of: Callable[[str], Mapping[str, str]], patience: float) -> None:
     """Raise an UnsupportedError if a rank is missing, cannot go on, or has other settings than the first rank."""
     if facts.failures:
         raise UnsupportedError(*facts.failures[min(facts.failures)])

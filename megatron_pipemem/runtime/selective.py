@@ -92,14 +92,14 @@ class Recorder:
             or (result.dtype, result.version) != (tensor.dtype, tensor._version)
         ):
             return self._pack(tensor)
-        place = _Place()
+        place = _Placeholder()
         result.region.results.append(
             (ref(place), result.position, (tensor.shape, tensor.stride(), tensor.storage_offset()))
         )
         return place
 
     def _load(self, saved: object) -> torch.Tensor:
-        return _filled(saved) if isinstance(saved, _Place) else self._unpack(saved)
+        return _filled(saved) if isinstance(saved, _Placeholder) else self._unpack(saved)
 
 
 def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
@@ -127,7 +127,7 @@ def is_recording() -> bool:
 _recording: Recorder | None = None
 
 
-class _Place:
+class _Placeholder:
     """A placeholder of a saved tensor. It is empty until the tensor is computed again."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -149,11 +149,11 @@ class _Region:
 
     def __init__(self, function: Callable, replay: Replay, arguments: list):
         self._function, self._replay, self._arguments = function, replay, arguments
-        self._saved: list[ref[_Place]] = []
-        self.results: list[tuple[ref[_Place], int, tuple]] = []
+        self._saved: list[ref[_Placeholder]] = []
+        self.results: list[tuple[ref[_Placeholder], int, tuple]] = []
 
-    def save(self, tensor: torch.Tensor) -> _Place:
-        place = _Place()
+    def save(self, tensor: torch.Tensor) -> _Placeholder:
+        place = _Placeholder()
         self._saved.append(ref(place))
         return place
 
@@ -181,7 +181,7 @@ class _Region:
             _fill(saved, results[index].detach().as_strided(*geometry), made)
 
 
-def _fill(saved: ref[_Place], tensor: torch.Tensor, made: Callable[[torch.Tensor], object]) -> None:
+def _fill(saved: ref[_Placeholder], tensor: torch.Tensor, made: Callable[[torch.Tensor], object]) -> None:
     place = saved()
     if place is not None:
         place.tensor = tensor
@@ -198,7 +198,7 @@ class _Result(NamedTuple):
     version: int
 
 
-def _filled(place: _Place) -> torch.Tensor:
+def _filled(place: _Placeholder) -> torch.Tensor:
     if place.tensor is None:
         raise RuntimeError("a backward began before the selective recompute (RS) of its forward")
     return place.tensor

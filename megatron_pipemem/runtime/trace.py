@@ -31,7 +31,7 @@ class TracedAction(NamedTuple):
     end: float
 
 
-class _Measured:
+class _ActionTimer:
     """A context that adds the start and end of an action to a list, unless the action fails.
 
     This is a class because every forward and backward uses it, and a generator would take three times as long.
@@ -64,8 +64,8 @@ class Trace:
         self._times: list[tuple] = []
         self._read: list[TracedAction] | None = None
 
-    def measure(self, action: Action) -> _Measured:
-        return _Measured(action, self._now, self._times)
+    def measure(self, action: Action) -> _ActionTimer:
+        return _ActionTimer(action, self._now, self._times)
 
     def actions(self) -> list[TracedAction]:
         """Return the measured actions, in the order in which they ended. Call this after the step's last action."""

@@ -99,7 +99,7 @@ def most_needed(parts: Sequence[Chain], stages: Sequence[int]) -> float:
 
 
 def together(parts: Sequence[Chain], stage: int, seconds: Callable[[Chain, int], float]) -> list[Share]:
-    """Return the work of a microbatch on a stage as shares, with falling seconds per memory.
+    """Return a microbatch's work on a stage, divided into shares: those with most seconds per memory come first.
 
     ``parts`` has the chains of the microbatch's parts, and ``seconds(chain, stage)`` returns the seconds of a part's
     work there. A device never holds a part without the parts before it. So parts are joined until no share has more
@@ -381,7 +381,7 @@ class _Step:
         return max(work + idle, self._area(stages, cap), self._life(stages, cap), max(c.end for c in chains))
 
     def _area(self, stages: Sequence[int], cap: float) -> float:
-        """Return a lower bound from the area of a device's memory over time, and from the cap."""
+        """Return a lower bound of a step's seconds: the device's memory times the seconds that it is held, over the cap."""
         lives = sum(c.count * c.lives(stages) for c in self._chains)
         most = max(c.memory[s].forward for c in self._chains for s in stages)
         if not lives or not cap:
@@ -403,7 +403,7 @@ class _Step:
         return (lives + rising + falling) / cap
 
     def _life(self, stages: Sequence[int], cap: float) -> float:
-        """Return a lower bound from the number of microbatches that a device can hold at once."""
+        """Return a lower bound of a step's seconds from the number of microbatches that a device can hold at once."""
         if any(min(c.memory[s]) < 0 for c in self._chains for s in stages):
             return 0.0
         last, in_parts = self._last, len(self._chains) > len(self._last)
@@ -443,9 +443,9 @@ class _Step:
         return _most(shares, cap, are_single)
 
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
-        """Return the shares that ``together`` makes of every microbatch on every one of these stages.
+        """Return the shares of ``together`` of all microbatches on these stages, and whether each is a single part.
 
-        The second value is True if each share is a single part, so that no parts were joined.
+        A share is a single part if no parts were joined.
         """
         shares = [share for step in self._steps for s in stages for share in together(step, s, seconds)]
         return shares, len(shares) == len(self._chains) * len(stages)

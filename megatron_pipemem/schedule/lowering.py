@@ -362,10 +362,10 @@ def add_messages_to_single_queues(
     ``costs`` are the times of the simulated run that decides on the positions; every result is free of deadlock.
     ``orders`` may be a part of the schedule's orders. ``arrived`` has the receives that earlier parts have posted.
     """
-    return _Run(schedule, costs, schedule.orders if orders is None else orders, arrived).lists()
+    return _SingleQueueRun(schedule, costs, schedule.orders if orders is None else orders, arrived).lists()
 
 
-class _Run:
+class _SingleQueueRun:
     """A simulated run of all devices in single queues. A device is busy until a known time, or between two actions."""
 
     def __init__(self, schedule: Schedule, costs: Costs, orders: tuple[Order, ...], arrived: Iterable[Action]) -> None:

@@ -142,7 +142,7 @@ def received(monkeypatch):
             # What arrives says that it looks as the report before it.
             group.recv = lambda tensors, peer, tag, post=group.recv: (tensors[0].fill_(1), post(tensors, peer, tag))[1]
             carrier = LossCarrier(group)
-            carrier._last_forms[0, 1, "training"] = losses._form([torch.ones(3)])
+            carrier._last_forms[0, 1, "training"] = losses._structure([torch.ones(3)])
             for _ in range(4):
                 sum(carrier.receive(0, "training")) * 2
         return gpu

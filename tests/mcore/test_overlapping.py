@@ -91,11 +91,11 @@ def test_a_snapshot_that_the_device_has_no_room_for_is_refused(monkeypatch):
     inner = SimpleNamespace(param_groups=[{"params": [parameter]}], state={})
     part = object.__new__(FP32Optimizer)
     part.optimizer, part.is_stub_optimizer = inner, False
-    monkeypatch.setattr(snapshot, "_left_on", lambda device: (3 << 30) - 1)
+    monkeypatch.setattr(snapshot, "_free_bytes", lambda device: (3 << 30) - 1)
     with pytest.raises(UnsupportedError) as refused:
         Snapshot(part)
     assert "3.00GiB" in str(refused.value) and "--clip-grad 0" in str(refused.value)
-    monkeypatch.setattr(snapshot, "_left_on", lambda device: 3 << 30)
+    monkeypatch.setattr(snapshot, "_free_bytes", lambda device: 3 << 30)
     assert Snapshot(part).nbytes == 0
 
 

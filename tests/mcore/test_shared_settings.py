@@ -14,7 +14,7 @@ from refusals import refused
 from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import shared_settings
-from megatron_pipemem.mcore.shared_settings import Facts, Meeting
+from megatron_pipemem.mcore.shared_settings import Meeting, RankFacts
 from megatron_pipemem.request import Request
 
 SIZE = 8
@@ -27,7 +27,7 @@ def lines(rank: int) -> dict[str, list[int]]:
     return {str(line): line for line in along}
 
 
-def meet(facts: dict[int, Facts]) -> dict[int, Facts]:
+def meet(facts: dict[int, RankFacts]) -> dict[int, RankFacts]:
     """The facts that every rank of ``facts`` has after a meeting; the other ranks do not come."""
     store = dist.HashStore()
     with ThreadPoolExecutor(SIZE) as pool:
@@ -41,7 +41,7 @@ def meet(facts: dict[int, Facts]) -> dict[int, Facts]:
 
 @pytest.mark.parametrize("other", [0, 1, 6])
 def test_all_ranks_know_the_rank_with_other_settings(other):
-    met = meet({rank: Facts({"that" if rank == other else "this": rank}) for rank in range(SIZE)})
+    met = meet({rank: RankFacts({"that" if rank == other else "this": rank}) for rank in range(SIZE)})
     expected = {"that": other, "this": 1 if other == 0 else 0}
     assert [met[rank].settings for rank in range(SIZE)] == [expected] * SIZE
     assert not any(error.missing or error.failures for error in met.values())
@@ -49,7 +49,7 @@ def test_all_ranks_know_the_rank_with_other_settings(other):
 
 @pytest.mark.parametrize("missing", [{0}, {5}, {7}, {0, 7}, {1, 2}, {0, 1, 2, 3}, {1, 2, 4, 7}])
 def test_all_ranks_miss_a_rank_that_does_not_come(missing):
-    met = meet({rank: Facts({"this": rank}) for rank in range(SIZE) if rank not in missing})
+    met = meet({rank: RankFacts({"this": rank}) for rank in range(SIZE) if rank not in missing})
     assert all(error.missing and error.missing <= missing for error in met.values())
     if len(missing) == 1:
         assert all(error.missing == missing for error in met.values())
@@ -59,13 +59,13 @@ def test_all_ranks_know_the_ranks_of_their_model():
     """A later refusal of one of them ends the others (``runtime.first_failure``), also on no line of the first."""
     members = {rank: {*itertools.chain(*lines(rank).values())} for rank in range(SIZE)}
     assert len(members[0]) < SIZE
-    met = meet({rank: Facts({"this": rank}, ranks=members[rank]) for rank in range(SIZE)})
+    met = meet({rank: RankFacts({"this": rank}, ranks=members[rank]) for rank in range(SIZE)})
     assert [met[rank].ranks for rank in range(SIZE)] == [{*range(SIZE)}] * SIZE
 
 
 def test_all_ranks_know_why_a_rank_cannot_go_on():
     failure = {3: ("cannot-write", "a full disk")}
-    met = meet({rank: Facts({"this": rank}, failures=failure if rank == 3 else {}) for rank in range(SIZE)})
+    met = meet({rank: RankFacts({"this": rank}, failures=failure if rank == 3 else {}) for rank in range(SIZE)})
     assert all(error.failures == failure for error in met.values())
     for error in met.values():
         with refused("cannot-write", kind=UnsupportedError):
@@ -90,15 +90,15 @@ def settings(schedule: str = "zb-h1", **others: object) -> dict[str, str]:
 def test_the_refusal_names_rank_and_setting(flag, others):
     told = {"ours": settings(), "theirs": settings(**others)}
     with refused("ranks-differ", 2, 0, kind=UnsupportedError) as error:
-        shared_settings._refuse(Facts({"ours": 0, "theirs": 2}), told.__getitem__, 1.0)
+        shared_settings._refuse(RankFacts({"ours": 0, "theirs": 2}), told.__getitem__, 1.0)
     message = str(error.value)
     assert flag in message and message.count("where rank 0 has") == 1
-    shared_settings._refuse(Facts({"ours": 0}), told.__getitem__, 1.0)
+    shared_settings._refuse(RankFacts({"ours": 0}), told.__getitem__, 1.0)
 
 
 def test_a_missing_rank_is_named():
     with refused("ranks-differ", 5, kind=UnsupportedError):
-        shared_settings._refuse(Facts({"ours": 0}, missing={5}), {}.__getitem__, 1.0)
+        shared_settings._refuse(RankFacts({"ours": 0}, missing={5}), {}.__getitem__, 1.0)
 
 
 def test_versions_are_compared(monkeypatch):

@@ -123,14 +123,14 @@ def with_round_trips(
         forward, backward = lives[item.key]
         # If passes take no time, many positions have the same time; the four actions of a round trip keep their order.
         at_out = min(backward, max(forward + 1, bisect_right(ends, out + exact)))
-        at_left = max(at_out, bisect_left(starts, out + item.out - exact))
+        at_left = max(at_out, bisect_left(starts, out + item.out_seconds - exact))
         at_back = min(backward, max(at_left, bisect_right(ends, back + exact)))
         # At one time, actions that free memory come before actions that take it. A transfer without duration does both.
         first = number * len(ROUND_TRIP)
         insertions += [
-            (at_out, out, 2 if item.out else -1, first),
-            (at_left, out + item.out, 0, first + 1),
-            (at_back, back, 2 if item.back else 0.5, first + 2),
+            (at_out, out, 2 if item.out_seconds else -1, first),
+            (at_left, out + item.out_seconds, 0, first + 1),
+            (at_back, back, 2 if item.back_seconds else 0.5, first + 2),
             (backward, item.backward_start, 1, first + 3),
         ]
     actions: list[Action] = []
@@ -167,7 +167,8 @@ def useless_trips(device: int, timetable: PassTimes, trips: Sequence[RoundTrip])
     return [
         trip.item
         for trip in own
-        if bisect_left(starts, trip.out + trip.item.out - exact) >= bisect_right(ends, trip.back + exact)
+        if bisect_left(starts, trip.out_start + trip.item.out_seconds - exact)
+        >= bisect_right(ends, trip.back_start + exact)
     ]
 
 
@@ -318,9 +319,9 @@ class Planner:
 
     def _reason_to_stay(self, item: Item) -> str:
         """Return the reason that is reported for an activation that stays although the peak is too high."""
-        if self._budgets is not None and item.size * self._unit > self._budgets[item.device]:
+        if self._budgets is not None and item.memory * self._unit > self._budgets[item.device]:
             return NO_HOST_MEMORY
-        return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
+        return TOO_SHORT if item.lifespan < item.out_seconds + item.back_seconds else CHANNEL_FULL
 
     def _with_lowest_peak(self, part: _ChannelGroup, stages: frozenset[int]) -> _TripGroup:
         """Return the plan of a part with the lowest peak, without caps: all activations move, then fewer, while that
@@ -338,14 +339,12 @@ class Planner:
 
     def _best_possible_rank(self, part: _ChannelGroup, items: Sequence[Item]) -> tuple[float, ...]:
         """Return a rank that no plan with these activations or some of them can beat: each has a channel of its own."""
-        trips = [RoundTrip(item, item.forward_end, item.backward_start - item.back) for item in items]
-        trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
+        trips = [RoundTrip(item, item.forward_end, item.backward_start - item.back_seconds) for item in items]
+        trips = [trip for trip in trips if trip.out_start + trip.item.out_seconds <= trip.back_start]
         return self._rank([self._group(part, trips, ())])
 
     def _with_fewer(self, part: _ChannelGroup, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
-        """Return the best plan of a part with caps, of which ``best`` is one: how many activations must leave is
-        bisected.
-        """
+        """Return the best plan of a part under caps, at least as good as ``best``, by bisection of the number of copies."""
 
         def rank(group: _TripGroup) -> tuple[float, ...]:
             return self._rank([group])
@@ -410,7 +409,9 @@ class Planner:
             # An order issues transfers a little early. If that takes too much memory, plan with a little less room.
             for device in over:
                 own = [item for item in chosen if item.device == device]
-                budgets[device] -= min(item.size / item.weight for item in own) * fmean(item.weight for item in own)
+                budgets[device] -= min(item.memory / item.memory_factor for item in own) * fmean(
+                    item.memory_factor for item in own
+                )
 
     def _plan_within(
         self,
@@ -459,5 +460,5 @@ def _counts(items: Sequence[Item]) -> list[int]:
     shares = {-(-len(items) * share // _NUM_SHARES) for share in range(1, _NUM_SHARES + 1)}
     first = min((item.forward_end for item in items), default=0.0)
     span = max((item.backward_start for item in items), default=0.0) - first
-    capacity = bisect_right(list(accumulate(item.out + item.back for item in items)), span)
+    capacity = bisect_right(list(accumulate(item.out_seconds + item.back_seconds for item in items)), span)
     return sorted((shares | {capacity}) - {0})

@@ -36,10 +36,10 @@ class Item(NamedTuple):
     microbatch: int
     forward_end: float  # time at which the forward ends
     backward_start: float  # time at which the backward starts
-    out: float  # seconds of the copy to the host
-    back: float  # seconds of the copy back
-    size: float  # memory that these activations take, with ``weight`` included
-    weight: float = 1.0  # memory relative to that in the costs, if microbatches differ
+    out_seconds: float  # seconds of the copy to the host
+    back_seconds: float  # seconds of the copy back
+    memory: float  # memory that these activations take, with ``memory_factor`` included
+    memory_factor: float = 1.0  # memory relative to that in the costs, if microbatches differ
 
     @property
     def key(self) -> Key:
@@ -52,11 +52,11 @@ class Item(NamedTuple):
 
 
 class RoundTrip(NamedTuple):
-    """An item that is copied to the host and back. ``out`` and ``back`` are the start times of the two copies."""
+    """An item that is copied to the host and back. ``out_start`` and ``back_start`` are the times at which the copies start."""
 
     item: Item
-    out: float
-    back: float
+    out_start: float
+    back_start: float
 
 
 def plan_round_trips(
@@ -89,7 +89,8 @@ class _TransferPlan:
         self._host_uses: list[tuple[float, int, float]] = []
         stages = {item.stage: item for item in items}
         self._are_alike = all(
-            item.weight == 1.0 and (item.out, item.back, item.size) == (one.out, one.back, one.size)
+            item.memory_factor == 1.0
+            and (item.out_seconds, item.back_seconds, item.memory) == (one.out_seconds, one.back_seconds, one.memory)
             for item in items
             for one in (stages[item.stage],)
         )
@@ -103,19 +104,19 @@ class _TransferPlan:
                 _, _, back = self._away.pop(0)
                 del self._due[0]
                 self._trips.append(RoundTrip(back, self._out_start.pop(back), now))
-                self._occupy(True, now + back.back)
+                self._occupy(True, now + back.back_seconds)
             elif free[False] <= now + self._exact and (item := self._leaving(now)) is not None:
                 self._out_start[item] = now
                 self._send_away(item)
-                self._occupy(False, now + item.out)
+                self._occupy(False, now + item.out_seconds)
             else:
                 now = self._next_time(now, due)
-        self._trips.sort(key=lambda trip: trip.out)
+        self._trips.sort(key=lambda trip: trip.out_start)
         gone = {trip.item for trip in self._trips}
         return self._trips, {item: self._reason(item) for item in self._items if item not in gone}
 
     def _reason(self, item: Item) -> str:
-        if item.lifespan < item.out + item.back - self._exact:
+        if item.lifespan < item.out_seconds + item.back_seconds - self._exact:
             return TOO_SHORT
         return self._reasons.get(item, CHANNEL_FULL)
 
@@ -136,11 +137,11 @@ class _TransferPlan:
         away, due = self._away, self._due
         at = bisect_left(away, entry)
         away.insert(at, entry)
-        due.insert(at, min(due[at], item.backward_start) - item.back)
+        due.insert(at, min(due[at], item.backward_start) - item.back_seconds)
         while at:  # items before it must return sooner, until there is enough time
             at -= 1
             used, _, other = away[at]
-            start = min(due[at + 1], used) - other.back
+            start = min(due[at + 1], used) - other.back_seconds
             if start == due[at]:
                 break
             due[at] = start
@@ -148,11 +149,11 @@ class _TransferPlan:
     def _with_another(self, item: Item) -> tuple[float, float]:
         """Return the latest start times, if ``item`` left too, of the next copy back and of the item's own."""
         at = bisect_left(self._away, (item.backward_start,))
-        start = own = min(self._due[at], item.backward_start) - item.back
+        start = own = min(self._due[at], item.backward_start) - item.back_seconds
         while at:
             at -= 1
             used, _, other = self._away[at]
-            start = min(start, used) - other.back
+            start = min(start, used) - other.back_seconds
             if start == self._due[at]:
                 return self._due[0], own
         return start, own
@@ -168,8 +169,8 @@ class _TransferPlan:
         while self._resident and chosen is None:
             entry = self._resident.pop(0)
             item = entry[2]
-            arrived = now + item.out
-            if arrived + item.back > item.backward_start + self._exact:
+            arrived = now + item.out_seconds
+            if arrived + item.back_seconds > item.backward_start + self._exact:
                 continue  # it never can, because time only advances
             if not self._host_has_room(item):
                 self._reasons[item] = NO_HOST_MEMORY
@@ -182,13 +183,13 @@ class _TransferPlan:
                 chosen = item
         self._resident = stay + self._resident
         if chosen is not None and self._host_budget is not None:
-            self._host_held[chosen.device] = self._host_held.get(chosen.device, 0.0) + chosen.size
-            heappush(self._host_uses, (chosen.backward_start, chosen.device, chosen.size))
+            self._host_held[chosen.device] = self._host_held.get(chosen.device, 0.0) + chosen.memory
+            heappush(self._host_uses, (chosen.backward_start, chosen.device, chosen.memory))
         return chosen
 
     def _returns_in_time(self, item: Item, now: float) -> bool:
         """Return whether ``item`` and all items on the host can return before their use if ``item`` leaves now."""
-        arrived = now + item.out
+        arrived = now + item.out_seconds
         first, own = self._with_another(item)
         vacant = max(now, self._free[True]) if self._duplex else arrived
         return own >= arrived - self._exact and first >= vacant - self._exact
@@ -196,11 +197,14 @@ class _TransferPlan:
     def _host_has_room(self, item: Item) -> bool:
         if self._host_budget is None:
             return True
-        needed = self._host_held.get(item.device, 0.0) + item.size
+        needed = self._host_held.get(item.device, 0.0) + item.memory
         return needed <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
-        """Return the next time at which something changes. If nothing more can leave, drop the items that stay, to end."""
+        """Return the next time at which a copy, a forward or a use of host memory ends, or ``due``.
+
+        If no item can leave any more, drop the remaining ones, so that the loop ends.
+        """
         times = [due, *self._free.values()]
         if self._coming:
             times.append(self._coming[-1].forward_end)

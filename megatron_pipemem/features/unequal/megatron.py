@@ -248,12 +248,12 @@ def _unpacked(numbers: Sequence[float], num_microbatches: int) -> MicrobatchFact
     time_, memory, *kinds = rows
     return MicrobatchFactors(
         time_,
-        memory if _is_there(memory) else None,
-        {kind: row for kind, row in zip(_KINDS, kinds, strict=True) if _is_there(row)},
+        memory if _is_known(memory) else None,
+        {kind: row for kind, row in zip(_KINDS, kinds, strict=True) if _is_known(row)},
     )
 
 
-def _is_there(row: tuple[float, ...]) -> bool:
+def _is_known(row: tuple[float, ...]) -> bool:
     return row[0] != _NONE
 
 

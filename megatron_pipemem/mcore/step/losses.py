@@ -74,7 +74,7 @@ class LossCarrier:
 
         If they were sent, the next ``send`` does nothing.
         """
-        if self._last_forms.get((self._group.rank(), destination, kind)) == _form(data):
+        if self._last_forms.get((self._group.rank(), destination, kind)) == _structure(data):
             self.send(data, destination, kind)
             self._begun = True
 
@@ -91,14 +91,14 @@ class LossCarrier:
         self.finish()
         key = (self._group.rank(), destination, kind)
         tensors = [value.detach() for value in tree_leaves(data) if _is_strided(value)]
-        form = _form(data)
+        form = _structure(data)
         last_form = self._last_forms.get(key)
         if last_form is not None:
             is_same_form, leaves = last_form == form, _leaves(pickle.loads(last_form))
             buffer = _buffer(leaves)
             buffer[0] = is_same_form
             if is_same_form:
-                for place, tensor in zip(_places(leaves, buffer), tensors, strict=True):
+                for place, tensor in zip(_views(leaves, buffer), tensors, strict=True):
                     place.copy_(tensor)
             self._sent = (self._group.send([buffer], destination, 0), buffer)
             if is_same_form:
@@ -126,7 +126,7 @@ class LossCarrier:
             if buffer.is_cuda:
                 buffer.record_stream(queued)
             if is_same_form:
-                return _restore(form, _places(leaves, buffer))
+                return _restore(form, _views(leaves, buffer))
         payload: list[Any] = [None]
         dist.recv_object_list(payload, dist.get_global_rank(self._group, source), self._group)
         form, tensors = payload[0]
@@ -279,7 +279,7 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
     step.num_tokens.copy_(num_tokens)
 
 
-def _form(data: object) -> bytes:
+def _structure(data: object) -> bytes:
     """Return the pickled structure of data, with a leaf in place of every dense tensor."""
     return pickle.dumps(tree_map(_Leaf.of, data))
 
@@ -313,7 +313,7 @@ def _buffer(leaves: list[_Leaf]) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
 
 
-def _places(leaves: list[_Leaf], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def _views(leaves: list[_Leaf], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a view of the buffer for each leaf, with the leaf's element type and shape."""
     start = _ALIGNMENT
     for leaf in leaves:

@@ -177,7 +177,7 @@ class OverlappedOptimizer:
         self._norms: GradientNorms | None = None
         self._snapshot: Snapshot | None = None
         self._pending: LateNorm | None = None
-        self._owed: list[Callable[[], None]] = []
+        self._postponed_zeros: list[Callable[[], None]] = []
         self._clean_steps = self._ahead_steps = self._redone_steps = 0
 
     def catch(self, original: Callable, config, model_chunks: list[torch.nn.Module], *args, **kwargs):
@@ -313,7 +313,7 @@ class OverlappedOptimizer:
             self._snapshot.close()
         del self._caught.step, self._caught.zero_grad
         self._caught, self._chunks, self._step, self._norms, self._snapshot = None, [], None, None, None
-        self._pending, self._owed, self.overlaps, self.answers_locally = None, [], False, False
+        self._pending, self._postponed_zeros, self.overlaps, self.answers_locally = None, [], False, False
         self._clean_steps = self._ahead_steps = self._redone_steps = 0
 
     def statistics(self) -> OverlapStatistics:
@@ -328,10 +328,10 @@ class OverlappedOptimizer:
 
     def _zero(self, zero: Callable[[], None]) -> None:
         """Call ``zero``, which zeroes gradients, now or after the pending step is final."""
-        self._owed.append(zero) if self.is_pending else zero()
+        self._postponed_zeros.append(zero) if self.is_pending else zero()
 
     def _zero_postponed(self) -> None:
-        owed, self._owed = self._owed, []
+        owed, self._postponed_zeros = self._postponed_zeros, []
         for zero in owed:
             zero()
 

@@ -49,7 +49,7 @@ class Snapshot:
         self._tensors: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         needed, device = _most_bytes(self._parts), next((tensor.device for tensor in _tensors(self._parts)), None)
-        if device is not None and device.type == "cuda" and needed > (left := _left_on(device)):
+        if device is not None and device.type == "cuda" and needed > (left := _free_bytes(device)):
             raise UnsupportedError(
                 "does-not-fit",
                 f"a copy of the optimizer's state, to undo a step, takes {format_bytes(needed)} of device memory, and "
@@ -69,7 +69,7 @@ class Snapshot:
         ]
         self._groups = hyperparameters(_groups(self._parts))
         self._tensors = list(_tensors(self._parts))
-        if list(map(_kind, self._tensors)) != list(map(_kind, self._copies)):
+        if list(map(_dtype_and_device, self._tensors)) != list(map(_dtype_and_device, self._copies)):
             self._copies = []  # before the others, which may need their memory
             self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         _copy(self._copies, self._tensors)
@@ -183,12 +183,12 @@ def _gathered(parts: Sequence[MegatronOptimizer]) -> list[Any]:
     return list(chunks.values())
 
 
-def _left_on(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     """Return the bytes of device memory that new tensors can take, including free memory in PyTorch's allocator."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _kind(tensor: torch.Tensor) -> tuple:
+def _dtype_and_device(tensor: torch.Tensor) -> tuple:
     return tensor.shape, tensor.dtype, tensor.device
 
 
