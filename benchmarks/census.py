@@ -20,6 +20,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,10 @@ def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:
 
 
 def asked(facts: Mapping[str, Any]) -> Advice | PipememError:
-    """Return the advice for a recipe, or why there is none."""
+    """Return the advice for a recipe, or why there is none. Neither stock nor our schedules run passes in pairs."""
     try:
         reading = run_of(facts, Context(known_flags(), load("h100-80g", Cluster)))
-        return reading.consumer.advise(reading.run)
+        return replace(reading.consumer, pairs=False).advise(reading.run)
     except PipememError as error:
         return error
 
