@@ -23,7 +23,7 @@ from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.launch.feasibility import refusal
 from megatron_pipemem.tools.planner.balance import at_start
-from megatron_pipemem.tools.planner.explanation import pace_of
+from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from megatron_pipemem.tools.planner.replay import Replay
@@ -276,17 +276,17 @@ def measured_twice_as_slow(run: Run, path: Path) -> Path:
 
 def test_a_report_of_the_run_gives_measured_prices(tmp_path):
     path = measured_twice_as_slow(LLAMA, tmp_path / "report.json")
-    before, after = as_it_stands(LLAMA), as_it_stands(LLAMA, pace_of(path, LLAMA))
+    before, after = as_it_stands(LLAMA), as_it_stands(LLAMA, measured_slowdown_of(path, LLAMA))
     assert sum(after.step.work_seconds) == pytest.approx(2 * sum(before.step.work_seconds), rel=0.01)
     assert after.step.communication_seconds == before.step.communication_seconds
     assert after.step.costs.p2p == pytest.approx(
         {link: 3 * duration for link, duration in before.step.costs.p2p.items()}, rel=1e-3
     )
     with refused("other-model", path):
-        pace_of(path, stock("llama3-70b-64xh100", pp=8, dp=1))
+        measured_slowdown_of(path, stock("llama3-70b-64xh100", pp=8, dp=1))
     path.write_text(json.dumps({"plans": [], "last_step": None}))
     with refused("wrong-file"):
-        pace_of(path, LLAMA)
+        measured_slowdown_of(path, LLAMA)
 
 
 def test_verdicts():

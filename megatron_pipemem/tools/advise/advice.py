@@ -183,7 +183,7 @@ def _that_starts(run: Run, pace: MeasuredSlowdown | None) -> tuple[Run, str | No
         run = without_layout(replace(run, parallelism=replace(run.parallelism, chunks=None)))
     uncut = why_not_cut(run)
     if uncut is not None:
-        run = run_layout.with_cut(run, balance(run, pace=pace).best.layers)
+        run = run_layout.with_cut(run, balance(run, slowdown=pace).best.layers)
     return run, fails or uncut
 
 

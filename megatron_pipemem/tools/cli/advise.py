@@ -36,7 +36,7 @@ from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.megatron.known_flags import known_flags
-from megatron_pipemem.tools.planner.explanation import pace_of
+from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
 from megatron_pipemem.tools.planner.slices import doubt_of, run_slices
 from megatron_pipemem.tools.planner.ways import gibibytes
 from megatron_pipemem.tools.report.terminal import FittingTable
@@ -111,7 +111,7 @@ def advise_command(
     check_output(write, (".yaml", ".yml"), "a run")
     with readable(f"the run of {source[0]}"):
         reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
-    pace = None if profile is None else pace_of(profile, reading.run)
+    pace = None if profile is None else measured_slowdown_of(profile, reading.run)
     advice = reading.consumer.advise(reading.run, pace)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
@@ -158,7 +158,7 @@ def advise_measured(source: list[str], report: Path) -> tuple[list[Shown], dict[
     """
     with readable(f"the run of {source[0]}"):
         reading = _read(source, {}, None, None, None, None)
-    advice = reading.consumer.advise(reading.run, pace_of(report, reading.run))
+    advice = reading.consumer.advise(reading.run, measured_slowdown_of(report, reading.run))
     return [*_shown(reading, advice, measured=True)], _facts(reading, advice)
 
 

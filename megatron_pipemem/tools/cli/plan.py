@@ -43,7 +43,7 @@ from megatron_pipemem.tools.config.loading import load, locate, override, parse_
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
 from megatron_pipemem.tools.launch.feasibility import refused_settings
 from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, laid_out
-from megatron_pipemem.tools.planner.explanation import pace_of
+from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
 from megatron_pipemem.tools.planner.host import bound_by_host
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
@@ -122,17 +122,17 @@ def plan_command(
     check_output(output, (".yaml", ".yml"), "a run")
     NOT_NEGATIVE.read("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
-    pace = None if profile is None else pace_of(profile, run)
+    slowdown = None if profile is None else measured_slowdown_of(profile, run)
     with showing("planning"):
-        answer = plan(run, nbytes, limits, top, search_seconds, pace, refused_settings)
-        today = _as_it_stands(run, pace)
-        stock = None if today is None else tuned_stock(today, pace)
+        answer = plan(run, nbytes, limits, top, search_seconds, slowdown, refused_settings)
+        today = _as_it_stands(run, slowdown)
+        stock = None if today is None else tuned_stock(today, slowdown)
         kept, other = _with_and_without(
-            run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace, refused_settings)
+            run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, slowdown, refused_settings)
         )
     one_queue = None if all(is_stocks(way.run) for way in answer.plans) else one_queue_of(run.flags)
     first = next(iter(answer.plans), None) if today is None else today
-    host = None if first is None else bound_by_host(first, pace)
+    host = None if first is None else bound_by_host(first, slowdown)
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     result = {
         "today": today and facts(today),
@@ -193,7 +193,7 @@ def _shown(answer: Answer, today: Way | None, stock: Way | None, notes: Sequence
     yield f"{answer.considered} combinations considered in {answer.seconds:.1f} s"
 
 
-def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Way | None:
+def _as_it_stands(run: Run, slowdown: MeasuredSlowdown | None) -> Way | None:
     """Return the plan of a run as it stands, or ``None``.
 
     It is ``None`` if the run does not fill its cluster, or is refused for another reason than memory.
@@ -201,7 +201,7 @@ def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Way | None:
     if run.parallelism.ranks != run.cluster.num_devices:
         return None
     try:
-        way = as_it_stands(run, pace)
+        way = as_it_stands(run, slowdown)
     except PipememError:
         return None
     refused = refusal_of(way)

@@ -77,13 +77,13 @@ def balance(
     run: Run,
     layout_text: str | None = None,
     room: float | None = None,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     trials: int = _SIMULATED,
 ) -> Balance:
     """Return the best, the even and the given layout of a run under its schedule.
 
     ``layout_text`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes,
-    by default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured
+    by default the cluster's limit. A value of 0 means that the memory is unknown. ``slowdown`` has the ratios of measured
     to predicted seconds. ``trials`` limits the number of simulated layouts; with 0, the best start is the result. If
     ``auto`` decides whether the vocabulary is cut, the layouts are those of the setting with the shortest step. Raise a
     ConfigError if ``layout_text`` does not fit the model and the stages.
@@ -92,7 +92,7 @@ def balance(
     room = run.cluster.memory_bytes if room is None else room
 
     def weighed(request: Request) -> Balance:
-        prices = RunPrices(run, request, pace, run.cluster.memory_bytes)
+        prices = RunPrices(run, request, slowdown, run.cluster.memory_bytes)
         counts = _requested_layout(run, layout_text, prices.placement.model_stages)
         return Balance(prices, prices.way(_LayoutSearch(prices, room, trials).best()), counts)
 

@@ -156,7 +156,7 @@ def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
     return Costs(forward, inputs, weights)
 
 
-def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
+def measured_slowdown_of(path: Path, run: Run) -> MeasuredSlowdown:
     """Return the ratios of measured to predicted seconds, from a profile of a run's model or from a report of the run.
 
     Raises:
@@ -186,10 +186,12 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     predicted, measured = step.costs.seconds(placement), case.step.of_stages()
     # Messages within layers are in the measured passes, and their predictions have no ratio.
     messages = sum(step.communication_seconds) / sum(step.work_seconds)
-    pace = Passes(*(_ratio(sum(measured[kind]), sum(predicted[kind]), messages) for kind in (Kind.F, Kind.I, Kind.W)))
+    slowdown = Passes(
+        *(_ratio(sum(measured[kind]), sum(predicted[kind]), messages) for kind in (Kind.F, Kind.I, Kind.W))
+    )
     links = case.step.link_seconds
     expected = sum(step.costs.link_seconds(*link) for link in links)
-    return MeasuredSlowdown(pace, pace, sum(links.values()) / expected if expected else 1.0)
+    return MeasuredSlowdown(slowdown, slowdown, sum(links.values()) / expected if expected else 1.0)
 
 
 def _ratio(measured: float, predicted: float, messages: float) -> float:

@@ -9,14 +9,14 @@ from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.ways import Way
 
 
-def bound_by_host(way: Way, pace: MeasuredSlowdown | None) -> str | None:
+def bound_by_host(way: Way, slowdown: MeasuredSlowdown | None) -> str | None:
     """Return a sentence with the seconds of host and device if a step is bound by the host.
 
     Return ``None`` if it is not, if the seconds of launches were not measured, or if the run has CUDA graphs.
     """
-    if pace is None or way.run.has_graphs:
+    if slowdown is None or way.run.has_graphs:
         return None
-    host = host_seconds(way, dict(pace.launching))
+    host = host_seconds(way, dict(slowdown.launching))
     if host <= way.work_seconds:
         return None
     return (

@@ -72,10 +72,12 @@ Priced = tuple[Base, float, tuple[float, ...]]
 run; bytes of activations per device."""
 
 
-def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
+def asynchronous(
+    run: Run, limits: Limits, slowdown: MeasuredSlowdown | None, rejected: Counter[str]
+) -> Iterator[Priced]:
     """Yield the priced asynchronous families that the limits name and that can run with the run's parallelism.
 
-    ``pace`` has the ratios of measured to predicted seconds. ``rejected`` counts the families that cannot run, by
+    ``slowdown`` has the ratios of measured to predicted seconds. ``rejected`` counts the families that cannot run, by
     reason. Flags that these families do not support, such as a sharded optimizer, are removed from the run.
     """
     named = limits.allowed.get("schedule", ())
@@ -96,7 +98,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         except UnsupportedError as error:
             rejected[f"{candidate.name}: {error}"] += 1
             continue
-        step, order_price = asynchronous_price(own, price(own, Placement.linear(p), pace=pace))
+        step, order_price = asynchronous_price(own, price(own, Placement.linear(p), slowdown=slowdown))
         group = Group(own, step, (), None, order_price.seconds + step.outside_seconds, 0.0)
         yield Base(group, Order(candidate.name)), order_price.seconds, order_price.peak_bytes
 
@@ -159,13 +161,13 @@ def plan(
     limits: Limits | None = None,
     top: int = 10,
     search_seconds: float = 5.0,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     refusal: Callable[[Run], PipememError | None] = lambda run: None,
 ) -> Answer:
     """Return the ``top`` fastest ways to run a model on the run's cluster; none if no plan is possible.
 
     ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` is the time limit for
-    each of at most three searches of an order; 0 for no search. ``pace`` has the ratios of measured to predicted
+    each of at most three searches of an order; 0 for no search. ``slowdown`` has the ratios of measured to predicted
     seconds. ``refusal`` returns the error by which a start refuses a run's flags for its schedule; it is asked once for
     runs with the same flags and schedule.
     """
@@ -174,7 +176,7 @@ def plan(
     limits = limits or Limits()
     limits.check(run)
     with rare_collection():
-        planner = _Planner(run, memory, limits, pace, refusal)
+        planner = _Planner(run, memory, limits, slowdown, refusal)
         plans = planner.best(top)
         if search_seconds > 0 and limits.admits(schedule=AUTO):
             plans += planner.search(plans, search_seconds)
@@ -191,10 +193,10 @@ class _Planner:
         run: Run,
         memory: float,
         limits: Limits,
-        pace: MeasuredSlowdown | None,
+        slowdown: MeasuredSlowdown | None,
         refusal: Callable[[Run], PipememError | None],
     ) -> None:
-        self._pace, self._refusal = pace, refusal
+        self._slowdown, self._refusal = slowdown, refusal
         self._refusals: dict[object, PipememError | None] = {}
         self._memory, self.limits = memory, limits
         self.rejected: Counter[str] = Counter()
@@ -209,7 +211,7 @@ class _Planner:
             if least_static(cut) > memory:
                 self.rejected[TOO_MUCH_STATIC] += 1
             else:
-                self._put(least_seconds(cut, pace), cut)
+                self._put(least_seconds(cut, slowdown), cut)
 
     def best(self, count: int) -> list[Way]:
         """Return the next ``count`` plans, the fastest first; fewer if no entry is left.
@@ -316,7 +318,7 @@ class _Planner:
                 is_whole = run.model.tower is not None and variant.cuts_vocabulary
                 if self.limits.admits(variant=variant.name) and not is_whole:
                     self._bound(run, placement, candidates, variant)
-        for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected) if varies else ():
+        for base, makespan, peaks in asynchronous(run, self.limits, self._slowdown, self.rejected) if varies else ():
             self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))
 
     def _refusal_of(self, run: Run, schedule: str, variant: Variant | None) -> PipememError | None:
@@ -334,7 +336,7 @@ class _Planner:
     def _step(self, run: Run, placement: Placement, variant: Variant | None) -> PlannedStep:
         """Predict the step of a run on a placement with a variant."""
         own = run if variant is None else replace(run, schedule=variant.choice(run.schedule))
-        return run_step(own, placement, pace=self._pace)
+        return run_step(own, placement, slowdown=self._slowdown)
 
     def _bound(self, run: Run, placement: Placement, candidates: list[Order], variant: Variant | None) -> None:
         """Queue the orders of a placement with a variant that a start accepts, by a lower bound of their seconds."""

@@ -130,11 +130,11 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 
 @lru_cache(maxsize=1024)
 def layer(
-    model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
+    model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, slowdown: Passes = _AS_MODELLED
 ) -> Price:
     """Predict the seconds and bytes of one layer, on one rank for one microbatch.
 
-    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer. ``pace`` has the
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer. ``slowdown`` has the
     measured over the predicted seconds of each pass. It multiplies computing, and no messages.
     """
     kind = kind or model.kinds[0]
@@ -165,13 +165,13 @@ def layer(
         dropped -= activations.layer_bytes(model, execution, kind).saved
         recompute += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
     computing = products + Passes(moving, 2 * moving) + _quantising_seconds(model, execution, cluster, kind)
-    computing = each_pass(operator.mul, computing, pace)
+    computing = each_pass(operator.mul, computing, slowdown)
     trains = "language" not in execution.frozen
     early = computing.weight * counts.early_share(model, execution, kind) * trains
     computing += Passes(input=early, weight=-early)
     gathers = _shown_gathers(model, execution, cluster, kind, computing.weight)
     communication += Passes(weight=gathers)
-    recompute = recompute * pace.input + repeated
+    recompute = recompute * slowdown.input + repeated
     price = Price(
         seconds=computing + shown + Passes(input=recompute, weight=gathers),
         communication_seconds=communication,
@@ -232,18 +232,18 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 
 @lru_cache(maxsize=1024)
-def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
+def head(model: Model, execution: Execution, cluster: Cluster, slowdown: Passes = _AS_MODELLED) -> Price:
     """Predict the seconds and bytes of final norm, output layer and loss, on one rank for one microbatch.
 
     With multi-token prediction, they run once for each predicted token. The logits are read and written in fp32 twice
-    in F and once in I. ``pace`` has the measured over the predicted seconds of each pass, without messages.
+    in F and once in I. ``slowdown`` has the measured over the predicted seconds of each pass, without messages.
     """
     flops = counts.head_flops(model, execution)
     between = execution.tokens(model) * model.hidden * execution.element
     depths = model.heads_of_output
     moving = 2 * depths * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
     messages = depths * all_reduce(between, execution.tp, cluster.link(execution.tp))
-    computing = each_pass(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
+    computing = each_pass(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), slowdown)
     if "head" in counts.early_modules(model, execution) and "language" not in execution.frozen:
         computing = Passes(computing.forward, computing.input + computing.weight)
     sums = depths * 3 * all_reduce(execution.tokens(model) * _LOGIT, execution.tp, cluster.link(execution.tp))
@@ -263,7 +263,7 @@ def ahead(
     model: Model,
     execution: Execution,
     cluster: Cluster,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     looks_up: bool = True,
 ) -> Price:
     """Predict the seconds and bytes of all layers of multi-token prediction, which are on one stage.
@@ -274,7 +274,7 @@ def ahead(
     layers = model.all_kinds[model.layers :]
     if not layers:
         return Price()
-    own = layer(model, execution, cluster, layers[0], (pace or MeasuredSlowdown()).layer) * len(layers)
+    own = layer(model, execution, cluster, layers[0], (slowdown or MeasuredSlowdown()).layer) * len(layers)
     if not looks_up:
         return own
     lookup = replace(embedding(model, execution, cluster), parameters=0, end_parameters=0) * len(layers)

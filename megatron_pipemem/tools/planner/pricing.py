@@ -36,7 +36,7 @@ _RECOMPUTE = (
 """The settings of a run's schedule that Megatron's own schedules keep."""
 
 
-def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
+def as_it_stands(run: Run, slowdown: MeasuredSlowdown | None = None) -> Way:
     """Predict a run with its present schedule and its present layers per stage.
 
     ``auto`` stands for the order that a short search finds. Raise an UnsupportedError if Megatron's own schedule does not
@@ -53,7 +53,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
             f"{run.model.layers} layers and the run's flags for overlap; change one of these",
         )
 
-    way = priced(run, pace, partial(run_layout.layers_of, run))
+    way = priced(run, slowdown, partial(run_layout.layers_of, run))
     is_known = run_layout.layers_of(run, way.step.placement) is not None
     return way if is_known or run.schedule.name == AUTO else _cut_as_priced(way)
 
@@ -62,10 +62,12 @@ Layouts = dict[Order, tuple[int, ...]]
 """The searched layers per stage, by order."""
 
 
-def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None, layouts: Layouts | None = None) -> Iterator[Way]:
+def priced_with(
+    run: Run, name: str, slowdown: MeasuredSlowdown | None, layouts: Layouts | None = None
+) -> Iterator[Way]:
     """Yield a run under the family ``name``, for every number of chunks with its best layout.
 
-    Where I may compute the head's weight gradient to free memory, that follows. ``pace`` has the ratios of measured to
+    Where I may compute the head's weight gradient to free memory, that follows. ``slowdown`` has the ratios of measured to
     predicted seconds. Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped, and
     so are families that cannot have what the run adds. Megatron's own schedules run without what this package adds.
     ``layouts`` is extended by the layouts that are searched. Runs that share it share their layouts, such as a run with
@@ -89,27 +91,27 @@ def priced_with(run: Run, name: str, pace: MeasuredSlowdown | None, layouts: Lay
                 continue
             own = replace(base, parallelism=replace(base.parallelism, chunks=order.chunks))
             try:
-                layers = RunPrices(own, request_of(own), pace).step().layers if is_stock else None
+                layers = RunPrices(own, request_of(own), slowdown).step().layers if is_stock else None
                 # Megatron's own schedule may hang at an empty middle stage. No pieces move from the best start, because
                 # other numbers of chunks are faster (all but one of 19 public scripts, and in that one too nothing moves).
                 if layers is not None and 0 in layers[1:-1]:
                     if order not in layouts:
                         cut = run_layout.with_cut(own, layers)
-                        layouts[order] = balance(cut, pace=pace, trials=0).best.layers
+                        layouts[order] = balance(cut, slowdown=slowdown, trials=0).best.layers
                     layers = layouts[order]
-                way = _cut_as_priced(priced(own, pace, _always(layers), memory))
+                way = _cut_as_priced(priced(own, slowdown, _always(layers), memory))
             except (ScheduleError, UnsupportedError):
                 continue
             yield way
             if (early := _with_early_head(way)) is not None:
-                yield priced(early, pace, _always(way.layers), memory)
+                yield priced(early, slowdown, _always(way.layers), memory)
 
 
-def with_cut_vocabulary(way: Way, algorithm: VocabularyCut, pace: MeasuredSlowdown | None) -> Way | None:
+def with_cut_vocabulary(way: Way, algorithm: VocabularyCut, slowdown: MeasuredSlowdown | None) -> Way | None:
     """Return a way with embedding and head cut over the pipeline, in its best layout; ``None`` if it cannot have that."""
     run = replace(way.run, schedule=replace(way.run.schedule, vocab_cut=algorithm))
     try:
-        return _cut_as_priced(priced(run, pace))
+        return _cut_as_priced(priced(run, slowdown))
     except (ScheduleError, UnsupportedError):
         return None
 

@@ -77,12 +77,14 @@ class RunPrices:
     Args:
         run: the run.
         request: the run's request, with a decided cut of the vocabulary. For ``auto``, a short search finds the order.
-        pace: the ratios of measured to predicted seconds.
+        slowdown: the ratios of measured to predicted seconds.
         memory: the bytes of a device within which pairs keep the step.
     """
 
-    def __init__(self, run: Run, request: Request, pace: MeasuredSlowdown | None = None, memory: float = inf) -> None:
-        self.run, self._pace, self._memory, cut = run, pace, memory, run.parallelism
+    def __init__(
+        self, run: Run, request: Request, slowdown: MeasuredSlowdown | None = None, memory: float = inf
+    ) -> None:
+        self.run, self._slowdown, self._memory, cut = run, slowdown, memory, run.parallelism
         request = replace(request, recompute="none")  # the prices of layers include recomputation
         self.cuts_vocabulary = bool(request.barriers)
         self._adds_passes = self.cuts_vocabulary or request.offload != OFF
@@ -112,7 +114,7 @@ class RunPrices:
 
     def step(self, layers: tuple[int, ...] | None = None) -> PlannedStep:
         """Predict the step with these layers per stage, by default those of the planner's partition."""
-        return run_step(self._cut, self.placement, layers, self._pace)
+        return run_step(self._cut, self.placement, layers, self._slowdown)
 
     def way(self, layers: tuple[int, ...] | None = None) -> Way:
         """Predict the times and bytes of the run with these layers per stage, by default those of the partition."""
@@ -171,18 +173,18 @@ class RunPrices:
 
 def priced(
     run: Run,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     layers_of: Callable[[Placement], tuple[int, ...] | None] = lambda placement: None,
     memory: float = inf,
 ) -> Way:
     """Predict a run, with the faster setting if ``auto`` decides whether the vocabulary is cut.
 
-    ``layers_of`` returns the pieces of every stage, or ``None`` for those of the planner's partition. ``pace`` and
+    ``layers_of`` returns the pieces of every stage, or ``None`` for those of the planner's partition. ``slowdown`` and
     ``memory`` are as in ``RunPrices``.
     """
 
     def way(request: Request) -> Way:
-        prices = RunPrices(run, request, pace, memory)
+        prices = RunPrices(run, request, slowdown, memory)
         return prices.way(layers_of(prices.placement))
 
     request = request_of(run)

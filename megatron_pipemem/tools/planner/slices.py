@@ -131,17 +131,17 @@ def _multiple(cut: Parallelism) -> int:
     return cut.cp * math.lcm(cut.tp if cut.sequence_parallel else 1, 2 if cut.cp > 1 else 1)
 
 
-def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
+def attention(model: Model, execution: Execution, run: Run, kind: str, slowdown: Passes) -> Attention:
     """Return the seconds and bytes of attention in one layer for one microbatch.
 
     The seconds are the part of F and I that grows with the square of the sequence length. The bytes are those of keys
-    and values. ``pace`` has the measured over the predicted seconds of each pass.
+    and values. ``slowdown`` has the measured over the predicted seconds of each pass.
     """
     whole = counts.layer_flops(model, execution, kind)
     half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
     # FLOPs are the sum of a linear and a quadratic term in the sequence length. This is the quadratic one.
     square = (whole + half * -2) * 2
-    seconds = prices.each_pass(lambda flops, slower: flops * slower / run.cluster.flops, square, pace)
+    seconds = prices.each_pass(lambda flops, slower: flops * slower / run.cluster.flops, square, slowdown)
     keys = 2 * execution.tokens(model) * execution.key_groups(model) * model.channels * execution.element
     return Attention(seconds, keys * kind.count(Sublayer.ATTENTION))
 
@@ -150,24 +150,26 @@ def sliced_step(
     run: Run,
     placement: Placement,
     layers: tuple[int, ...] | None = None,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
     """Predict a step whose microbatches are cut into the run's slices. The arguments are those of ``price``.
 
     The costs have one value per stage and slice. The values of a stage's slices are consecutive.
     """
-    whole, model = price(run, placement, layers, pace, shared_ends), run.model
+    whole, model = price(run, placement, layers, slowdown, shared_ends), run.model
     tokens = run_slices(run, run.units.parts)
     short = {
-        length: price(replace(run, model=replace(model, sequence=length)), placement, whole.layers, pace, shared_ends)
+        length: price(
+            replace(run, model=replace(model, sequence=length)), placement, whole.layers, slowdown, shared_ends
+        )
         for length in dict.fromkeys(tokens)
     }
     slices = [
         _Slice(short[length], end - length, end, model.sequence)
         for length, end in zip(tokens, accumulate(tokens), strict=True)
     ]
-    slower = (pace or MeasuredSlowdown()).layer
+    slower = (slowdown or MeasuredSlowdown()).layer
     per_layer = {kind: attention(model, run.execution, run, kind, slower) for kind in dict.fromkeys(model.kinds)}
     ends = list(accumulate(whole.layers))
     shared = [
@@ -204,12 +206,12 @@ def step_of(
     run: Run,
     placement: Placement,
     layers: tuple[int, ...] | None = None,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
     """Predict a run's step, with a price per slice if the run has slices that can be priced."""
     is_cut = not run.units.are_whole and why_not_sliced(run) is None
-    return (sliced_step if is_cut else price)(run, placement, layers, pace, shared_ends)
+    return (sliced_step if is_cut else price)(run, placement, layers, slowdown, shared_ends)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class _Cut:
     cluster: Cluster
     dp: int  # data-parallel ranks
     bytes: ParameterBytes
-    pace: MeasuredSlowdown
+    slowdown: MeasuredSlowdown
     rolls_back: bool = False  # whether a step may be undone
     has_graphs: bool = False  # whether memory of activations stays with CUDA graphs between steps
     gradients: int = 1  # copies of the fp32 gradients: 2 if updates are delayed
@@ -164,7 +164,7 @@ class _Cut:
         model = self.model
         rows = list(zip(model.kinds, places or [model.layers] * model.layers, strict=True))
         distinct = {
-            (kind, place): prices.layer(model, self.execution.at(place), self.cluster, kind, self.pace.layer)
+            (kind, place): prices.layer(model, self.execution.at(place), self.cluster, kind, self.slowdown.layer)
             for kind, place in dict.fromkeys(rows)
         }
         return [*map(distinct.__getitem__, rows), self.ahead()][: model.pieces]
@@ -174,7 +174,7 @@ class _Cut:
 
         Their copy of the embedding is included, unless all devices share the embedding.
         """
-        return prices.ahead(self.model, self.execution.of_prediction, self.cluster, self.pace, not self.shared_ends)
+        return prices.ahead(self.model, self.execution.of_prediction, self.cluster, self.slowdown, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
         """Return the predictions for embedding and head, which are empty if all devices share them.
@@ -206,7 +206,7 @@ class _Cut:
         """Return the predictions for the embedding and for the head."""
         return (
             prices.embedding(self.model, self.execution, self.cluster),
-            prices.head(self.model, self.execution, self.cluster, self.pace.head),
+            prices.head(self.model, self.execution, self.cluster, self.slowdown.head),
         )
 
     def everything(self) -> list[Price]:
@@ -246,17 +246,17 @@ def price(
     run: Run,
     placement: Placement,
     layers: tuple[int, ...] | None = None,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
     """Predict a run's step on a placement.
 
     ``layers`` has the pieces (layers, or multi-token prediction) of each stage of one replica, by default from the
-    planner's partition. ``pace`` has the ratios of measured to predicted seconds. With ``shared_ends``, every device
+    planner's partition. ``slowdown`` has the ratios of measured to predicted seconds. With ``shared_ends``, every device
     holds an equal share of embedding and head, and the costs leave out their seconds. Raise an UnsupportedError if the
     first stage lacks layers to which a vision tower adds.
     """
-    cut = replace(_cut(run, pace), shared_ends=shared_ends)
+    cut = replace(_cut(run, slowdown), shared_ends=shared_ends)
     layers = layers or balanced(cut, placement)
     if layers[0] < run.model.least_first:
         raise UnsupportedError(
@@ -268,14 +268,14 @@ def price(
     return _step(cut, placement, layers)
 
 
-def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
+def _cut(run: Run, slowdown: MeasuredSlowdown | None) -> _Cut:
     return _Cut(
         run.model,
         run.execution,
         run.cluster,
         run.parallelism.dp,
         bytes=parameter_bytes(run.precision, run.flags),
-        pace=pace or MeasuredSlowdown(),
+        slowdown=slowdown or MeasuredSlowdown(),
         rolls_back=run.rolls_back,
         has_graphs=run.has_graphs,
         gradients=2 if run.delays_updates else 1,
@@ -283,9 +283,9 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
     )
 
 
-def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
+def least_seconds(run: Run, slowdown: MeasuredSlowdown | None = None) -> float:
     """Return a lower bound in seconds for every step of a run with this parallelism: all work, divided evenly."""
-    cut = _cut(run, pace)
+    cut = _cut(run, slowdown)
     work = sum(part.seconds.total - run.pairs * part.exchange_seconds.total for part in cut.everything())
     return run.parallelism.microbatches * work / run.parallelism.pp
 
@@ -439,7 +439,7 @@ def _links(cut: _Cut, placement: Placement) -> Mapping[tuple[int, int], float]:
     def seconds(source: int, destination: int) -> float:
         nodes = {device * apart // cluster.devices_per_node for device in (source, destination)}
         link = cluster.intra_node if len(nodes) == 1 else cluster.inter_node
-        return link.seconds(nbytes) * cut.pace.messages
+        return link.seconds(nbytes) * cut.slowdown.messages
 
     links: dict[tuple[int, int], float] = {}
     for a, b in pairwise(placement.devices):
@@ -546,10 +546,12 @@ def mfu(run: Run, seconds: float) -> float:
     return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
 
 
-def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float, float]:
+def ends_seconds(run: Run, slowdown: MeasuredSlowdown | None = None) -> tuple[float, float]:
     """Return the seconds per microbatch of the embedding and of the head, forward and backward, without messages.
 
     Each is computed as a whole by one rank.
     """
-    embedding, head = (part.seconds.total - part.communication_seconds.total for part in _cut(run, pace).vocabulary())
+    embedding, head = (
+        part.seconds.total - part.communication_seconds.total for part in _cut(run, slowdown).vocabulary()
+    )
     return embedding, head

@@ -86,7 +86,7 @@ def run_step(
     run: Run,
     placement: Placement,
     layers: tuple[int, ...] | None = None,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
 ) -> PlannedStep:
     """Predict a run's step, with all that its schedule adds: slices, pairs, a cut vocabulary, or offload.
 
@@ -94,10 +94,10 @@ def run_step(
     """
     choice = run.schedule
     if choice.vocab_cut not in (OFF, AUTO):
-        return _vocabulary_step(BARRIERS_OF_ALGORITHM[int(choice.vocab_cut)], run, placement, layers, pace)
+        return _vocabulary_step(BARRIERS_OF_ALGORITHM[int(choice.vocab_cut)], run, placement, layers, slowdown)
     if choice.offload != OFF:  # copies are planned for whole microbatches
-        return _with_offload(run, price(run, placement, layers, pace))
-    step = step_of(run, placement, layers, pace)
+        return _with_offload(run, price(run, placement, layers, slowdown))
+    step = step_of(run, placement, layers, slowdown)
     return step.in_pairs() if run.pairs else step
 
 
@@ -246,7 +246,7 @@ def _vocabulary_step(
     run: Run,
     placement: Placement,
     layers: tuple[int, ...] | None,
-    pace: MeasuredSlowdown | None,
+    slowdown: MeasuredSlowdown | None,
 ) -> PlannedStep:
     """Predict a step with embedding and head cut over all devices, including the seconds and bytes of their passes.
 
@@ -259,7 +259,7 @@ def _vocabulary_step(
             "the embedding and head of a model with a vision tower cannot be cut over the pipeline; pass "
             "--pipemem-vocab-cut off",
         )
-    own = pace or MeasuredSlowdown()
+    own = slowdown or MeasuredSlowdown()
     slowed = replace(own, layer=own.layer * BESIDE_COLLECTIVES)
     step = step_of(run, placement, layers, slowed, shared_ends=True)
     p, execution = placement.num_devices, run.execution
@@ -279,7 +279,7 @@ def _vocabulary_step(
         Kind.STATS: gather(n * _STATISTICS * p, p, link),
         Kind.BCAST_G: gather(n * 4, p, link),
     }
-    embedding, head = ends_seconds(run, pace)
+    embedding, head = ends_seconds(run, slowdown)
     costs = VocabularyCosts.of_head(
         head, p, barriers, embedding=embedding, scaling=1 / BESIDE_COLLECTIVES, collectives=collectives
     )
