@@ -140,7 +140,9 @@ class UnequalMicrobatches(Extension):
             ]
             # Two replicas share one stream, which ``ReplicaSteps`` deals to them.
             positions = by_position if placement.replicas == 1 else range(m)
-            dealt.append(None if iterator is None else self._dealer(iterator, m).hand([order[i] for i in positions]))
+            dealt.append(
+                None if iterator is None else self._dealer(iterator, m).iterator_over([order[i] for i in positions])
+            )
         step.iterators = dealt
         self._dealers.clear()
 
@@ -176,7 +178,7 @@ class UnequalMicrobatches(Extension):
                 continue
             running = argument("curr_iteration")
             iteration = self._steps if running is None else running
-            batches = self._dealer(iterator, m).all()
+            batches = self._dealer(iterator, m).all_batches()
             weights = self._weigh(batches, step.full_microbatch, unwrap_model(step.chunks[0]), iteration)
             if self._programs.knowledge.priced_by == MEASURED:
                 weights = _relative_to_median(weights)

@@ -277,10 +277,10 @@ class RunRecord:
                     peaks = replace(peaks, allocated_bytes=allocated, reserved_bytes=reserved)
                 summary = replace(
                     summary,
-                    measured=run_report.measured(
+                    measured=run_report.rank_entry(
                         self.steps, self.last_plan, self._device, peaks, self._weights, shared
                     ),
-                    plans=[run_report.described(n, self._plans, self.steps, shared) for n in range(len(self._plans))],
+                    plans=[run_report.plan_entry(n, self._plans, self.steps, shared) for n in range(len(self._plans))],
                     steps=len(self.steps),
                     last=self._last,
                     bytes_after=run_report.bytes_after(self._last, self._counted),

@@ -129,7 +129,7 @@ def report_of(ranks: Sequence[RankSummary], timelines: Path | None) -> dict:
     }
 
 
-def measured(
+def rank_entry(
     steps: Sequence[RecordedStep],
     plan: Choice,
     device: int,
@@ -169,7 +169,7 @@ def makespans(shared: Sequence[SharedMeasurements]) -> list[float]:
     return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in steps]
 
 
-def described(
+def plan_entry(
     number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[SharedMeasurements] | None
 ) -> dict:
     """Return the report's entry of the plan ``plans[number]``: its schedule, costs and makespans.

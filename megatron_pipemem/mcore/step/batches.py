@@ -160,11 +160,11 @@ class Dealer:
         self._read = 0
         self._waiting: dict[int, object] = {}
 
-    def hand(self, microbatches: Sequence[int]) -> Iterator | None:
+    def iterator_over(self, microbatches: Sequence[int]) -> Iterator | None:
         """Return an iterator over the batches of these microbatches, for one chunk; ``None`` without a stream."""
         return None if self._stream is None else _DealtIterator(self, self._stream, microbatches)
 
-    def all(self) -> list[object]:
+    def all_batches(self) -> list[object]:
         """Return the batches of all microbatches of the step, and keep each until a chunk reads it.
 
         Raise an UnsupportedError if the data iterator ends before.
@@ -224,7 +224,7 @@ def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Deal
     """
     dealer = Dealer(stream, schedule.num_microbatches)
     hands = [
-        dealer.hand([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])
+        dealer.iterator_over([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])
         for stage in schedule.placement.stages[device]
     ]
     return dealer, hands

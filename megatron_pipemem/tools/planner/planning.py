@@ -61,13 +61,13 @@ from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN
 from megatron_pipemem.tools.planner.space import Limits, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.tools.planner.step import PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, built, run_step, variants
-from megatron_pipemem.tools.planner.ways import Answer, Base, Entry, Group, Way
+from megatron_pipemem.tools.planner.ways import Answer, CandidateGroup, Entry, FamilyCandidate, Way
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
 
 
-Priced = tuple[Base, float, tuple[float, ...]]
+Priced = tuple[FamilyCandidate, float, tuple[float, ...]]
 """A parallelism with a family, whose static bytes include all parameter versions; seconds of a step in the middle of the
 run; bytes of activations per device."""
 
@@ -99,8 +99,8 @@ def asynchronous(
             rejected[f"{candidate.name}: {error}"] += 1
             continue
         step, order_price = asynchronous_price(own, price(own, Placement.linear(p), slowdown=slowdown))
-        group = Group(own, step, (), None, order_price.seconds + step.outside_seconds, 0.0)
-        yield Base(group, Order(candidate.name)), order_price.seconds, order_price.peak_bytes
+        group = CandidateGroup(own, step, (), None, order_price.seconds + step.outside_seconds, 0.0)
+        yield FamilyCandidate(group, Order(candidate.name)), order_price.seconds, order_price.peak_bytes
 
 
 def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderPrice]:
@@ -200,7 +200,7 @@ class _Planner:
         self._refusals: dict[object, PipememError | None] = {}
         self._memory, self.limits = memory, limits
         self.rejected: Counter[str] = Counter()
-        self._groups: list[Group] = []
+        self._groups: list[CandidateGroup] = []
         self._serial = itertools.count()
         self._proposes_slices = "slices" not in limits.allowed and not run.schedule.slices
         self.queue: list[Entry] = []
@@ -236,11 +236,11 @@ class _Planner:
                     plans.append(entry)
                 continue
             tell(partial(_standing, len(plans), count, len(self.queue), bound))
-            if isinstance(entry, Group | Base) and not self._affords(entry):
+            if isinstance(entry, CandidateGroup | FamilyCandidate) and not self._affords(entry):
                 heapq.heappush(self.aside, (bound, next(self._serial), entry))
-            elif isinstance(entry, Group):
+            elif isinstance(entry, CandidateGroup):
                 self._run_orders(entry)
-            elif isinstance(entry, Base):
+            elif isinstance(entry, FamilyCandidate):
                 self._vary(entry)
             else:
                 self._price(entry)
@@ -289,10 +289,10 @@ class _Planner:
             except PipememError as error:
                 logger.info("no order found: %s", error)
                 continue
-            if (made := self._plan_of_schedule(Base(group, Order(AUTO)), choice.schedule)) is not None:
+            if (made := self._plan_of_schedule(FamilyCandidate(group, Order(AUTO)), choice.schedule)) is not None:
                 yield made
 
-    def _put(self, seconds: float, entry: Run | Group | Base | Way) -> None:
+    def _put(self, seconds: float, entry: Run | CandidateGroup | FamilyCandidate | Way) -> None:
         """Put an entry into the queue, by its time or lower bound in seconds.
 
         A bound sums the same seconds in another order, and rounding may make it greater than the time. So it is lowered
@@ -371,11 +371,11 @@ class _Planner:
             except PipememError:
                 self.rejected[TOO_MUCH_KEPT] += len(candidates)
                 return
-        group = Group(run, step, tuple(candidates), variant, bound + step.outside_seconds, bound - free)
+        group = CandidateGroup(run, step, tuple(candidates), variant, bound + step.outside_seconds, bound - free)
         self._groups.append(group)
         self._put(group.bound, group)
 
-    def _run_orders(self, group: Group) -> None:
+    def _run_orders(self, group: CandidateGroup) -> None:
         for order in group.orders:
             try:
                 if group.variant is None:
@@ -391,18 +391,20 @@ class _Planner:
         else:
             self._put(made.seconds, made)
 
-    def _run_order(self, group: Group, order: Order) -> Way | None:
+    def _run_order(self, group: CandidateGroup, order: Order) -> Way | None:
         """Return the plan of an order; ``None`` if it does not fit into the memory."""
         cut, slices = group.run.parallelism, group.run.units.parts
         if slices == 1 and "costs" not in family(order.name).options:
-            return self._plan(Base(group, order), None, self._measured(group, order, moves_weights(group.run)))
+            return self._plan(
+                FamilyCandidate(group, order), None, self._measured(group, order, moves_weights(group.run))
+            )
 
-        way = self._built(Base(group, order), cut.microbatches)
+        way = self._built(FamilyCandidate(group, order), cut.microbatches)
         if way is None or slices == 1:
             return way
         return replace(way, passes=None)  # its name and the number of slices are enough
 
-    def _measured(self, group: Group, order: Order, moves_weights: bool) -> OrderPrice:
+    def _measured(self, group: CandidateGroup, order: Order, moves_weights: bool) -> OrderPrice:
         """Return the time and peaks of an order without a variant, from a cache. W may move with ``moves_weights``.
 
         Offload and both algorithms of vocabulary parallelism start from the same order.
@@ -416,7 +418,7 @@ class _Planner:
             self._times[key] = measured(*passes, group.run.schedule.overlap_steps, moves_weights)
         return self._times[key]
 
-    def _consider(self, group: Group, variant: Variant, order: Order) -> None:
+    def _consider(self, group: CandidateGroup, variant: Variant, order: Order) -> None:
         """Queue the variant of an order, with the time of the order alone as a lower bound.
 
         Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
@@ -428,25 +430,29 @@ class _Planner:
         elif not variant.frees_memory and not self._fits(group, peaks):
             self.rejected[TOO_HIGH] += 1
         else:
-            self._put(max(group.bound, seconds + group.step.outside_seconds), Base(group, order))
+            self._put(max(group.bound, seconds + group.step.outside_seconds), FamilyCandidate(group, order))
 
-    def _affords(self, entry: Group | Base) -> bool:
+    def _affords(self, entry: CandidateGroup | FamilyCandidate) -> bool:
         """Return whether to try an entry now, or later because its offload takes long to plan.
 
         Planning takes longest with many chunks. Trying an order now lowers the effort that is left.
         """
-        group = entry.group if isinstance(entry, Base) else entry
-        if group.variant is None or not group.variant.frees_memory or (isinstance(entry, Base) and entry.simulates_all):
+        group = entry.group if isinstance(entry, FamilyCandidate) else entry
+        if (
+            group.variant is None
+            or not group.variant.frees_memory
+            or (isinstance(entry, FamilyCandidate) and entry.simulates_all)
+        ):
             return True
         placement = group.step.placement
         effort = 3 * _short(group.run) * placement.num_stages * placement.num_chunks
         if effort > self._effort:
             return False
-        if isinstance(entry, Base):
+        if isinstance(entry, FamilyCandidate):
             self._effort -= effort
         return True
 
-    def _vary(self, base: Base) -> None:
+    def _vary(self, base: FamilyCandidate) -> None:
         """Simulate the variant of an order, and queue its plan or count its rejection.
 
         With few microbatches, queue the order again with a lower bound: each further microbatch of the run adds the
@@ -470,7 +476,7 @@ class _Planner:
         else:
             self._wait(way)
 
-    def _built(self, base: Base, microbatches: int) -> Way | None:
+    def _built(self, base: FamilyCandidate, microbatches: int) -> Way | None:
         """Return a plan for an order with its variant; ``None`` if it does not fit into the memory.
 
         A long step is predicted from shorter ones, and its plan has no list of actions.
@@ -487,12 +493,12 @@ class _Planner:
         price = extended(replay, step.costs, run.parallelism.pp, microbatches, overlaps)
         return self._plan(base, None, price)
 
-    def _plan_of_schedule(self, base: Base, schedule: Schedule) -> Way | None:
+    def _plan_of_schedule(self, base: FamilyCandidate, schedule: Schedule) -> Way | None:
         """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""
         costs, overlaps = base.group.step.costs, base.group.run.schedule.overlap_steps
         return self._plan(base, schedule, Replay(schedule).timing(costs, overlaps).price)
 
-    def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Way | None:
+    def _plan(self, base: FamilyCandidate, schedule: Schedule | None, price: OrderPrice) -> Way | None:
         """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory.
 
         ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
@@ -504,7 +510,7 @@ class _Planner:
         more = {"variant": name, "passes": schedule, "memory_seconds": group.memory_seconds}
         return Way.of(_configured(base), base.order, step, price, **more)
 
-    def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
+    def _fits(self, group: CandidateGroup, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory
 
 
@@ -535,15 +541,15 @@ def _busiest(step: PlannedStep, units: Units = WHOLE) -> float:
     )
 
 
-def _run_of(entry: Run | Group | Base | Way) -> Run:
-    return entry if isinstance(entry, Run) else entry.group.run if isinstance(entry, Base) else entry.run
+def _run_of(entry: Run | CandidateGroup | FamilyCandidate | Way) -> Run:
+    return entry if isinstance(entry, Run) else entry.group.run if isinstance(entry, FamilyCandidate) else entry.run
 
 
 def _count(entries: Sequence[Entry]) -> int:
-    return sum(len(entry.orders) if isinstance(entry, Group) else 1 for _, _, entry in entries)
+    return sum(len(entry.orders) if isinstance(entry, CandidateGroup) else 1 for _, _, entry in entries)
 
 
-def _configured(base: Base) -> Run:
+def _configured(base: FamilyCandidate) -> Run:
     """Return the run with this order's schedule, and with a layout if its stages differ from Megatron's default cut.
 
     A hybrid model in a pipeline always gets its pattern, cut into the stages. Without a pipeline, or with messages

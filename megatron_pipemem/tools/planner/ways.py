@@ -293,7 +293,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Group:
+class CandidateGroup:
     """A run's parallelism with one placement and variant, and the families of schedules to try."""
 
     run: Run  # with its parallelism
@@ -305,13 +305,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Base:
+class FamilyCandidate:
     """A family of schedules for a run's parallelism, before the variant is applied."""
 
-    group: Group = field(repr=False)  # cut, placement and variant
+    group: CandidateGroup = field(repr=False)  # cut, placement and variant
     order: Order
     simulates_all: bool = False  # whether the variant is simulated next with all microbatches, and not with a few
 
 
-Entry = tuple[float, int, Run | Group | Base | Way]
+Entry = tuple[float, int, Run | CandidateGroup | FamilyCandidate | Way]
 """Seconds of a step or their lower bound, a serial number for equal seconds, and the entry."""
