@@ -30,7 +30,7 @@ def test_trains_as_megatrons_own_overlap(train):
     # pay by what was measured.
     assert [plan["priced_by"] for plan in run.plans] == ["unit", "measured"]
     case = case_of_report({name: getattr(run, name) for name in ("last_step", "plans", "ranks")})
-    assert all(seconds > 0 for seconds in (*case.step.usual_pairs.values(), *case.step.usual.values()))
+    assert all(seconds > 0 for seconds in (*case.step.median_ns_of_pairs.values(), *case.step.median_ns.values()))
 
 
 def test_two_replicas_train_as_the_plain_order(train):
