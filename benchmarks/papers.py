@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from rich.table import Table
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.model import Model
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -243,8 +245,31 @@ def _vocabulary(run: Run, method: str, known: dict) -> float:
     step = price(run, Placement.linear(cut.pp), even)
     if method in known:
         step = run_step(replace(run, schedule=known[method].choice(run.schedule)), Placement.linear(cut.pp))
+        step = replace(step, costs=_with_collectives_of_paper(step.costs, run))
         schedule = known[method].apply(schedule, step, step.room(run.cluster.memory_bytes))
     return mfu(run, simulate(schedule, step.costs).makespan + step.outside_seconds)
+
+
+def _with_collectives_of_paper(costs: Costs, run: Run) -> Costs:
+    """Return the costs with the collectives of the paper's code (``vocab_parallel_schedule.py``) in place of this package's.
+
+    It broadcasts the head's input in fp32, together with the loss gradients of the microbatch before. It sums by
+    all-reduces, which pass the ring twice, and has one of them for each of three statistics. An all-reduce of one number
+    precedes the two collectives of the embedding.
+    """
+    vocabulary = costs.vocabulary
+    assert vocabulary is not None and isinstance(vocabulary.collectives, Mapping)
+    seconds, latency = vocabulary.collectives, 1e-6 * run.cluster.ring(run.parallelism.pp).latency_us
+    collectives = {
+        **seconds,
+        Kind.BCAST_X: 2 * seconds[Kind.BCAST_X] - latency,
+        Kind.BCAST_G: 0.0,
+        Kind.REDUCE_X: 2 * seconds[Kind.REDUCE_X],
+        Kind.REDUCE_E: 2 * (seconds[Kind.REDUCE_E] + latency),
+        Kind.BCAST_E: seconds[Kind.BCAST_E] + 2 * latency,
+        Kind.STATS: 3 * 2 * seconds[Kind.STATS],
+    }
+    return replace(costs, vocabulary=replace(vocabulary, collectives=collectives))
 
 
 def _best(run: Run, **allowed: Iterable[object]) -> Answer:

@@ -29,6 +29,14 @@ def test_trains_as_stock(train_small, schedule, cut, ours):
         assert all(map(int.__lt__, run.counted_peaks, whole.counted_peaks)), "it drops what norms keep"
 
 
+def test_an_automatic_layout_cuts_between_attention_and_its_mlp(train_small):
+    run = train_small("zb-h1", *hybrid("*-*-*-", "--pipemem-layout", "auto"))
+    assert_same_training(run, train_small("stock", *hybrid("*-*-|*-")))
+    assert_predicted_bytes(run)
+    peaks = {cut: train_small("zb-h1", *hybrid(cut)).counted_peaks for cut in ("*-*|-*-", "*-*-|*-")}
+    assert peaks["*-*-|*-"] != run.counted_peaks == peaks["*-*|-*-"]
+
+
 def test_a_mixture_of_experts_trains_as_stock(train_small):
     # Experts on every rank: else Megatron's own log of their losses hangs.
     runs = [
