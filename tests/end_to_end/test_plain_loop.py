@@ -194,7 +194,7 @@ def has_processor(hybrid: bool) -> bool:
     return "output_processor" in signature((HybridModel if hybrid else GPTModel).forward).parameters
 
 
-# Megatron 0.19 has no such hook in a HybridModel; pull request 4942 adds one.
+# No forward of a HybridModel takes such a hook, also not in pull request 4942, which has it in the model's output alone.
 @pytest.mark.parametrize("hybrid", [model for model in (False, True) if has_processor(model)])
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("v-half", 2)])
 def test_a_hook_on_the_output_runs_once_for_a_microbatch(show, schedule, chunks, hybrid):

@@ -250,36 +250,36 @@ def test_a_hybrid_model_of_nvidias_layers_trains_as_stock(train_te):
 
 # Of layers that carry a state along the sequence: schedule, pattern, flags of stock too, flags of ours
 MAMBA = "M*-MM-M*"
-MIXED = "M*-GM-G*"  # with gated delta nets
+MIXED = "M*-GM-G*"  # with gated delta nets, which need the activation function of LLAMA
+GATED = ("--swiglu", "--no-bias-swiglu-fusion", NO_BIAS)
 STATES = {
-    "split backwards": ("zb-h1", MAMBA, (), ()),
-    "interleaved": ("interleaved", MAMBA, (), ()),
-    "wave": ("hanayo", MAMBA, (), ()),
-    "two replicas": ("chimera", MAMBA, (), ()),
-    "tensor parallel": ("v-half", MAMBA, TP_AND_SP, ()),
+    "split backwards": ("gis", MIXED, LLAMA, ()),
+    "interleaved": ("interleaved", MIXED, LLAMA, ()),
+    "wave": ("hanayo", MIXED, LLAMA, ()),
+    "two replicas": ("chimera", MIXED, LLAMA, ()),
+    "tensor parallel": ("v-half", MIXED, (*LLAMA, *TP_AND_SP), ()),
     "distributed optimizer": ("v-half", MAMBA, LANES["dp2"], ()),
-    "bf16": ("zbv", MAMBA, ("--bf16",), ()),
-    "cut vocabulary": ("v-half", MAMBA, (UNTIED,), (VOCABULARY, "2")),
+    "bf16": ("zbv", MIXED, (*LLAMA, "--bf16"), ()),
+    "cut vocabulary": ("v-half", MIXED, (*LLAMA, UNTIED), (VOCABULARY, "2")),
     "offloaded": ("zbv", MAMBA, (), OFFLOADED),
-    "recomputed": ("v-half", MAMBA, (), RECOMPUTED),
-    "selective": ("zb-h1", MAMBA, (), ("--pipemem-recompute", "selective")),
-    "Megatron's recomputation": ("v-half", MAMBA, RECOMPUTE, ()),
-    "further tokens": ("v-half", f"{MAMBA}/M*", (*ROPE, UNTIED), ()),
-    "random numbers": ("v-half", MAMBA, DROPOUT, ()),
-    "profiled": ("v-half", MAMBA, ("--train-iters", "6"), ("--pipemem-costs", "profile")),
-    "searched": ("auto", MAMBA, (), QUICK),
-    "weighed by FLOPs": ("1f1b", MAMBA, (), ("--pipemem-microbatch-costs", "FLOPs")),
-    "one hardware queue": ("v-half", MAMBA, (), ("--pipemem-single-queue",)),
-    "grouped queries": ("zb-h1", MAMBA, LLAMA, ()),
-    "latent attention": ("v-half", "M+-MM-M+", (NO_BIAS, *LATENT), ()),
+    "recomputed": ("v-half", MIXED, LLAMA, RECOMPUTED),
+    "selective": ("zb-h1", MIXED, LLAMA, ("--pipemem-recompute", "selective")),
+    "Megatron's recomputation": ("v-half", MIXED, (*LLAMA, *RECOMPUTE), ()),
+    "further tokens": ("v-half", f"{MIXED}/G*", (*LLAMA, *ROPE, UNTIED), ()),
+    "random numbers": ("v-half", MIXED, (*LLAMA, *DROPOUT), ()),
+    "profiled": ("v-half", MIXED, (*LLAMA, "--train-iters", "6"), ("--pipemem-costs", "profile")),
+    "searched": ("auto", MIXED, LLAMA, QUICK),
+    "weighed by FLOPs": ("1f1b", MIXED, LLAMA, ("--pipemem-microbatch-costs", "FLOPs")),
+    "one hardware queue": ("v-half", MIXED, LLAMA, ("--pipemem-single-queue",)),
+    "grouped queries": ("zb-h1", MIXED, (*LLAMA, "--calculate-per-token-loss"), ()),
+    "latent attention": ("v-half", "M+-GM-G+", (*GATED, *LATENT), ()),
     "experts": ("v-half", "ME*EMEME", (NO_BIAS, *GROUPED, *EP2), ()),
     "pairs": ("v-half", "ME*EMEME", (NO_BIAS, *GROUPED, *EP2, "--bf16"), OVERLAP_OF_EXPERTS),
-    "context parallel": ("v-half", MAMBA, (*CP2, "a2a", *FLASH), ()),
-    "evaluation": ("v-half", MAMBA, EVALUATION, ()),
-    "overlapped steps": ("zbv", MAMBA, OVERLAPPED, ("--pipemem-overlap-steps",)),
-    "weighed by a function": ("1f1b", MAMBA, (), test_unequal.BY_CONTENT),
-    "layout": ("v-half", MAMBA, (), ("--pipemem-layout", "auto")),
-    "gated delta nets": ("zb-h1", MIXED, LLAMA, ()),
+    "context parallel": ("v-half", MIXED, (*CP2, "a2a", *FLASH, *LLAMA), ()),
+    "evaluation": ("v-half", MIXED, (*LLAMA, *EVALUATION), ()),
+    "overlapped steps": ("zbv", MIXED, (*LLAMA, *OVERLAPPED), ("--pipemem-overlap-steps",)),
+    "weighed by a function": ("1f1b", MIXED, LLAMA, test_unequal.BY_CONTENT),
+    "layout": ("v-half", MIXED, LLAMA, ("--pipemem-layout", "auto")),
     "packed": ("v-half", MIXED, (*FLASH, *LLAMA), ()),
     # Steps of 2, 2, 2, 4, 4 and 4 microbatches.
     "another number of microbatches": (
@@ -354,9 +354,10 @@ def test_a_program_builds_chunks_of_layers_with_states(tmp_path):
     assert len({*stock}) > 10 and others == [stock, stock]
 
 
-def test_a_state_is_not_handed_on_between_slices(train_te):
+@pytest.mark.parametrize("pattern", ["M*-MM-M*", "*-G-*-G-"])
+def test_a_state_is_not_handed_on_between_slices(train_te, pattern):
     with pytest.raises(CaseFailed) as failed:
-        train_te("seq1f1b", *DEFAULTS, *HYBRID, MAMBA)
+        train_te("seq1f1b", *DEFAULTS, *LLAMA, *HYBRID, pattern)
     assert "[slices-model]" in str(failed.value)
 
 
