@@ -18,6 +18,7 @@ from ranks import WARM, ConductedRanks
 SCHEDULES = {"zb-h1": {}, "interleaved": {"chunks": 2}, "v-half": {"chunks": 2, "placed": True}}
 STOCK = {"schedule": "stock", "chunks": None, "placed": False, "ranks": 2}
 RECIPES = {"pretrain": "own_recipe:small_llama", "finetune": "bridge_recipe:llama"}
+HYBRID = {"loop": "pretrain", "recipe": "own_recipe:small_hybrid", "weights": None, "steps": 3}
 STATEMENTS = {
     "zb-h1": 'megatron_pipemem.enable("zb-h1")',
     "v-half": "import bridge_recipe; bridge_recipe.change(config)",
@@ -28,7 +29,7 @@ PACKAGES = [str(Path(__file__).parents[up] / folder) for up, folder in ((1, "adv
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Iterator[Callable[..., dict]]:
     """``run(program, case)``: what the last rank returns; equal requests are served from memory."""
-    folder, path = tmp_path_factory.mktemp("consumers"), [*PACKAGES, *packages.consumers()]
+    folder, path = tmp_path_factory.mktemp("consumers"), [*PACKAGES, *packages.consumers(), packages.MAMBA]
     preload = ("sitecustomize", *WARM, "consumer_programs")
     ranks = ConductedRanks("consumer_programs", folder, path, preload=preload)
     results: dict[str, dict] = {}
@@ -111,6 +112,16 @@ def test_megatron_bridges_own_loops_train_as_under_stock(run, models, loop, sche
     stock = bridge_loop(run, loop, models["llama"])
     assert len(stock["training"]) == 3 and len(set(map(repr, stock["training"]))) == 3 and stock["evaluation"]
     assert bridge_loop(run, loop, models["llama"], STATEMENTS[schedule]) == stock
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cut"), [("zb-h1", ""), ("gis", 'config.model.hybrid_layer_pattern = "M*-GM-|G*"; ')]
+)
+def test_a_hybrid_provider_trains_as_under_stock(run, schedule, cut):
+    """Layers with states, in Megatron-Bridge's own loop, also cut by a statement like those that advise prints."""
+    stock = run("bridge-loop", statements=cut, **HYBRID)
+    assert len(set(map(repr, stock["training"]))) == 3 and stock["evaluation"]
+    assert run("bridge-loop", statements=f'{cut}megatron_pipemem.enable("{schedule}")', **HYBRID) == stock
 
 
 @nightly("test_megatron_bridges_own_loops_train_as_under_stock, with statements in the same form")
