@@ -13,10 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction
+from megatron_pipemem.runtime.sections import Section, is_received
 from megatron_pipemem.schedule.action import Action, Kind
 
 
@@ -74,57 +73,22 @@ class Pairs:
         return {Kind.F: forward, Kind.SEND_F: send, **backwards}
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
-"""An input of ``_HandOver`` that needs a gradient and gets none. The tensor that is handed over has lost its graph."""
-
-
-class _HandOver(torch.autograd.Function):
-    """Returns a tensor without the graph that made it, and keeps its gradient. The result is no leaf.
-
-    Autograd would keep a leaf, and with it the tensor's memory, for the whole life of the graph.
-    """
-
-    @staticmethod
-    def forward(ctx, anchor: torch.Tensor, tensor: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-        ctx.gradients = gradients
-        ctx.set_materialize_grads(False)
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor | None):
-        if gradient is not None:
-            ctx.gradients.append(gradient)
-        return None, None, None
-
-
 @dataclass(eq=False)
-class _PieceOfForward:
-    stream: Any
-    ends: list[tuple[GradientEdge, list[torch.Tensor]]] = field(default_factory=list)
-    """where the graph of the piece ends, and a list for the gradient of the tensor that it hands over there"""
+class _PieceOfForward(Section):
+    """A section that computes on ``stream``."""
 
-    def hand_over(self, tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    stream: Any
+
+    def hand_over_on(self, stream: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this piece for a later one on ``stream``."""
         tensor.record_stream(stream)
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor.detach()
-        gradients: list[torch.Tensor] = []
-        self.ends.append((get_gradient_edge(tensor), gradients))
-        return _HandOver.apply(_ANCHOR, tensor.detach(), gradients)
+        return self.hand_over(tensor)
 
-    def backward(self) -> None:
-        reached = [(edge, gradients) for edge, gradients in self.ends if gradients]
-        self.ends.clear()
-        if any(len(gradients) > 1 for _, gradients in reached):
-            raise UnsupportedError(
-                "unsupported-model",
-                "a layer with experts hands a tensor past its exchanges that is neither the residual nor the output of shared "
-                "experts, so its backward has no pieces; drop --overlap-moe-expert-parallel-comm",
-            )
-        for _, (gradient,) in reached:
-            gradient.record_stream(self.stream)
-        if reached:
-            torch.autograd.backward([edge for edge, _ in reached], [gradient for _, (gradient,) in reached])
+    def _use(self, gradient: torch.Tensor) -> None:
+        gradient.record_stream(self.stream)
+
+
+_REMEDY = "drop --overlap-moe-expert-parallel-comm"
 
 
 class Pieces:
@@ -145,7 +109,7 @@ class Pieces:
         self.computing, self.exchanging = torch.cuda.current_stream(), exchanging
         self._run_late, self._alternate = run_late, alternate
         self._event = torch.cuda.Event()
-        self._pieces = [_PieceOfForward(self.computing)]
+        self._pieces = [_PieceOfForward(_REMEDY, self.computing)]
         self._switched = ExitStack()
 
     def go_on(self, stream: Any) -> None:
@@ -156,16 +120,16 @@ class Pieces:
         self._event.wait(stream)
         if stream is not self.computing:
             self._switched.enter_context(torch.cuda.stream(stream))
-        self._pieces.append(_PieceOfForward(stream))
+        self._pieces.append(_PieceOfForward(_REMEDY, stream))
 
     def take(self, tensor: torch.Tensor, back: int = 1) -> torch.Tensor:
         """Return a tensor, which was made ``back`` pieces before the running one, for the running one."""
-        return self._pieces[-1 - back].hand_over(tensor, self._pieces[-1].stream)
+        return self._pieces[-1 - back].hand_over_on(self._pieces[-1].stream, tensor)
 
     def end(self, output: torch.Tensor | None) -> None:
         """End the forward. The stream of exchanges, which sends an ``output``, waits for it if it has not made it."""
         self._switched.close()
-        if output is not None and not isinstance(output.grad_fn, _HandOver._backward_cls):
+        if output is not None and not is_received(output):
             self._event.record()
             self._event.wait(self.exchanging)
 
