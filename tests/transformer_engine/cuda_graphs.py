@@ -98,12 +98,13 @@ class _Capture(TorchDispatchMode):
 
     def undo(self) -> None:
         """Give all memory the values that it had before; new blocks have those of no number."""
-        for tensor, before in self.before.values():
-            tensor.copy_(before)
-        self.before.clear()
         for address, values in self._taken.items():
             self.pool.blocks[address][:] = values
         self._taken.clear()
+        # Last, because the capture may have written into a block of an earlier graph before it gave the block back and took it.
+        for tensor, before in self.before.values():
+            tensor.copy_(before)
+        self.before.clear()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator in _ON_HOST:
@@ -145,7 +146,7 @@ class _Capture(TorchDispatchMode):
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.before:
+        if storage.data_ptr() not in self.before.keys() | self._taken.keys():
             whole = _alias(torch.empty(0, dtype=torch.uint8).set_(storage), self.pool)
             self.before[storage.data_ptr()] = whole, whole.clone()
 
