@@ -296,7 +296,7 @@ def trace(model: Any, devices: int, name: str, graphs: bool = False) -> tuple[li
     from megatron.core.tensor_parallel import random
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megatron_pipemem.features.graphs import megatron as graphed
+    from megatron_pipemem.features.graphs.megatron import step as graphed
 
     def as_own(results: list[Any], own: Any, group: Any = None) -> None:
         results[:] = [own] * len(results)

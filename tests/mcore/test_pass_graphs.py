@@ -10,17 +10,17 @@ import cuda_graphs
 import pytest
 import torch
 import torch.distributed as dist
+from in_turn import Mail, play
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from refusals import refused
 from toy import ROWS, WIDTH, Stage
 
-from megatron_pipemem.features.graphs import megatron as room
-from megatron_pipemem.features.graphs.megatron import GraphedStage, GraphedSteps, check_chunks_for_graphs
+from megatron_pipemem.features.graphs.megatron import step as room
+from megatron_pipemem.features.graphs.megatron.step import GraphedStage, GraphedSteps, check_chunks_for_graphs
 from megatron_pipemem.features.graphs.runtime import FixedArguments, GraphedWeights, GraphsOfStep, PassGraphs
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.runtime.executor import Executor
-from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program
@@ -55,29 +55,6 @@ class Chunk(Stage):
             return output
         further = 0.1 * (output + labels).square().sum(1)
         return MTPLossAutoScaler.apply((output - labels).square().sum(1), further)
-
-
-class Mail:
-    """Takes the place of ``Transport`` for all ranks: a message is there as soon as it is sent."""
-
-    def __init__(self, placement, letters: dict):
-        self.placement, self.letters = placement, letters
-
-    def post_send(self, action, tensor: torch.Tensor) -> None:
-        beside = self.placement.next_stage if action.kind is Kind.SEND_F else self.placement.previous_stage
-        kind = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_I
-        self.letters[kind, beside(action.stage), action.microbatch] = tensor
-
-    def post_receive(self, action) -> None: ...
-
-    def wait(self, action) -> torch.Tensor:
-        return self.letters.pop((action.kind, action.stage, action.microbatch))
-
-    def free_sent(self, action) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def note_finished(self) -> None: ...
 
 
 class World:
@@ -143,24 +120,6 @@ class World:
             (),
         )
         return runner.recast(GraphedStage, graphs=self.graphs[rank], stage=stage) if in_graphs else runner
-
-
-def play(executors: list[Executor], letters: dict) -> None:
-    """Run the actions of all ranks, each as soon as its message is there."""
-    done = [0] * len(executors)
-    while any(done[rank] < len(executor.instructions) for rank, executor in enumerate(executors)):
-        before = sum(done)
-        for rank, executor in enumerate(executors):
-            while done[rank] < len(executor.instructions):
-                needed = executor.instructions[done[rank]].receive
-                if needed is not None and tuple(needed) not in letters:
-                    break
-                done[rank] += 1
-                executor.run(done[rank])
-        assert sum(done) > before, "all ranks wait"
-    for executor in executors:
-        executor.run()
-        executor.close()
 
 
 NAMES = [
@@ -369,12 +328,11 @@ def test_random_streams_stay_as_they_are_in_a_capture():
     with pytest.raises(Exception, match="not added"), tracker.fork("none"):
         pass
     steps._graphs = GraphsOfStep(())
-    steps._graphs.is_capturing = True
-    with tracker.fork("none"):
-        pass
-    assert steps._get_states(lambda: (1, 2, 3)) == (None,) * 3
-    steps._set_states(mock.Mock(side_effect=AssertionError), None, None, None)
-    steps._graphs.is_capturing = False
+    with mock.patch.object(GraphsOfStep, "is_capturing", True):
+        with tracker.fork("none"):
+            pass
+        assert steps._get_states(lambda: (1, 2, 3)) == (None,) * 3
+        steps._set_states(mock.Mock(side_effect=AssertionError), None, None, None)
     assert steps._get_states(lambda: (1, 2, 3)) == (1, 2, 3)
     steps._set_states(make, 1, 2, 3)
     make.assert_called_with(1, 2, 3)

@@ -13,15 +13,21 @@ graphs, and nothing outside of a pass reads the pool.
     F: fill arguments and input | graph of the forward       | copy of the output
     I: fill output's gradient   | graph of autograd          | copy of the input's gradient
     W:                          | graph of the queued works  |
+
+Parts of a stage whose sizes differ from step to step, such as experts, run between two graphs, without one. Such a *gap*
+has an autograd graph of its own in every step. Tensors cross its borders through fixed ones, as those of a pass do.
+
+    F: graph | copy out, gap, copy in | graph        I: graph | copy out, gap's autograd, copy in | graph
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -30,6 +36,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, Key
+from megatron_pipemem.runtime.sections import Section, received
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 from megatron_pipemem.schedule.action import Kind
 
 _HOST_QUERIES = {
@@ -128,21 +136,201 @@ def _fill(fixed: torch.Tensor, values: Any) -> None:
         fixed.copy_(values)
 
 
+_REMEDY = "pass --cuda-graph-impl none"
+
+
+@dataclass(eq=False)
+class Gap:
+    """A part of a forward that runs in every step anew, between two graphs, with its backward.
+
+    Args:
+        run: computes the output from the inputs.
+        inputs: fixed tensors, which the graph before the gap fills.
+        need_gradients: for every input, whether it needs a gradient.
+    """
+
+    run: Callable[..., torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    need_gradients: Sequence[bool]
+    # Fixed tensors. Each is ``None`` until the graph beside it is captured.
+    output: torch.Tensor | None = None
+    output_gradient: torch.Tensor | None = None
+    input_gradients: Sequence[torch.Tensor | None] = ()
+
+    def forward(self, graphs: GraphsOfStep) -> GapOfStep:
+        """Run the gap, and leave its output in the fixed tensor."""
+        arrived: list[list[torch.Tensor]] = [[] for _ in self.inputs]
+        inputs = [
+            received(tensor.clone(), gradients) if needs else tensor.clone()
+            for tensor, needs, gradients in zip(self.inputs, self.need_gradients, arrived, strict=True)
+        ]
+        output = self.run(*inputs)
+        if not output.requires_grad:
+            raise UnsupportedError(
+                "graph-model", f"the experts of a layer are frozen, with all that comes before them; {_REMEDY}"
+            )
+        if self.output is None:
+            self.output = graphs.result(output, "output of gap")
+        _fill(self.output, output)
+        section = Section(_REMEDY)
+        return GapOfStep(self, section, section.end_at(output), arrived)
+
+
+@dataclass(eq=False)
+class GapOfStep:
+    """A gap whose forward has run, until its backward."""
+
+    gap: Gap
+    section: Section
+    output_gradients: list[torch.Tensor]
+    arrived: Sequence[Sequence[torch.Tensor]]  # the gradients of the inputs, one each
+
+    def backward(self, graphs: GraphsOfStep) -> None:
+        """Run autograd, and leave the gradients of the inputs in fixed tensors."""
+        gap = self.gap
+        assert gap.output_gradient is not None
+        self.output_gradients.append(gap.output_gradient.clone())
+        self.section.backward()
+        if not gap.input_gradients:
+            gap.input_gradients = [
+                graphs.result(gradients[0], f"gradient {number} of gap") if gradients else None
+                for number, gradients in enumerate(self.arrived)
+            ]
+        for fixed, gradients in zip(gap.input_gradients, self.arrived, strict=True):
+            if len(gradients) != (fixed is not None):
+                raise _changed(f"an input of the experts has {len(gradients)} gradients")
+            if fixed is not None:
+                _fill(fixed, gradients[0])
+
+
+class _Border(NamedTuple):
+    """Lists for the gradients of tensors that a graph gives to a gap and gets from it, while these are captured."""
+
+    input_gradients: Sequence[list[torch.Tensor]]
+    output_gradients: list[torch.Tensor]
+
+
 @dataclass(eq=False)
 class PassGraphs:
-    """The graphs of one microbatch on one stage, with their fixed tensors. ``None`` is not captured yet."""
+    """The graphs of one microbatch on one stage, with their fixed tensors. ``None`` is not captured yet.
+
+    A forward with ``n`` gaps has ``n + 1`` graphs, and so has its backward, which begins with the last one.
+    """
 
     arguments: FixedArguments
     input: torch.Tensor | None  # of the stage; ``None`` on the stage that reads the data
-    forward: torch.cuda.CUDAGraph | None = None
-    backward: torch.cuda.CUDAGraph | None = None
+    forward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    backward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     weights: torch.cuda.CUDAGraph | None = None
     result: torch.Tensor | None = None
     gradient: torch.Tensor | None = None  # of the output
     input_gradient: torch.Tensor | None = None
     logged: Mapping[str, Any] = field(default_factory=dict)  # entries of a log that the forward sets, except tensors
-    # Between the captures of the forward and the backward: the output without its data, whose autograd graph the latter needs.
+    # Between the captures of the forward and the backward: the output without its data, whose autograd graph the latter needs,
+    # the section of each graph, and the borders between them.
     output: torch.Tensor | None = None
+    sections: list[Section] = field(default_factory=list)
+    borders: list[_Border] = field(default_factory=list)
+    works: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    """The weight gradients of the captured backward, until they are captured."""
+    running: list[GapOfStep] = field(default_factory=list)
+    """The gaps of this step whose backward has not run."""
+
+    def capture_forward(self, graphs: GraphsOfStep, run: Callable[[], None]) -> None:
+        """Capture a forward, in which ``run`` may call ``cut``."""
+        self.sections.append(Section(_REMEDY))
+        self.forward.append(graphs.capture(run))
+
+    def cut(self, graphs: GraphsOfStep, run: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Run a gap between two graphs of a forward that is being captured, and return its output for the next graph.
+
+        The gap gets copies of the tensors, which are those of the running graph.
+        """
+        gap = Gap(
+            run, [graphs.result(t, number) for number, t in enumerate(tensors)], [t.requires_grad for t in tensors]
+        )
+        for fixed, tensor in zip(gap.inputs, tensors, strict=True):
+            _fill(fixed, tensor)
+        border = _Border([self.sections[-1].end_at(tensor) if tensor.requires_grad else [] for tensor in tensors], [])
+        self.borders.append(border)
+        self.forward.append(graphs.end())
+        self.gaps.append(gap)
+        self.running.append(gap.forward(graphs))
+        graphs.begin()
+        assert gap.output is not None
+        self.sections.append(Section(_REMEDY))
+        return received(gap.output.clone(), border.output_gradients)
+
+    def replay_forward(self, graphs: GraphsOfStep) -> None:
+        for graph, gap in zip(self.forward, self.gaps, strict=False):
+            graph.replay()
+            self.running.append(gap.forward(graphs))
+        self.forward[-1].replay()
+
+    def earlier(self, back: int) -> Section:
+        """Return the section of the graph that was captured ``back`` graphs before the running one."""
+        return self.sections[-1 - back]
+
+    def capture_backward(
+        self,
+        graphs: GraphsOfStep,
+        autograd: Callable[[], None],
+        defer: Callable[[], None],
+        captured: AbstractContextManager,
+    ) -> None:
+        """Capture a backward.
+
+        ``autograd`` begins at the model's output. ``defer`` is called after every part, and within ``captured`` after those
+        that are captured.
+        """
+        for number in reversed(range(len(self.forward))):
+            self.backward.append(
+                graphs.capture(partial(self._backward_once, graphs, number, autograd, defer, captured))
+            )
+            if number:
+                self.running.pop().backward(graphs)
+                defer()
+        self.output = None
+
+    def _backward_once(
+        self,
+        graphs: GraphsOfStep,
+        number: int,
+        autograd: Callable[[], None],
+        defer: Callable[[], None],
+        captured: AbstractContextManager,
+    ) -> None:
+        section = self.sections.pop()
+        with captured:
+            if number == len(self.gaps):
+                autograd()
+            else:
+                for gradients, fixed in zip(
+                    self.borders.pop().input_gradients, self.gaps[number].input_gradients, strict=True
+                ):
+                    if fixed is not None:
+                        gradients.append(fixed.clone())
+                section.backward()
+            defer()
+        if number:
+            gap, gradients = self.gaps[number - 1], self.borders[-1].output_gradients
+            if not gradients:
+                raise UnsupportedError("graph-model", f"the loss does not depend on the experts of a layer; {_REMEDY}")
+            gap.output_gradient = graphs.result(gradients[0], "gradient of gap")
+            _fill(gap.output_gradient, gradients.pop())
+        elif self.input is not None and self.input.grad is not None:
+            self.input_gradient = graphs.result(self.input.grad)
+            _fill(self.input_gradient, self.input.grad)
+            self.input.grad = None
+
+    def replay_backward(self, graphs: GraphsOfStep, defer: Callable[[], None]) -> None:
+        *graphs_before_gaps, last = self.backward
+        for graph in graphs_before_gaps:
+            graph.replay()
+            self.running.pop().backward(graphs)
+            defer()
+        last.replay()
 
     def fill(self, call: Any, input: torch.Tensor | None) -> None:
         """Copy the arguments of a call of the model, and the stage's input, to the fixed tensors of the forward."""
@@ -176,9 +364,9 @@ class GraphsOfStep:
     _results: dict[Any, torch.Tensor] = field(default_factory=dict)
     _read: WeakSet[torch.UntypedStorage] = field(default_factory=WeakSet)
     _kept: list[torch.UntypedStorage] = field(default_factory=list)
-    _scale: torch.Tensor | None = None
+    _scales: dict[type, torch.Tensor] = field(default_factory=dict)
     is_complete: bool = False
-    is_capturing: bool = False
+    _open: tuple[torch.cuda.CUDAGraph, _Reads] | None = None
 
     def fixed(self, like: torch.Tensor) -> torch.Tensor:
         """Return a fixed tensor with the values of ``like``. It is one that ``free`` got, if that has the same format."""
@@ -187,18 +375,29 @@ class GraphsOfStep:
             tensor = free.pop() if free else torch.empty_like(like, memory_format=torch.contiguous_format)
             return tensor.copy_(like)
 
-    def result(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the fixed tensor for all results of this format. Each is copied from it right after its replay."""
-        key = like.shape, like.dtype, like.device
+    @property
+    def is_capturing(self) -> bool:
+        return self._open is not None
+
+    def result(self, like: torch.Tensor, place: Any = 0) -> torch.Tensor:
+        """Return the fixed tensor for all results of this format. Each is copied from it right after its replay.
+
+        Results of one replay have different places.
+        """
+        key = place, like.shape, like.dtype, like.device
         if key not in self._results:
             self._results[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
         return self._results[key]
 
-    def fill_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the fixed tensor for the scale of further losses, with the values of ``scale``."""
-        if self._scale is None:
-            self._scale = scale.clone()
-        return self._scale.copy_(scale)
+    def fix_scale(self, losses: Any) -> None:
+        """Let captured backwards read the scale of further losses from a fixed tensor. It has the value of this step.
+
+        ``losses`` is Megatron's class of autograd's function for these losses.
+        """
+        scale = losses.main_loss_backward_scale
+        if losses not in self._scales:
+            self._scales[losses] = scale.clone()
+        losses.set_loss_scale(self._scales[losses].copy_(scale))
 
     def free(self, passes: PassGraphs) -> None:
         """Let captures of later passes use the fixed tensors of a microbatch."""
@@ -207,21 +406,38 @@ class GraphsOfStep:
             self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture the kernels that ``run`` launches, replay them, and return the graph."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self.is_capturing = True
+        """Capture the kernels that ``run`` launches, replay them, and return the graph.
+
+        ``run`` may end the capture, and begin another one. The graph is then the last one.
+        """
+        self.begin()
         try:
-            with _Reads(self._read):
-                run()
+            run()
         except BaseException:
-            with suppress(RuntimeError):  # which says only that the capture has failed
-                graph.capture_end()
+            if self._open is not None:
+                with suppress(RuntimeError):  # which says only that the capture has failed
+                    self._close().capture_end()
             raise
-        finally:
-            self.is_capturing = False
+        return self.end()
+
+    def begin(self) -> None:
+        """Begin to capture kernels."""
+        graph, reads = torch.cuda.CUDAGraph(), _Reads(self._read)
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        reads.__enter__()
+        self._open = graph, reads
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        """End the capture that has begun, replay its kernels, and return the graph."""
+        graph = self._close()
         graph.capture_end()
         graph.replay()
+        return graph
+
+    def _close(self) -> torch.cuda.CUDAGraph:
+        assert self._open is not None
+        (graph, reads), self._open = self._open, None
+        reads.__exit__(None, None, None)
         return graph
 
     def complete(self) -> None:
@@ -239,8 +455,9 @@ class GraphedWeights:
         def weight_gradients(instruction: Instruction) -> None:
             passes, queue = self.graphs.passes[instruction.key], executor.queues.pop(instruction.key)
             with executor.measured(instruction.action):
+                queue.run()  # of the gaps
                 if passes.weights is None:
-                    passes.weights = self.graphs.capture(queue.run)
+                    passes.weights = self.graphs.capture(passes.works.run)
                     self.graphs.free(passes)
                 else:
                     passes.weights.replay()

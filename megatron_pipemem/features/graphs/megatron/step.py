@@ -7,7 +7,7 @@ Batches, loss functions and the scaling of losses stay outside, so user code run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +16,13 @@ from typing import Any, cast
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.graphs.megatron.experts import experts_left_out, layers_with_experts
 from megatron_pipemem.features.graphs.runtime import FixedArguments, GraphedWeights, GraphsOfStep, PassGraphs
 from megatron_pipemem.mcore.model.language_model import is_language_model, pattern_of
 from megatron_pipemem.mcore.model.stages import ChunkStage, shadowed
@@ -32,7 +35,7 @@ from megatron_pipemem.mcore.symbols import (
     Replacements,
 )
 from megatron_pipemem.runtime.executor import StepFeature
-from megatron_pipemem.runtime.weight_gradients import HOOKED, defers
+from megatron_pipemem.runtime.weight_gradients import HOOKED, WeightGradientQueue, collecting, current_queue, defers
 from megatron_pipemem.schedule.action import Kind
 
 _PASSES = (Kind.F, Kind.I, Kind.B, Kind.W)
@@ -58,6 +61,8 @@ class GraphedSteps(Extension):
         self._graphs: GraphsOfStep | None = None
         self._kind: tuple[Any, ...] | None = None
         """The order of passes, shapes of messages, and trained parameters with their addresses, for which the graphs hold."""
+        self._sums: Mapping[str, torch.Tensor] = {}
+        """The logged sums of routers to which the graphs add."""
         self._steps = 0
         """The number of steps without graphs, of this kind."""
         self._stream: torch.cuda.Stream | None = None
@@ -79,7 +84,7 @@ class GraphedSteps(Extension):
         Autograd adds to the gradient of a parameter on the stream on which the parameter's node was made, and the default
         stream cannot be captured.
         """
-        config.cuda_graph_impl, config.cuda_graph_modules = "none", []
+        config.cuda_graph_impl = "none"
         if torch.cuda.current_stream() == torch.cuda.default_stream():
             self._stream = torch.cuda.Stream()
             torch.cuda.set_stream(self._stream)
@@ -116,14 +121,14 @@ class GraphedSteps(Extension):
         check_chunks_for_graphs(step.chunks)  # in every step, because a program may add a hook after the capture
         order = tuple(a for a in step.program.actions[step.pipeline.device] if a.kind in _PASSES)
         kind = (order, step.message.shape, _parameters(step.chunks))
-        if kind != self._kind:
+        if kind != self._kind or (self._graphs is not None and _are_replaced(self._sums)):
             self._graphs, self._kind, self._steps = None, kind, 0
         if self._graphs is None:
             self._steps += 1
             if self._steps <= step.context.config.cuda_graph_warmup_steps:
                 return ()
             torch.cuda.empty_cache()  # captures can take no memory that steps without graphs have cached
-            self._graphs = GraphsOfStep(order)
+            self._graphs, self._sums = GraphsOfStep(order), _sums_of_experts()
         for stage, runner in step.stages.items():
             step.stages[stage] = runner.recast(GraphedStage, graphs=self._graphs, stage=stage)
         step.replays_passes = True
@@ -206,13 +211,29 @@ def _logged_since(before: Mapping[str, Any]) -> dict[str, Any]:
     ``before`` is the log before the forward. Sums are tensors, to which a replay adds.
     """
     noted = {name: value for name, value in MTPLossLoggingHelper.tracker.items() if before.get(name) is not value}
-    if any(isinstance(value, torch.Tensor) for value in noted.values()):
+    begun = {name for name, value in noted.items() if isinstance(value, torch.Tensor)}
+    _check_begun(begun, "multi-token prediction")
+    return noted
+
+
+def _sums_of_experts() -> dict[str, torch.Tensor]:
+    """Return the sums of Megatron's log of routers, such as auxiliary losses, by their names."""
+    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+
+
+def _are_replaced(sums: Mapping[str, torch.Tensor]) -> bool:
+    now = _sums_of_experts()
+    return any(now.get(name) is not values for name, values in sums.items())
+
+
+def _check_begun(sums: Collection[str], of: str) -> None:
+    """Raise an UnsupportedError if a captured forward has begun sums of a log."""
+    if sums:
         raise UnsupportedError(
             "graph-model",
-            f"a captured forward began the sums {', '.join(noted)} of multi-token prediction, and every replay would begin "
-            "them again; keep the log's tracker from step to step, or pass --cuda-graph-impl none",
+            f"a captured forward began the sums {', '.join(sorted(sums))} of {of}, and every replay would begin them again; "
+            "keep the log's tracker from step to step, or pass --cuda-graph-impl none",
         )
-    return noted
 
 
 def _backward_hooks(module: torch.nn.Module) -> Iterator[Callable]:
@@ -228,6 +249,12 @@ class GraphedStage(ChunkStage):
     stage: int = field(kw_only=True)
     _outputs_of_model: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     """the model's output for a loss, by microbatch, until the backward"""
+    _layers: tuple[torch.nn.Module, ...] = field(init=False)
+    """the layers with experts"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._layers = layers_with_experts(self.model) if self._experts else ()
 
     def _megatrons_forward(
         self, microbatch: int, arrived: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
@@ -254,15 +281,17 @@ class GraphedStage(ChunkStage):
         if passes is None:
             own = None if input is None else self.graphs.fixed(input).requires_grad_()
             passes = self.graphs.passes[key] = PassGraphs(FixedArguments.of(self.graphs, call), own)
-            logged = dict(MTPLossLoggingHelper.tracker)
-            passes.forward = self.graphs.capture(partial(self._forward_once, forward, passes))
+            logged, sums = dict(MTPLossLoggingHelper.tracker), _sums_of_experts()
+            cut = partial(self._cut, passes, current_queue())
+            with experts_left_out(self._layers, cut, passes.earlier), self._captured(passes):
+                passes.capture_forward(self.graphs, partial(self._forward_once, forward, passes))
             passes.logged = _logged_since(logged)
+            _check_begun(_sums_of_experts().keys() - sums.keys(), "routers")
             assert passes.output is not None
             passes.output.data = passes.output.new_empty(1)
         else:
             passes.fill(call, input)
-            assert passes.forward is not None
-            passes.forward.replay()
+            passes.replay_forward(self.graphs)
             MTPLossLoggingHelper.tracker.update(passes.logged)
         if input is not None:
             input.data = input.new_empty(1)  # copied, and the executor keeps the tensor until the backward
@@ -271,6 +300,21 @@ class GraphedStage(ChunkStage):
         if self._computes_loss(microbatch):
             self._outputs_of_model[microbatch] = output.requires_grad_()
         return output
+
+    @staticmethod
+    def _captured(passes: PassGraphs) -> AbstractContextManager:
+        """Return a context in which weight gradients that wait for a W are captured. Those of gaps are not."""
+        return collecting(passes.works) if defers() else nullcontext()
+
+    def _cut(
+        self,
+        passes: PassGraphs,
+        queue: WeightGradientQueue | None,
+        run: Callable[..., torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        with collecting(queue):
+            return passes.cut(self.graphs, run, *tensors)
 
     def _forward_once(self, forward: Callable, passes: PassGraphs) -> None:
         self._set_input_tensor([passes.input])
@@ -301,26 +345,18 @@ class GraphedStage(ChunkStage):
                 raise UnsupportedError(
                     "graph-model", "the loss does not depend on the model's output; pass --cuda-graph-impl none"
                 )
+            # The backward of further losses reads their scales.
             if self.step.config.mtp_num_layers:
-                # The backward of further losses reads it there.
-                scale = self.graphs.fill_scale(MTPLossAutoScaler.main_loss_backward_scale)
-                MTPLossAutoScaler.set_loss_scale(scale)
-            if passes.backward is None:
+                self.graphs.fix_scale(MTPLossAutoScaler)
+            if self._layers:
+                self.graphs.fix_scale(MoEAuxLossAutoScaler)
+            if not passes.backward:
                 passes.gradient = self.graphs.fixed(output_gradient)
-                passes.backward = self.graphs.capture(partial(self._backward_once, passes))
-                passes.output = None
+                autograd = partial(schedules.custom_backward, passes.output, passes.gradient)
+                passes.capture_backward(self.graphs, autograd, self.defer_weight_gradients, self._captured(passes))
                 if not defers():
                     self.graphs.free(passes)
             else:
                 passes.fill_gradient(output_gradient)
-                passes.backward.replay()
+                passes.replay_backward(self.graphs, self.defer_weight_gradients)
         return None if passes.input_gradient is None else passes.input_gradient.clone()
-
-    def _backward_once(self, passes: PassGraphs) -> None:
-        schedules.custom_backward(passes.output, passes.gradient)
-        self.defer_weight_gradients()
-        if passes.input is not None and passes.input.grad is not None:
-            passes.input_gradient = self.graphs.result(passes.input.grad)
-            with torch.no_grad():
-                passes.input_gradient.copy_(passes.input.grad)
-            passes.input.grad = None

@@ -1,0 +1,140 @@
+"""Leave the experts of a captured forward out of its graphs, as Megatron's modules ``moe_router`` and ``moe_preprocess`` do.
+
+A layer's router, its shared experts and the order of its tokens are captured. Tokens then travel to their experts, are
+computed there, and travel back without a graph, because their number differs from step to step. The sum of a token's
+experts has a fixed size again.
+
+    graph: attention, norm, route, preprocess | gap: dispatch, experts, combine | graph: postprocess, residual, attention, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model.stages import shadowed
+from megatron_pipemem.runtime.sections import Section
+
+_DISPATCHERS = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher)
+_BEFORE_MESSAGES = {"cuda_dtoh_point": "before_ep_alltoall"}
+"""Where a dispatcher copies the numbers of tokens to the host: within the gap, as Megatron's does with ``moe_preprocess``."""
+
+
+def layers_with_experts(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """Return the layers of a model that have experts as ``mlp``. Raise an UnsupportedError if experts are elsewhere."""
+    layers = tuple(module for module in model.modules() if isinstance(getattr(module, "mlp", None), MoELayer))
+    inside = {layer.mlp for layer in layers if hasattr(layer, "mlp_bda")}
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and (module not in inside or type(module.token_dispatcher) not in _DISPATCHERS):
+            raise UnsupportedError(
+                "graph-model",
+                f"the experts of {name} are not those of one of Megatron's transformer layers with its dispatchers allgather "
+                "and alltoall; pass --cuda-graph-impl none",
+            )
+    return layers
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """The gap of one layer: the experts of a microbatch, with the dispatcher's state from the graph before.
+
+    ``names`` are the attributes of the dispatcher that hold tensors of that graph, in the order in which they follow the
+    tokens and probabilities, and ``constants`` its other attributes.
+    """
+
+    experts: Any
+    names: Sequence[str]
+    constants: Mapping[str, Any]
+
+    def __call__(self, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
+        attributes = vars(self.experts.token_dispatcher)
+        before = dict(attributes)
+        attributes.update(self.constants, **dict(zip(self.names, state, strict=True)))
+        try:
+            output, _ = self.experts.routed_experts_compute(*self.experts.dispatch(tokens, probs))
+            return self.experts.combine(output)
+        finally:
+            attributes.clear()
+            attributes.update(before)
+
+
+Cut = Callable[..., torch.Tensor]
+"""``PassGraphs.cut`` for the forward that is being captured."""
+
+
+@contextmanager
+def experts_left_out(layers: Sequence[torch.nn.Module], cut: Cut, section: Callable[[int], Section]) -> Iterator[None]:
+    """Cut the captured forward of layers with experts within a ``with`` block, before and after tokens travel.
+
+    ``section`` returns the section of the graph that was captured so many graphs before the running one.
+    """
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_left_out(layer, cut, section))
+        yield
+
+
+@contextmanager
+def _left_out(layer: Any, cut: Cut, section: Callable[[int], Section]) -> Iterator[None]:
+    experts, residual_add = layer.mlp, layer.mlp_bda
+    dispatcher, finish = experts.token_dispatcher, experts.postprocess
+    persistent = {id(value) for value in vars(dispatcher).values() if isinstance(value, torch.Tensor)}
+
+    def dispatch(tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attributes = vars(dispatcher)
+        state = {
+            name: value.detach()
+            for name, value in attributes.items()
+            if isinstance(value, torch.Tensor) and id(value) not in persistent
+        }
+        constants = {name: value for name, value in attributes.items() if not isinstance(value, torch.Tensor)}
+        if on_host := [name for name, value in state.items() if value.device != tokens.device]:
+            raise UnsupportedError(
+                "graph-model",
+                f"the dispatcher of experts makes {', '.join(on_host)} on the host, which a replay does not repeat; pass "
+                "--cuda-graph-impl none",
+            )
+        gap = _Gap(experts_outside, tuple(state), constants)
+        return cut(gap, tokens, probs, *state.values()), probs
+
+    def postprocess(output: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        return finish(output, None if shared is None else section(1).hand_over(shared))
+
+    def mlp_bda(*settings: bool) -> Callable:
+        def add(output: Any, residual: torch.Tensor, probability: float) -> torch.Tensor:
+            return residual_add(*settings)(output, section(1).hand_over(residual), probability)
+
+        return add
+
+    inside = {
+        "dispatch": dispatch,
+        "routed_experts_compute": lambda output, probs: (output, None),
+        "combine": lambda output: output,
+        "postprocess": postprocess,
+    }
+    experts_outside = _Outside(experts)
+    with (
+        shadowed(dispatcher, _BEFORE_MESSAGES if hasattr(dispatcher, "cuda_dtoh_point") else {}),
+        shadowed(experts, inside),
+        shadowed(layer, {"mlp_bda": mlp_bda}),
+    ):
+        yield
+
+
+class _Outside:
+    """The methods of experts that run in a gap, also while ``_left_out`` replaces them."""
+
+    def __init__(self, experts: Any):
+        self.token_dispatcher = experts.token_dispatcher
+        self.dispatch, self.routed_experts_compute, self.combine = (
+            experts.dispatch,
+            experts.routed_experts_compute,
+            experts.combine,
+        )
