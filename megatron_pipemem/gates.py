@@ -56,6 +56,11 @@ class GateQuestion:
         return not self.request.graphs and self.schedule_request.captures_passes(self.value_of("cuda_graph_impl"))
 
     @property
+    def leaves_experts_out(self) -> bool:
+        """Whether passes are captured up to the experts of a layer, and after them."""
+        return self.request.graphs and bool(self.value_of("num_moe_experts"))
+
+    @property
     def may_be_captured(self) -> bool:
         return self.schedule_request.may_be_captured and not self.request.is_asynchronous
 
@@ -92,6 +97,8 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: question.is_ours, refusals.SCHEDULES),
     (lambda question: question.is_ours and question.is_uncaptured, refusals.UNCAPTURED),
     (lambda question: question.request.graphs, refusals.GRAPHED),
+    (lambda question: question.leaves_experts_out, refusals.EXPERT_MODULES),
+    (lambda question: question.leaves_experts_out, refusals.GRAPHED_EXPERTS),
     (lambda question: question.is_ours and not question.may_be_captured, refusals.WHOLE_STEP),
     (lambda question: question.is_ours and question.has_graphs, refusals.CAPTURED),
     (lambda question: question.is_ours and not question.request.pairs, refusals.UNPAIRED),

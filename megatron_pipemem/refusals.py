@@ -168,7 +168,6 @@ _SAVED = "values are saved by hooks, which a replay does not call"
 GRAPHED = Refusals(
     " with a CUDA graph per pass",
     {
-        "num_moe_experts": "the host reads how many tokens each expert gets",
         "fp8": "the scales of quantised tensors are updated by calls that a replay does not make",
         "fp4": "the scales of quantised tensors are updated by calls that a replay does not make",
         "attention_dropout": "captured random numbers are not proved to be those of training; pass --attention-dropout 0",
@@ -192,6 +191,44 @@ GRAPHED = Refusals(
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={"recompute_granularity": lambda granularity: granularity == "selective"},
+)
+_DRAWN = "captured random numbers are not proved to be those of training"
+_NOT_REPLAYED = "it notes what routers choose by calls that a replay does not make"
+GRAPHED_EXPERTS = Refusals(
+    " with a CUDA graph per pass, which ends where tokens travel to experts",
+    {
+        "recompute_granularity": "a layer that runs again would run its experts within a graph; drop --recompute-granularity",
+        "mtp_num_layers": "its layers take tensors from before the decoder's last experts",
+        "moe_token_dispatcher_type": "DeepEP, HybridEP and NCCL EP are not proved beside captured routers; pass "
+        "--moe-token-dispatcher-type alltoall",
+        "moe_expert_capacity_factor": "the host reads how many tokens remain before it puts them in order",
+        "moe_router_padding_for_quantization": "the host reads how many tokens padding adds before it puts them in order",
+        "moe_shared_expert_overlap": "shared experts compute on a stream of their own while tokens travel, which is outside of "
+        "the graph",
+        "moe_latent_size": "the projections around the experts are not proved in graphs",
+        "moe_router_force_load_balancing": _DRAWN,
+        "moe_router_force_biased": _DRAWN,
+        "moe_input_jitter_eps": _DRAWN,
+        "moe_router_load_balancing_type": "sinkhorn reads scores on the host, and quantile_balancing is not proved in graphs; "
+        "pass --moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
+        "moe_enable_routing_replay": _NOT_REPLAYED,
+        "moe_routing_trace_path": _NOT_REPLAYED,
+        "save_tokens_per_expert_interval": _NOT_REPLAYED,
+        "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of experts run on a stream of their own",
+    },
+    _NO_GRAPHS.replace("; pass", ", or pass"),
+    only={
+        "moe_router_load_balancing_type": lambda kinds: any(
+            kind in (kinds or "") for kind in ("sinkhorn", "quantile_balancing")
+        ),
+        "recompute_granularity": bool,
+    },
+)
+_CAPTURED_PARTS = {"moe_router", "moe_preprocess"}
+EXPERT_MODULES = Rule(
+    lambda value_of: not {*_graph_modules(value_of)} >= _CAPTURED_PARTS,
+    "with experts, a CUDA graph ends where tokens travel to them, as Megatron's does with the modules moe_router and "
+    "moe_preprocess; pass --cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-impl none",
 )
 WHOLE_STEP = Refusals(
     " by a step in which the host acts between passes",
@@ -434,6 +471,12 @@ TIED = (
     "a schedule that updates after every microbatch cannot tie the embedding to the head: their stages update at different "
     "times; pass --untie-embeddings-and-output-weights"
 )
+
+
+def _graph_modules(value_of: ValueOf) -> Sequence[str]:
+    """Return the parts of layers that graphs are to hold. ``cuda_graph_scope`` is the attribute's former name."""
+    parts = value_of("cuda_graph_modules") or value_of("cuda_graph_scope")
+    return [getattr(part, "name", part) for part in _listed(parts)]
 
 
 def _modules(value_of: ValueOf) -> Sequence[str]:

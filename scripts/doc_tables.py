@@ -130,6 +130,8 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "num_microbatches_with_partial_activation_checkpoints": "if given",
     "moe_router_load_balancing_type": "`quantile_balancing`, `global_aux_loss`",
     ("SLICED", "moe_router_load_balancing_type"): "`quantile_balancing`, `sinkhorn`",
+    ("GRAPHED_EXPERTS", "moe_router_load_balancing_type"): "`quantile_balancing`, `sinkhorn`",
+    ("GRAPHED_EXPERTS", "recompute_granularity"): "",
     "num_distributed_optimizer_instances": "above 1",
     "moe_token_dispatcher_type": "`flex`",
     "gtp_weight_remat_size": "above 1",

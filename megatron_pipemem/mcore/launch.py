@@ -37,7 +37,7 @@ from megatron_pipemem.values import MOST_LAYERS, Limit, whole_number
 _PIPELINE_SIZE = "pipeline-model-parallel-size"
 _OVERLAP, _DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
 _GRAPHS = "cuda-graph-impl"
-_OF_GRAPHS = (_GRAPHS, "cuda-graph-modules", "cuda-graph-scope")
+_PARTS_OF_GRAPHS = ("cuda-graph-modules", "cuda-graph-scope")
 _PROMPT_SECONDS = 0.5
 _PREFIX = "pipemem"
 _NEAR = 0.85
@@ -115,7 +115,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
         # Megatron takes the flag for placements of its own schedule only, so the model gets it when it is built.
         settings["pairs"], others = True, [argument for argument in others if argument not in (_OVERLAP, _DELAY)]
     request = make_request(**settings).with_graphs(values_by_flag(others).get(_GRAPHS))
-    return request, cut_flags.without_flags(others, _OF_GRAPHS) if request.graphs else others
+    return request, cut_flags.without_flags(others, (_GRAPHS,)) if request.graphs else others
 
 
 def _resembles_ours(argument: str) -> bool:
@@ -170,7 +170,9 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     file = request.file
     if file is not None:
         check_devices_of_file(file, p)
-    check_gates(GateQuestion(request, flag_values(flags)))
+    words = words_by_flag(arguments)
+    parts = {name: " ".join(words[f"--{name}"][-1]) for name in _PARTS_OF_GRAPHS if f"--{name}" in words}
+    check_gates(GateQuestion(request, flag_values({**flags, **parts})))
     placements = cut_flags.possible_placements(flags, request.schedule, request.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_cut == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.given_pattern(flags)[1]

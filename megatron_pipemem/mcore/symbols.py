@@ -260,6 +260,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _TRAINING = "megatron.training.training"
+_EXPERTS = "megatron.core.transformer.moe.moe_layer"
 
 _EVERY = ("every schedule",)
 _PLACED = ("V, wave and bidirectional placements",)
@@ -610,6 +611,15 @@ USED = (
         ("loss", "correct", "total", "layer_number", "num_layers", "reduce_group", "avg_group"),
     ),
     Symbol("megatron.core.transformer.moe.moe_logging", "get_moe_metrics_tracker"),
+    Symbol(_EXPERTS, "MoELayer.dispatch", ("hidden_states", "probs")),
+    Symbol(_EXPERTS, "MoELayer.routed_experts_compute", ("hidden_states", "probs")),
+    Symbol(_EXPERTS, "MoELayer.combine", ("output",)),
+    Symbol(_EXPERTS, "MoELayer.postprocess", ("output", "shared_expert_output")),
+    Symbol(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+        ("point", "tokens_per_expert"),
+    ),
     Symbol("megatron.core.transformer.mlp", "MLP.forward", ("hidden_states", "per_token_scale")),
     Symbol("megatron.core.transformer.moe.moe_utils", "get_capacity", ("num_tokens", "num_experts", "capacity_factor")),
     Symbol("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", ("scale",)),

@@ -37,6 +37,16 @@ def test_passes_in_graphs_train_as_without(train):
     assert run.replays == [2 * 3 * 4] * 2
 
 
+def test_passes_with_grouped_experts_outside_train_as_without(train):
+    """Every forward and I has a graph before its first experts, between two layers with experts, and after the last."""
+    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-grouped-gemm", "--disable-bias-linear")
+    model = (*FLAGS, *experts, "--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "0.01")
+    parts = ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess")
+    run = train("zb-h1", *model, *GRAPHS, *parts, report=None)
+    assert run.weights == train("stock", *model).weights
+    assert run.replays == [2 * 4 * (3 + 3 + 1)] * 2
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_step_in_one_graph_trains_as_without(train, schedule):
     """Under emulation, the host waits for a replayed message at once: hence the order for one hardware queue."""

@@ -20,13 +20,16 @@ from megatron_pipemem.schedule.registry import build_schedule
 TABLES = {name: table for name, table in vars(refusals).items() if isinstance(table, refusals.Refusals | refusals.Rule)}
 ENGINE = {"transformer_impl": "transformer_engine"}
 GRAPHS = {"cuda_graph_impl": "transformer_engine"}
+EXPERTS = {"num_moe_experts": 8, "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"]}
 LATE_SCALES = {"fp8": "e4m3", "fp8_recipe": "delayed"}
 V = Placement.v_shape(4)
 # By the table that refuses: a question that it is for, another that takes the same settings, and the settings.
 QUESTIONS = {
     "SCHEDULES": (Request("1f1b"), Request("stock"), {"use_megatron_fsdp": True}),
     "UNCAPTURED": (Request("v-half"), Request("1f1b"), GRAPHS),
-    "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"num_moe_experts": 8}),
+    "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"fp8": "hybrid"}),
+    "EXPERT_MODULES": (Request("v-half", graphs=True), Request("v-half"), {"num_moe_experts": 8}),
+    "GRAPHED_EXPERTS": (Request("zb-h1", graphs=True), Request("zb-h1"), EXPERTS | {"mtp_num_layers": 1}),
     "WHOLE_STEP": (Request("v-half"), Request("zb-h1"), {"cuda_graph_impl": "full_iteration"}),
     "CAPTURED": (Request("1f1b"), Request("stock"), GRAPHS | {"cuda_graph_warmup_steps": 0}),
     "UNPAIRED": (Request("1f1b"), Request("1f1b", pairs=True), {"overlap_moe_expert_parallel_comm": True}),
@@ -121,6 +124,7 @@ VALUES = {
 BESIDE = {
     "CAPTURED": GRAPHS,
     "GRAPHED": {"recompute_granularity": "selective"},
+    "GRAPHED_EXPERTS": EXPERTS,
     "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
     "ROLLED_BACK": {"clip_grad": 1.0},
     "SPLIT_BACKWARD": ENGINE,
@@ -216,6 +220,7 @@ def test_features_that_exclude_each_other_come_first():
 
 
 SIZES = "--pipeline-model-parallel-size 4 --num-layers 24 --micro-batch-size 1"
+PARTS, CUT = "--cuda-graph-modules", "attn moe_router moe_preprocess"
 FREE = "--pipemem-overlap-steps --rerun-mode disabled"
 
 
@@ -254,7 +259,15 @@ FREE = "--pipemem-overlap-steps --rerun-mode disabled"
         ),
         ("zb-h1 --recompute-granularity selective --recompute-modules mlp --disable-bias-linear", None, ()),
         ("zb-h1 --overlap-moe-expert-parallel-comm --recompute-granularity full", "unsupported-setting", ()),
-        ("zb-h1 --cuda-graph-impl local --num-experts 8", "unsupported-setting", ("num_moe_experts",)),
+        ("zb-h1 --cuda-graph-impl local --num-experts 8", "unsupported-setting", ("--cuda-graph-modules",)),
+        (f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} attn moe_router", "unsupported-setting", ()),
+        (f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} {CUT}", None, ()),
+        (f"zb-h1 --cuda-graph-impl local --num-experts 8 --cuda-graph-scope {CUT}", None, ()),
+        (
+            f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} {CUT} --moe-token-dispatcher-type flex",
+            "unsupported-setting",
+            ("--moe-token-dispatcher-type",),
+        ),
         (
             "zb-h1 --cuda-graph-impl local --recompute-granularity selective",
             "unsupported-setting",
@@ -322,11 +335,12 @@ def test_the_value_of_several_objects_is_the_first_true_one_else_the_first():
     [("local", ("v-half", "zb-h1", "1f1b")), ("transformer_engine", ("v-half", "zb-h1"))],
 )
 def test_passes_are_captured_where_megatron_is_asked_for_graphs_of_layers_that_it_cannot_capture(impl, captures):
-    """Megatron then gets neither the flag nor the modules that it would capture."""
-    flags = [*SIZES.split(), "--cuda-graph-impl", impl, "--cuda-graph-scope", "attn", "mlp", "--seed", "1"]
+    """Megatron then does not get the flag, without which it captures nothing."""
+    modules = [*SIZES.split(), "--cuda-graph-scope", "attn", "mlp", "--seed", "1"]
+    flags = [*modules, "--cuda-graph-impl", impl]
     for name in ("v-half", "zb-h1", "1f1b"):
         request, others = take_flags([*flags, "--pipemem-schedule", name])
         assert request.graphs == (name in captures)
-        assert others == ([*SIZES.split(), "--seed", "1"] if request.graphs else flags)
+        assert others == (modules if request.graphs else flags)
     with refused("conflicting-features", "--pipemem-offload"):
         add_virtual_stages(*take_flags([*flags, *"--pipemem-schedule 1f1b --pipemem-offload full".split()]))

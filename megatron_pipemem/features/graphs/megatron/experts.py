@@ -41,75 +41,79 @@ def layers_with_experts(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     return layers
 
 
+_OUTSIDE = ("dispatch", "routed_experts_compute", "combine")
+"""The methods of experts that run in a gap."""
+
+
 @dataclass(frozen=True)
 class _Gap:
     """The gap of one layer: the experts of a microbatch, with the dispatcher's state from the graph before.
 
     ``names`` are the attributes of the dispatcher that hold tensors of that graph, in the order in which they follow the
-    tokens and probabilities, and ``constants`` its other attributes.
+    tokens and probabilities, and ``constants`` its attributes that hold no tensors.
     """
 
-    experts: Any
+    dispatcher: Any
+    methods: Sequence[Callable]
     names: Sequence[str]
     constants: Mapping[str, Any]
 
     def __call__(self, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
-        attributes = vars(self.experts.token_dispatcher)
+        attributes = vars(self.dispatcher)
         before = dict(attributes)
         attributes.update(self.constants, **dict(zip(self.names, state, strict=True)))
         try:
-            output, _ = self.experts.routed_experts_compute(*self.experts.dispatch(tokens, probs))
-            return self.experts.combine(output)
+            return self.compute(tokens, probs)
         finally:
             attributes.clear()
             attributes.update(before)
 
-
-Cut = Callable[..., torch.Tensor]
-"""``PassGraphs.cut`` for the forward that is being captured."""
+    def compute(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        dispatch, compute, combine = self.methods
+        output, _ = compute(*dispatch(tokens, probs))
+        return combine(output)
 
 
 @contextmanager
-def experts_left_out(layers: Sequence[torch.nn.Module], cut: Cut, section: Callable[[int], Section]) -> Iterator[None]:
+def experts_left_out(
+    layers: Sequence[torch.nn.Module], cut: Callable[..., torch.Tensor], earlier: Callable[[int], Section]
+) -> Iterator[None]:
     """Cut the captured forward of layers with experts within a ``with`` block, before and after tokens travel.
 
-    ``section`` returns the section of the graph that was captured so many graphs before the running one.
+    ``cut`` and ``earlier`` are those of the forward's ``PassGraphs``.
     """
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_left_out(layer, cut, section))
+            stack.enter_context(_left_out(layer, cut, earlier))
         yield
 
 
 @contextmanager
-def _left_out(layer: Any, cut: Cut, section: Callable[[int], Section]) -> Iterator[None]:
+def _left_out(layer: Any, cut: Callable[..., torch.Tensor], earlier: Callable[[int], Section]) -> Iterator[None]:
     experts, residual_add = layer.mlp, layer.mlp_bda
     dispatcher, finish = experts.token_dispatcher, experts.postprocess
-    persistent = {id(value) for value in vars(dispatcher).values() if isinstance(value, torch.Tensor)}
+    methods = [getattr(experts, name) for name in _OUTSIDE]
+    # Such as the order of experts on other ranks, which no microbatch changes.
+    permanent = {id(value) for value in vars(dispatcher).values() if isinstance(value, torch.Tensor)}
 
     def dispatch(tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attributes = vars(dispatcher)
-        state = {
-            name: value.detach()
-            for name, value in attributes.items()
-            if isinstance(value, torch.Tensor) and id(value) not in persistent
-        }
-        constants = {name: value for name, value in attributes.items() if not isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
+        constants = {name: value for name, value in vars(dispatcher).items() if name not in tensors}
+        state = {name: value.detach() for name, value in tensors.items() if id(value) not in permanent}
         if on_host := [name for name, value in state.items() if value.device != tokens.device]:
             raise UnsupportedError(
                 "graph-model",
                 f"the dispatcher of experts makes {', '.join(on_host)} on the host, which a replay does not repeat; pass "
                 "--cuda-graph-impl none",
             )
-        gap = _Gap(experts_outside, tuple(state), constants)
-        return cut(gap, tokens, probs, *state.values()), probs
+        return cut(_Gap(dispatcher, methods, tuple(state), constants), tokens, probs, *state.values()), probs
 
     def postprocess(output: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-        return finish(output, None if shared is None else section(1).hand_over(shared))
+        return finish(output, None if shared is None else earlier(1).hand_over(shared))
 
     def mlp_bda(*settings: bool) -> Callable:
         def add(output: Any, residual: torch.Tensor, probability: float) -> torch.Tensor:
-            return residual_add(*settings)(output, section(1).hand_over(residual), probability)
+            return residual_add(*settings)(output, earlier(1).hand_over(residual), probability)
 
         return add
 
@@ -119,22 +123,9 @@ def _left_out(layer: Any, cut: Cut, section: Callable[[int], Section]) -> Iterat
         "combine": lambda output: output,
         "postprocess": postprocess,
     }
-    experts_outside = _Outside(experts)
     with (
         shadowed(dispatcher, _BEFORE_MESSAGES if hasattr(dispatcher, "cuda_dtoh_point") else {}),
         shadowed(experts, inside),
         shadowed(layer, {"mlp_bda": mlp_bda}),
     ):
         yield
-
-
-class _Outside:
-    """The methods of experts that run in a gap, also while ``_left_out`` replaces them."""
-
-    def __init__(self, experts: Any):
-        self.token_dispatcher = experts.token_dispatcher
-        self.dispatch, self.routed_experts_compute, self.combine = (
-            experts.dispatch,
-            experts.routed_experts_compute,
-            experts.combine,
-        )

@@ -1,0 +1,220 @@
+"""Steps of Megatron's layers with experts as CUDA graphs that leave the experts out, two ranks of a pipeline in turn.
+
+The program of ``test_graph_experts.py``, for a process in which ``torch.cuda`` works on a CPU. It prints, for every model and
+fault, how many results of three replayed steps differ from those of the same steps without graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import cuda_graphs
+import torch
+import torch.distributed as dist
+from in_turn import Mail, play
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.features.graphs.megatron import experts as room
+from megatron_pipemem.features.graphs.megatron.step import GraphedStage
+from megatron_pipemem.features.graphs.runtime import Gap, GapOfStep, GraphedWeights, GraphsOfStep, PassGraphs
+from megatron_pipemem.mcore.model.linear import split_linear
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.sections import Section
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+
+RANKS, MICROBATCHES, STEPS = 2, 4, 4
+SEQUENCE, HIDDEN, VOCABULARY = 16, 32, 64
+ONE = {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+"""An expert that gets the tokens themselves, and not a sorted copy."""
+SHARED = {"moe_shared_expert_intermediate_size": 24}
+LOSSES = {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.5, 0.5]}
+BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 0.1}
+MODELS = {
+    "zb-h1": ("zb-h1", LOSSES),
+    "v-half, shared experts": ("v-half", SHARED | LOSSES),
+    "1f1b, bias": ("1f1b", BIAS | SHARED),
+    "zbv, allgather": ("zbv", {"moe_token_dispatcher_type": "allgather", **SHARED, **BIAS}),
+    "one expert": ("zb-h1", ONE),
+    "dense between": ("v-half", {"moe_layer_freq": [1, 0, 1, 1]} | LOSSES),
+}
+
+
+class Ends:
+    """Stands for ``ChunkPlacement``. Within a chunk, Megatron asks whether it has the loss."""
+
+    def __init__(self, losses: list[bool]):
+        self._losses = losses
+
+    def chunk(self, chunk: int):
+        return mock.patch.object(parallel_state, "is_pipeline_last_stage", lambda **_: self._losses[chunk])
+
+
+def make_config(**settings: Any) -> TransformerConfig:
+    sizes = {"num_layers": 4, "hidden_size": HIDDEN, "num_attention_heads": 2, "moe_ffn_hidden_size": HIDDEN}
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+    plain = {"add_bias_linear": False, "transformer_impl": "local", "gradient_accumulation_fusion": False}
+    plain |= dict.fromkeys(("persist_layer_norm", "masked_softmax_fusion", "bias_dropout_fusion"), False)
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "deallocate_pipeline_outputs": True}
+    return TransformerConfig(**{**sizes, **experts, **plain, **dropout, **settings})
+
+
+class World:
+    """The ranks of a schedule, with the same weights and data in every world."""
+
+    def __init__(self, schedule: str, settings: dict[str, Any]):
+        self.program = lower(build_schedule(schedule, num_devices=RANKS, num_microbatches=MICROBATCHES))
+        self.placement, self.config = self.program.placement, make_config(**settings)
+        stages = self.placement.num_stages
+        freq = self.config.moe_layer_freq
+        kinds = freq if isinstance(freq, list) else [freq] * self.config.num_layers
+        self.models = [
+            self._model(kinds[4 // stages * stage : 4 // stages * (stage + 1)], stage) for stage in range(stages)
+        ]
+        self.graphs: list[GraphsOfStep] | None = None
+
+    def _model(self, kinds: list[int], stage: int) -> GPTModel:
+        tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
+        config = make_config(**{**vars_of(self.config), "num_layers": len(kinds), "moe_layer_freq": kinds})
+        ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
+        ends["share_embeddings_and_output_weights"] = False
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **ends)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.main_grad = parameter.grad
+        return model
+
+    def step(self, number: int, in_graphs: bool) -> list[torch.Tensor]:
+        """Run a step, and return its losses, gradients and sums. The first step in graphs captures."""
+        if in_graphs and self.graphs is None:
+            self.graphs = [GraphsOfStep(()) for _ in range(RANKS)]
+        buffers = [b for model in self.models for name, b in model.named_buffers() if "tokens_per_expert" in name]
+        for tensor in (*(p.grad for model in self.models for p in model.parameters()), *buffers):
+            tensor.zero_()
+        letters: dict = {}
+        executors, losses = [], []
+        for rank in range(RANKS):
+            context = self._context(number)
+            runners = {stage: self._runner(context, rank, stage, in_graphs) for stage in self.placement.stages[rank]}
+            features = [GraphedWeights(self.graphs[rank])] if in_graphs else []
+            executors.append(Executor(self.program, rank, runners, Mail(self.placement, letters), features))
+            losses.append(context.loss_data)
+        play(executors, letters)
+        for graphs in self.graphs or () if in_graphs else ():
+            graphs.complete()
+        gradients = [p.grad + 0 for model in self.models for p in model.parameters()]
+        sums = [entry.values.clone() for entry in get_moe_metrics_tracker().metrics.values()]
+        get_moe_metrics_tracker().clear()
+        return [*(loss for of_rank in losses for loss in of_rank), *gradients, *sums, *(b.clone() for b in buffers)]
+
+    def _context(self, number: int) -> StepContext:
+        config = self.models[0].config
+        config.grad_scale_func = lambda loss: loss * (1 + number)  # as a loss scaler that changes its scale
+
+        def forward_step(iterator, model):
+            tokens = torch.randint(
+                VOCABULARY, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(next(iterator))
+            )
+            output = model(
+                input_ids=tokens[:, :-1],
+                position_ids=torch.arange(SEQUENCE)[None],
+                attention_mask=None,
+                labels=tokens[:, 1:].contiguous(),
+            )
+            return output, lambda output: (output.float().mean(), output.detach().clone())
+
+        return StepContext(config, forward_step, MICROBATCHES, 1, False, False, None, False, num_tokens=torch.tensor(0))
+
+    def _runner(self, context: StepContext, rank: int, stage: int, in_graphs: bool) -> ChunkStage:
+        stages = self.placement.stages[rank]
+        last = [self.placement.next_stage(s) is None for s in stages]
+        number = int(context.config.grad_scale_func(1)) - 1
+        data = iter(range(100 * number, 100 * number + MICROBATCHES))
+        chunk = stages.index(stage)
+        runner = ChunkStage(context, self.models[stage], data, chunk, len(stages), last[chunk], Ends(last), ())
+        return runner.recast(GraphedStage, graphs=self.graphs[rank], stage=stage) if in_graphs else runner
+
+
+def vars_of(config: TransformerConfig) -> dict[str, Any]:
+    names = ("moe_token_dispatcher_type", *ONE, *SHARED, *LOSSES, *BIAS)
+    return {name: getattr(config, name) for name in names}
+
+
+def differing(schedule: str, settings: dict[str, Any]) -> int | str:
+    """The results of three replayed steps that differ from those of the same steps without graphs, or an error's code."""
+    destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    plain, graphed = World(schedule, settings), World(schedule, settings)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.fork = lambda *_: nullcontext()  # as in a capture of ``GraphedSteps``; nothing here is random
+    count, replays = 0, cuda_graphs.CUDAGraph.counts["replays"]
+    try:
+        for number in range(STEPS):
+            pairs = zip(plain.step(number, False), graphed.step(number, True), strict=True)
+            count += sum(not torch.equal(*pair) for pair in pairs)
+    except PipememError as error:
+        return error.code
+    assert cuda_graphs.CUDAGraph.counts["replays"] > replays
+    return count
+
+
+_forward = Gap.forward
+
+
+def without_copies(gap: Gap, graphs: GraphsOfStep) -> GapOfStep:
+    """Run experts on the fixed tensors themselves, which the next graphs fill."""
+    with mock.patch.object(torch.Tensor, "clone", torch.Tensor.detach):
+        return _forward(gap, graphs)
+
+
+def with_latest_state(gap: Any, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
+    """Run experts with what their dispatcher was left with, and not with the state of the microbatch."""
+    return gap.compute(tokens, probs)
+
+
+def captured(stage: GraphedStage, passes: PassGraphs, queue: object, *arguments: Any) -> torch.Tensor:
+    """Queue the weight gradients of experts with those that are captured."""
+    return passes.cut(stage.graphs, *arguments)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Any, str, Callable]] = {
+    "experts read fixed tensors": (ONE, Gap, "forward", without_copies),
+    "gradients of experts do not arrive": (SHARED, GapOfStep, "backward", lambda gap, graphs: None),
+    "the residual is not cut": (SHARED, Section, "hand_over", lambda section, tensor: tensor),
+    "the dispatcher keeps another state": (SHARED, room._Gap, "__call__", with_latest_state),
+    "weight gradients of experts are captured": (SHARED, GraphedStage, "_cut", captured),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    cuda_graphs.install()
+    linear = layers.linear_with_grad_accumulation_and_async_allreduce
+    layers.linear_with_grad_accumulation_and_async_allreduce = partial(split_linear, linear)
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    names = sys.argv[1:] or MODELS
+    shown: dict[str, Any] = {"models": {name: differing(*MODELS[name]) for name in names}, "faults": {}}
+    for name, (settings, *fault) in FAULTS.items():
+        with mock.patch.object(*fault):
+            try:
+                shown["faults"][name] = differing("zb-h1", settings)
+            except Exception as error:
+                shown["faults"][name] = type(error).__name__
+    json.dump(shown, sys.stdout)
