@@ -451,7 +451,8 @@ SPLIT_BACKWARD = Refusals(
     {
         "use_transformer_engine_op_fuser": "its fused operations compute their own weight gradients, and W would not run",
         "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of the experts would run within I, and not in W",
-        "tp_comm_overlap": "the next layer overwrites the user buffers that W would read; drop --tp-comm-overlap, or take a "
+        "tp_comm_overlap": "operands of W lie in user buffers that the next layer overwrites (with tp_comm_bulk_dgrad and "
+        "tp_comm_overlap_ag), and Transformer Engine delays no W with tp_comm_bulk_wgrad; drop --tp-comm-overlap, or take a "
         "schedule that does not split, like 1f1b or interleaved",
         "mtp_use_repeated_layer": "its layers run once per depth, and W would compute the weight gradients of one run; drop "
         "--mtp-use-repeated-layer, or pass --transformer-impl local",
