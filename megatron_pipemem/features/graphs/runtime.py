@@ -397,7 +397,7 @@ class GraphsOfStep:
         scale = losses.main_loss_backward_scale
         if losses not in self._scales:
             self._scales[losses] = scale.clone()
-        losses.set_loss_scale(self._scales[losses].copy_(scale))
+        losses.main_loss_backward_scale = self._scales[losses].copy_(scale)
 
     def free(self, passes: PassGraphs) -> None:
         """Let captures of later passes use the fixed tensors of a microbatch."""

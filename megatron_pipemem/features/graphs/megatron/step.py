@@ -120,7 +120,7 @@ class GraphedSteps(Extension):
             return ()
         check_chunks_for_graphs(step.chunks)  # in every step, because a program may add a hook after the capture
         order = tuple(a for a in step.program.actions[step.pipeline.device] if a.kind in _PASSES)
-        kind = (order, step.message.shape, _parameters(step.chunks))
+        kind = (order, step.message.shape, _addresses(step.chunks))
         if kind != self._kind or (self._graphs is not None and _are_replaced(self._sums)):
             self._graphs, self._kind, self._steps = None, kind, 0
         if self._graphs is None:
@@ -156,9 +156,10 @@ class GraphedSteps(Extension):
             torch.cuda.set_stream(torch.cuda.default_stream())
 
 
-def _parameters(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[bool, int, int], ...]:
-    """Return for every parameter whether it trains, and the addresses of its data and its gradient."""
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+def _addresses(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[bool, int, int], ...]:
+    """Return for every parameter and buffer whether it trains, and the addresses of its data and its gradient."""
+    models = [unwrap_model(chunk) for chunk in chunks]  # whose buffers are not those of gradients, as DDP's are
+    parameters = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
     return tuple(
         (parameter.requires_grad, parameter.data_ptr(), 0 if gradient is None else gradient.data_ptr())
