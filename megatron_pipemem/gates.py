@@ -52,7 +52,7 @@ class GateQuestion:
 
     @property
     def is_uncaptured(self) -> bool:
-        """Whether Megatron is asked for graphs that only this package can capture, and the request does not know."""
+        """Whether ``cuda_graph_impl`` asks for graphs of passes, which this package captures, but ``graphs`` is off."""
         return not self.request.graphs and self.schedule_request.captures_passes(self.value_of("cuda_graph_impl"))
 
     @property

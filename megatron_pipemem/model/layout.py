@@ -64,10 +64,10 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:
-    """Return a hybrid pattern without ``|``, cut into stages with these numbers of layers.
+    """Return a hybrid pattern with ``|`` between its stages, which have these numbers of layers.
 
-    Multi-token prediction, from the first ``/`` on, stays at the end. Raise an UnsupportedError if a stage would end within
-    a group of layers (``[*E]``).
+    ``pattern`` has no ``|`` yet: ``cut("M*-M", (1, 3))`` is ``"M|*-M"``. Multi-token prediction, from the first ``/`` on,
+    stays at the end. Raise an UnsupportedError if a stage would end within a group of layers (``[*E]``).
     """
     layers, slash, further = pattern.partition(FURTHER)
     items = PATTERN_ITEM.findall(layers)
@@ -146,7 +146,10 @@ def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
 
 
 def stages_of(model: Model, counts: Sequence[int]) -> list[str]:
-    """Return the layers of each stage in Megatron's notation, for example ``["Et*2", "t*2", "tL"]``."""
+    """Return the layers of each stage in Megatron's notation, for example ``["Et*2", "t*2", "tL"]``.
+
+    The stages of a hybrid model are pieces of its pattern, for example ``["M*-", "M*-/M*"]``.
+    """
     pattern = pattern_of(model)
     return _stages(counts, model.mtp_layers) if pattern is None else cut(pattern, counts).split(SEGMENTS)
 

@@ -117,8 +117,9 @@ def together(parts: Sequence[Chain], stage: int, seconds: Callable[[Chain, int],
 
 
 def chains_of(placement: Placement, units: Units, costs: Costs, splits: bool) -> list[list[Chain]]:
-    """Return the chains of the parts of all microbatches, once for those that are alike.
+    """Return a list for every kind of microbatch, with one chain for every part of such a microbatch.
 
+    Microbatches with equal numbers of parts are one kind, but with ``costs.microbatch`` every one is its own kind.
     ``splits`` says whether backwards may run as I and W.
     """
     n = units.parts

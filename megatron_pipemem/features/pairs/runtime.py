@@ -123,7 +123,10 @@ class Pieces:
         self._pieces.append(_PieceOfForward(_REMEDY, stream))
 
     def take(self, tensor: torch.Tensor, back: int = 1) -> torch.Tensor:
-        """Return a tensor, which was made ``back`` pieces before the running one, for the running one."""
+        """Hand a tensor over to the running piece from the piece that made it, ``back`` pieces before.
+
+        The result is a leaf of the running piece's own autograd graph. ``backward`` passes its gradient on.
+        """
         return self._pieces[-1 - back].hand_over_on(self._pieces[-1].stream, tensor)
 
     def end(self, output: torch.Tensor | None) -> None:

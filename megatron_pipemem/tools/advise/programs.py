@@ -33,7 +33,7 @@ from megatron_pipemem.tools.advise.consumers import (
 from megatron_pipemem.tools.advise.evaluation import other_places
 from megatron_pipemem.tools.advise.flat_settings import flags_in, has_flags_of_megatron, inherited
 from megatron_pipemem.tools.advise.missing import collected
-from megatron_pipemem.tools.advise.reading import Context, Reading, launched, named, parts, read_flags, started
+from megatron_pipemem.tools.advise.reading import Context, Reading, launched, named, read_flags, split_command, started
 from megatron_pipemem.tools.advise.shell import SWIFT_PROGRAMS
 from megatron_pipemem.tools.config.arguments import ENDS, UNKNOWN, MissingSetting, ask_for, flags_of_attributes
 from megatron_pipemem.tools.config.loading import (
@@ -171,12 +171,12 @@ def _read_program(words: Sequence[str], context: Context) -> Reading:
         settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))
         return _verl_sft(settings, launched(words), _SFT_OF_VERL, context)
     if any(PurePosixPath(word).name == "run_recipe.py" for word in words):
-        return _bridge(*parts(words), context)
+        return _bridge(*split_command(words), context)
     is_swift = any(word.startswith(SWIFT_PROGRAMS) for word in words)
     place = next((place for place, word in enumerate(words) if word == "--config"), len(words))
     if not is_swift and place + 1 < len(words) and words[place + 1].endswith((".yaml", ".yml")):
         return read_settings(Path(words[place + 1]), words[place + 2 :], context)
-    launcher, program, rest = parts(words)
+    launcher, program, rest = split_command(words)
     if is_swift:
         return _swift(*_swift_settings(rest, context), launcher, program, context)
     flags = named(rest, context.flag_table)

@@ -137,8 +137,11 @@ def named_cluster(text: str) -> str | None:
     return clusters.pop() if len(clusters) == 1 else None
 
 
-def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:
-    """Return the launcher's options of a command, the program (a script, or a module after ``-m``), and the words after it."""
+def split_command(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:
+    """Split a command at its program, which is a script, or a module after ``-m``.
+
+    Return the numbers of nodes and processes (``launched``), the program, and the words after it.
+    """
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     place = words.index("-m") + 1 if place is None else place
     return launched(words[:place]), words[place], words[place + 1 :]
@@ -149,7 +152,7 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
 
     Args:
         flags: values by flag without dashes; ``True`` for a flag without a value, a list for several values.
-        launcher: options of the launcher by name without leading dashes.
+        launcher: numbers of nodes and processes, by torchrun's names without leading dashes (``launched``).
         program: the training program or recipe.
         context: facts that the flags may leave open.
     """

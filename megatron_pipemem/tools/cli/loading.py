@@ -137,10 +137,11 @@ def num_layers(price_options: Prices, costs: Costs) -> int | None:
 
 
 def head_seconds(price_options: Prices, costs: Costs, schedule: Schedule) -> float | None:
-    """Return the seconds of F, I and W together of the whole LM head, for one microbatch; ``None`` if not given.
+    """Return the seconds of F, I and W together of the whole LM head, for one microbatch.
 
-    If they are given in layers, they are the seconds of so many layers of the schedule's model. Raise an UnsupportedError if
-    they are no number, or if the model's number of layers is needed and unknown.
+    Without ``--head-cost`` they are those of the costs; ``None`` if these are not costs of parts. If ``--head-cost``
+    counts layers, the head takes as long as so many layers of the costs. Raise an UnsupportedError if ``--head-cost`` is
+    no number, or if the model's number of layers is needed and unknown.
     """
     if price_options.head_cost is None:
         return part_costs.head_seconds(costs)

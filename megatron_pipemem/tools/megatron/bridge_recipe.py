@@ -163,7 +163,7 @@ def _tower(provider: object) -> dict[str, Any] | None:
 
 
 def _changed(section: object) -> dict[str, Any]:
-    """Return the fields of a dataclass that are neither ``None`` nor the default, as JSON values.
+    """Return the fields of a dataclass that are neither ``None`` nor the default of ``_defaults``, as JSON values.
 
     A function or class is replaced by its name, and other objects are left out. The result is empty if ``section`` is
     no dataclass.

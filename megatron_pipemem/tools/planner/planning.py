@@ -60,7 +60,7 @@ from megatron_pipemem.tools.planner.replay import (
 from megatron_pipemem.tools.planner.slices import LEAST_SLICED_GAIN
 from megatron_pipemem.tools.planner.space import Limits, cuts, hides_messages, is_stocks, orders
 from megatron_pipemem.tools.planner.step import PlannedStep, least_seconds, least_static, price
-from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, built, run_step, variants
+from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant, build_order, run_step, variants
 from megatron_pipemem.tools.planner.ways import Answer, CandidateGroup, Entry, FamilyCandidate, Way
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
@@ -482,7 +482,7 @@ class _Planner:
         A long step is predicted from shorter ones, and its plan has no list of actions.
         """
         run, step = base.group.run, base.group.step
-        build = partial(built, run, base.order, step, step.room(self._memory), base.group.variant)
+        build = partial(build_order, run, base.order, step, step.room(self._memory), base.group.variant)
         if 3 * microbatches * run.units.parts * step.placement.num_stages <= MOST_ACTIONS:
             return self._plan_of_schedule(base, build(microbatches))
         overlaps = run.schedule.overlap_steps

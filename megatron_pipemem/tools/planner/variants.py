@@ -217,12 +217,13 @@ IN_PAIRS = Variant(
 """Forwards and backwards in pairs, for runs with ``--overlap-moe-expert-parallel-comm`` only."""
 
 
-def built(
+def build_order(
     run: Run, order: Order, step: PlannedStep, room: tuple[float, ...], variant: Variant | None, count: int
 ) -> Schedule:
     """Return the schedule of a step with ``count`` microbatches under a family, with the actions of the variant.
 
-    W may run earlier (``schedule.earlier_weights``), but not if the variant frees memory or cuts the head over the ranks.
+    ``room`` has the bytes of every device that are left for activations (``PlannedStep.room``). W may run earlier
+    (``schedule.earlier_weights``), but not if the variant frees memory or cuts the head over the ranks.
     """
     is_plain = variant in (None, IN_PAIRS)
     fits_costs = is_plain and run.units.are_whole and "costs" in family(order.name).options

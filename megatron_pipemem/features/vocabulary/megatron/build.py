@@ -426,7 +426,10 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
 
 
 def _uncuttable(reason: str) -> UnsupportedError:
-    """Return the error for a model whose vocabulary cannot be cut: the remedy is always to turn the cut off."""
+    """Return the error for a model whose vocabulary cannot be cut: the remedy is always to turn the cut off.
+
+    The remedy ends the sentence of ``reason``, which must end with ``;``, or with ``or`` after another remedy.
+    """
     return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-cut off")
 
 
