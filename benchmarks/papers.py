@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.stream import consecutive_steps
 from megatron_pipemem.tools.config.cluster import GIB, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
@@ -165,7 +165,9 @@ def _without_barrier(answer: Answer, base: Answer) -> str:
     for best in (answer.plans[0], base.plans[0]):
         cut = best.run.parallelism
         schedule = build_schedule(best.schedule, num_devices=cut.pp, num_microbatches=cut.microbatches)
-        reached.append(mfu(best.run, stream(schedule, best.step.costs, steps=2).period + best.step.outside_seconds))
+        reached.append(
+            mfu(best.run, consecutive_steps(schedule, best.step.costs, steps=2).period + best.step.outside_seconds)
+        )
     return f"no barrier {reached[0] / reached[1]:.3f}; "
 
 

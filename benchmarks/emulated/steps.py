@@ -18,7 +18,7 @@ from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.stream import consecutive_steps
 
 BARRIER, OVERLAPPED, DROPPED = "waits", "none", "all dropped"
 """All ranks wait for the norm behind every step; in the middle of the next one; there, and begin that one again."""
@@ -99,7 +99,7 @@ def _rows(microbatches: int, costs: Costs, schedules: Iterable[str]) -> Iterator
 
 
 def _planned(step: Step, way: str) -> float | None:
-    steps = stream(step.plan, step.costs)
+    steps = consecutive_steps(step.plan, step.costs)
     return {BARRIER: steps.synchronous, OVERLAPPED: steps.period}.get(way)
 
 

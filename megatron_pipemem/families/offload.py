@@ -101,8 +101,8 @@ def pipe_offload(
     costs = costs or Costs()
     if k is not None or costs.channel is None:
         costs = replace(costs, channel=Channel(ratio=1.0 if k is None else k))
-    # Over a V the warm-up is uniform only if it is paced.
-    plan = plan_offload(base, costs, offload_chunks, pace=placement == "v")
+    # Over a V the warm-up is uniform only if it is spread.
+    plan = plan_offload(base, costs, offload_chunks, spread_warmup=placement == "v")
     return replace(plan.schedule, name=name)
 
 

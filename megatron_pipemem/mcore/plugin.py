@@ -96,7 +96,7 @@ class _Enabled:
         programs = programs_for(request)
         settings.joins = programs.join
         chunk_placement = ChunkPlacement(
-            programs.placement, request.is_round_robin, name=request.schedule, joins=settings.join
+            programs.placement, request.is_round_robin, schedule_name=request.schedule, joins=settings.join
         )
         by_position = {position: _extensions(position, request, programs, chunk_placement) for position in Position}
         run = _ExtensionParts(request, programs, chunk_placement, recording, by_position)
@@ -156,7 +156,7 @@ def _pricing(run: _ExtensionParts) -> list[Extension]:
     return pricing
 
 
-def _step_shapes(run: _ExtensionParts) -> list[Extension]:
+def _message_shapes(run: _ExtensionParts) -> list[Extension]:
     # An asynchronous step runs forwards of the next step, whose message shapes are unknown.
     is_needed = run.request.message_shapes == "step" and not run.request.is_asynchronous
     return [StepShapes(run.chunk_placement)] if is_needed else []
@@ -174,7 +174,7 @@ _ORDER: tuple[tuple[Callable[[_ExtensionParts], list[Extension]], str], ...] = (
         lambda run: [SplitBackward(run.request, counted=bool(run.recording))],
         "a lost gradient raises before losses are gathered",
     ),
-    (_step_shapes, "features that replace stages need the shapes of messages"),
+    (_message_shapes, "features that replace stages need the shapes of messages"),
     (lambda run: run.by_position[Position.STAGES], "replace stages, and add or wrap handlers"),
     (_reductions, "wraps the W, B and REDUCE_GRAD of the features"),
     (lambda run: [Losses()], "wraps the F of the features, and gathers losses when they have finished the step"),

@@ -18,7 +18,16 @@ from megatron_pipemem.model.layout import (
     pattern_of,
     without_cuts,
 )
-from megatron_pipemem.model.model import DELTA, EXPERTS, INDEX, LATENT, MAMBA, SIZES, Model, Sublayer
+from megatron_pipemem.model.model import (
+    DELTA_ATTRIBUTES,
+    EXPERT_ATTRIBUTES,
+    INDEXER_ATTRIBUTES,
+    LATENT_ATTRIBUTES,
+    MAMBA_ATTRIBUTES,
+    SIZE_ATTRIBUTES,
+    Model,
+    Sublayer,
+)
 
 _ALSO_CALLED = {
     "num_experts": "num_moe_experts",
@@ -28,7 +37,7 @@ _ALSO_CALLED = {
 """Names of attributes that Megatron's configuration, or an older Megatron, spells in another way."""
 _NEEDED = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "sequence": "seq_length"}
 ATTRIBUTES = {
-    **SIZES,
+    **SIZE_ATTRIBUTES,
     **_NEEDED,
     "vocabulary": "vocab_size",
     "activation": "swiglu",
@@ -109,19 +118,19 @@ def model_of(args: object, **facts: Any) -> Model:
     hidden, variant, blocks = shape["hidden"], of("experimental_attention_variant"), pattern or ""
     shape["ffn"] = of("ffn_hidden_size") or (int(4 * hidden * 2 / 3 / 64) * 64 if of("swiglu") else None)
     if of("multi_latent_attention"):
-        shape |= sizes(LATENT)
+        shape |= sizes(LATENT_ATTRIBUTES)
     if variant == "dsa":
-        shape |= sizes(INDEX)
+        shape |= sizes(INDEXER_ATTRIBUTES)
     if variant == "gated_delta_net":
         shape["linear_attention_freq"] = _frequency(of("linear_attention_freq", 1))
     if variant == "gated_delta_net" or Sublayer.DELTA_NET in blocks:
-        shape |= sizes(DELTA)
+        shape |= sizes(DELTA_ATTRIBUTES)
     if Sublayer.MAMBA in blocks:
-        shape |= sizes(MAMBA)
+        shape |= sizes(MAMBA_ATTRIBUTES)
     if experts := of("num_experts"):
         shape |= {
             "experts": experts,
-            **sizes(EXPERTS),
+            **sizes(EXPERT_ATTRIBUTES),
             "router_score": of("moe_router_score_function", "softmax"),
             "router_bias": bool(of("moe_router_enable_expert_bias")),
             "router_scale": of("moe_router_topk_scaling_factor") or 1.0,
@@ -191,20 +200,20 @@ def arguments_of(model: Model) -> dict[str, Any]:
 
     blocks = "".join(model.all_kinds)
     if model.kv_lora_rank is not None:
-        arguments |= {"multi_latent_attention": True, **sizes(LATENT)}
+        arguments |= {"multi_latent_attention": True, **sizes(LATENT_ATTRIBUTES)}
     if model.dsa_indexer_topk:
-        arguments |= {"experimental_attention_variant": "dsa", **sizes(INDEX)}
+        arguments |= {"experimental_attention_variant": "dsa", **sizes(INDEXER_ATTRIBUTES)}
     if Sublayer.DELTA_NET in blocks:
-        arguments |= sizes(DELTA)
+        arguments |= sizes(DELTA_ATTRIBUTES)
     if model.linear_attention_freq != 1:
         arguments["experimental_attention_variant"] = "gated_delta_net"
         arguments["linear_attention_freq"] = model.linear_attention_freq
     if Sublayer.MAMBA in blocks:
-        arguments |= sizes(MAMBA)
+        arguments |= sizes(MAMBA_ATTRIBUTES)
     if model.experts:
         arguments |= {
             "num_experts": model.experts,
-            **sizes(EXPERTS),
+            **sizes(EXPERT_ATTRIBUTES),
             "moe_ffn_hidden_size": model.expert_width,
             "moe_layer_freq": model.moe_layer_freq if model.moe_layer_freq != 1 else None,
             "moe_router_score_function": model.router_score,

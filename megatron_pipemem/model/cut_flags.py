@@ -14,7 +14,7 @@ from megatron_pipemem.choose.model_cut import Cut, check_cut, is_folded, known_c
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.counts import layer_weights
-from megatron_pipemem.model.model import SIZES, Sublayer, grouped_layers
+from megatron_pipemem.model.model import SIZE_ATTRIBUTES, Sublayer, grouped_layers
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
@@ -128,7 +128,7 @@ _DEFAULTS = {"moe_router_topk": 2, "kv_lora_rank": 32}
 
 def sizes_of(flags: Flags) -> SimpleNamespace:
     """Return the arguments of Megatron from which the sizes of layers follow. A value that is no number is left out."""
-    sizes = {name: _whole(flags.get(name.replace("_", "-"))) for name in SIZES.values()}
+    sizes = {name: _whole(flags.get(name.replace("_", "-"))) for name in SIZE_ATTRIBUTES.values()}
     present = {name: size for name, size in sizes.items() if size is not None}
     return SimpleNamespace(**_DEFAULTS | present, swiglu=is_given(flags, "swiglu"))
 
@@ -415,8 +415,8 @@ def _example(flags: Flags, layers: int | None, stages: int) -> str:
     return f", for example '{_written(flags, layout.spread(layers, stages))}'"
 
 
-def _pass_virtual_stages(chunks: int, instead: str) -> str:
-    return "leave it out" if chunks == 1 else f"pass --{VIRTUAL_STAGES} {chunks} {instead}"
+def _pass_virtual_stages(chunks: int, ending: str) -> str:
+    return "leave it out" if chunks == 1 else f"pass --{VIRTUAL_STAGES} {chunks} {ending}"
 
 
 def _whole(value: object) -> int | None:

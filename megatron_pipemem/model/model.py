@@ -27,7 +27,7 @@ from megatron_pipemem.values import (
     refuse_if,
 )
 
-LATENT, DELTA, INDEX = (
+LATENT_ATTRIBUTES, DELTA_ATTRIBUTES, INDEXER_ATTRIBUTES = (
     {name: name for name in names}
     for names in (
         ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -42,7 +42,7 @@ LATENT, DELTA, INDEX = (
     )
 )
 """The sizes of latent attention, of gated delta nets, and of sparse attention: Megatron's attributes by fields of ``Model``."""
-EXPERTS = {
+EXPERT_ATTRIBUTES = {
     "experts_per_token": "moe_router_topk",
     "expert_ffn": "moe_ffn_hidden_size",
     "shared_expert_ffn": "moe_shared_expert_intermediate_size",
@@ -51,25 +51,25 @@ EXPERTS = {
     "router_groups_per_token": "moe_router_group_topk",
 }
 """The sizes of experts, likewise."""
-MAMBA = {
+MAMBA_ATTRIBUTES = {
     "mamba_state": "mamba_state_dim",
     "mamba_heads": "mamba_num_heads",
     "mamba_head_dim": "mamba_head_dim",
     "mamba_groups": "mamba_num_groups",
 }
 """The sizes of Mamba blocks, likewise."""
-SIZES = {
+SIZE_ATTRIBUTES = {
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_query_groups",
     "head_channels": "kv_channels",
     "ffn": "ffn_hidden_size",
     "experts": "num_experts",
-    **EXPERTS,
-    **MAMBA,
-    **LATENT,
-    **DELTA,
-    **INDEX,
+    **EXPERT_ATTRIBUTES,
+    **MAMBA_ATTRIBUTES,
+    **LATENT_ATTRIBUTES,
+    **DELTA_ATTRIBUTES,
+    **INDEXER_ATTRIBUTES,
 }
 """Megatron's arguments by the fields of ``Model`` for the sizes of layers."""
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by

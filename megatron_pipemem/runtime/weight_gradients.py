@@ -54,7 +54,10 @@ class DeferredWeightGradient(Protocol):
     """Work that computes one or more deferred weight gradients, with its operands."""
 
     weight: torch.Tensor | None = None
-    """The weight whose gradient other works may add to; ``None`` if this work alone completes the gradient."""
+    """The weight whose gradient this work adds to, as other works may; the queue calls its hooks after the last of them.
+
+    ``None`` if the work calls the hooks of its parameters itself.
+    """
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:

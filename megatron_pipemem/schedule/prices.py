@@ -209,16 +209,16 @@ class MicrobatchFactors:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "time", _factors("time", self.time))
+        object.__setattr__(self, "time", _microbatch_factors("time", self.time))
         if self.memory is not None:
-            object.__setattr__(self, "memory", _factors("memory", self.memory))
+            object.__setattr__(self, "memory", _microbatch_factors("memory", self.memory))
         if unknown_kinds := sorted(set(self.kinds) - WEIGHED):
             raise CostsError(
                 "unknown-key",
                 f"microbatch.kinds has {shortened(unknown_kinds[0])}, which takes no factors; give some of "
                 f"{', '.join(sorted(WEIGHED))}",
             )
-        kinds = {Kind(kind): _factors(f"kinds.{kind}", factors) for kind, factors in self.kinds.items()}
+        kinds = {Kind(kind): _microbatch_factors(f"kinds.{kind}", factors) for kind, factors in self.kinds.items()}
         object.__setattr__(self, "kinds", kinds)
         named = {"memory": self.memory or self.time, **{f"kinds.{kind}": factors for kind, factors in kinds.items()}}
         for name, factors in named.items():
@@ -278,7 +278,7 @@ class MicrobatchFactors:
         )
 
 
-def _factors(name: str, value: object) -> tuple[float, ...]:
+def _microbatch_factors(name: str, value: object) -> tuple[float, ...]:
     listed = listed_objects(value)
     if listed is None:
         raise CostsError(

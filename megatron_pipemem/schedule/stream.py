@@ -277,7 +277,7 @@ _MOST_STEPS = 64
 
 
 @dataclass(frozen=True)
-class Stream:
+class ConsecutiveSteps:
     """The times of consecutive steps with and without a barrier."""
 
     synchronous: float  # seconds from step to step if all devices wait for each other before the optimizer
@@ -291,7 +291,9 @@ class Stream:
         return self.synchronous / self.period if self.period else 1.0
 
 
-def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = (), steps: int = 8) -> Stream:
+def consecutive_steps(
+    schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = (), steps: int = 8
+) -> ConsecutiveSteps:
     """Simulate consecutive steps until their times repeat; return the time per step with and without a barrier.
 
     ``tails`` has the seconds of every device's own work at the end of a step: its optimizer, and the part of its
@@ -323,12 +325,12 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
         begins = tuple(end + tail for end, tail in zip(run(len(begins_of_steps), begins), tails, strict=True))
         begins_of_steps.append(begins)
         period = _period(begins_of_steps) if period is None else period
-    return Stream(synchronous, period, tuple(begins_of_steps))
+    return ConsecutiveSteps(synchronous, period, tuple(begins_of_steps))
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None) -> float:
     """Return the speed-up of consecutive steps without the barrier. Compare the result with ``LEAST_GAIN``."""
-    return stream(schedule, costs, steps=1).gain
+    return consecutive_steps(schedule, costs, steps=1).gain
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:

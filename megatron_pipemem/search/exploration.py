@@ -29,7 +29,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.stream import consecutive_steps
 from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search.exact import solve
@@ -418,7 +418,7 @@ class Exploration:
         return self._described(schedule, timeline, self.bound, name)
 
     def _described(self, schedule: Schedule, timeline: Timeline, bound: float, name: str) -> Candidate:
-        makespan = stream(schedule, self.costs, steps=1).period if self.period else timeline.makespan
+        makespan = consecutive_steps(schedule, self.costs, steps=1).period if self.period else timeline.makespan
         # The bound of an exact solution was rounded to ticks.
         return Candidate(schedule, makespan, timeline.peaks, min(bound, makespan), name)
 

@@ -135,9 +135,9 @@ class Problem:
         return PassTable(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
 
     @staticmethod
-    def are_mirrored(one: int, other: int) -> bool:
-        """Return whether two classes run the parts of a microbatch in opposite orders."""
-        return (one % 3 == FORWARD) != (other % 3 == FORWARD)
+    def are_mirrored(one_class: int, other_class: int) -> bool:
+        """Return whether two classes (``3 * stage + kind``) run the parts of a microbatch in opposite orders."""
+        return (one_class % 3 == FORWARD) != (other_class % 3 == FORWARD)
 
     @cached_property
     def is_steady(self) -> bool:

@@ -36,7 +36,7 @@ _REACH = 8
 _IDLE_SHARE = 0.5
 """The share of a W's time that a device must wait for its next turn, if W is to run before it."""
 _DRAWS = 5
-"""The random numbers of one change: its turn, kind, distance and order, and the delay that is accepted."""
+"""The random numbers of one change: its turn, kind, distance and detail, and the delay that is accepted."""
 _HOT, _COLD = 1e-2, 2e-4
 """The delay that is accepted with a chance of 1/e, at first and at last, as a share of a device's F."""
 _MOST_WORK = 3e8
@@ -230,70 +230,70 @@ def critical_path(turns: Turns, times: TurnTimes, path: Array) -> int:
 
 
 @as_machine_code
-def place_turn(turns: Turns, d: int, p: int, forward: int, backward: int, is_whole: bool) -> None:
-    """Insert a turn before turn ``p`` of device ``d``."""
-    for q in range(turns.lengths[d], p, -1):
-        turns.forward[d, q], turns.backward[d, q] = turns.forward[d, q - 1], turns.backward[d, q - 1]
-        turns.is_whole[d, q] = turns.is_whole[d, q - 1]
-    turns.forward[d, p], turns.backward[d, p], turns.is_whole[d, p] = forward, backward, is_whole
+def place_turn(turns: Turns, d: int, turn: int, forward: int, backward: int, is_whole: bool) -> None:
+    """Insert a turn before number ``turn`` of device ``d``."""
+    for other in range(turns.lengths[d], turn, -1):
+        turns.forward[d, other], turns.backward[d, other] = turns.forward[d, other - 1], turns.backward[d, other - 1]
+        turns.is_whole[d, other] = turns.is_whole[d, other - 1]
+    turns.forward[d, turn], turns.backward[d, turn], turns.is_whole[d, turn] = forward, backward, is_whole
     turns.lengths[d] += 1
 
 
 @as_machine_code
-def drop_turn(turns: Turns, d: int, p: int) -> None:
-    """Remove turn ``p`` of device ``d``."""
-    for q in range(p, turns.lengths[d] - 1):
-        turns.forward[d, q], turns.backward[d, q] = turns.forward[d, q + 1], turns.backward[d, q + 1]
-        turns.is_whole[d, q] = turns.is_whole[d, q + 1]
+def drop_turn(turns: Turns, d: int, turn: int) -> None:
+    """Remove number ``turn`` of the turns of device ``d``."""
+    for other in range(turn, turns.lengths[d] - 1):
+        turns.forward[d, other], turns.backward[d, other] = turns.forward[d, other + 1], turns.backward[d, other + 1]
+        turns.is_whole[d, other] = turns.is_whole[d, other + 1]
     turns.lengths[d] -= 1
 
 
 @as_machine_code
-def change_turn(turns: Turns, d: int, p: int, kind: float, distance: float, order: float) -> bool:
-    """Move turn ``p`` of device ``d``, split it, or join it with another turn; return whether that could be done.
+def change_turn(turns: Turns, d: int, turn: int, kind: float, distance: float, detail: float) -> bool:
+    """Move number ``turn`` of the turns of device ``d``, split it, or join it; return whether that could be done.
 
-    ``kind``, ``distance`` and ``order`` are random numbers from 0 to 1. A ``distance`` below 0.5 leads to later turns.
+    ``kind``, ``distance`` and ``detail`` are random numbers from 0 to 1. A ``distance`` below 0.5 leads to later turns.
     """
     count = turns.lengths[d]
-    f, b, is_b = turns.forward[d, p], turns.backward[d, p], turns.is_whole[d, p]
+    f, b, is_b = turns.forward[d, turn], turns.backward[d, turn], turns.is_whole[d, turn]
     step = 1 if distance < 0.5 else -1
     reach = 1 + int(distance * 2 % 1 * _REACH)
     if kind < 0.4:  # move
-        q = p + step * reach
-        if not 0 <= q < count:
+        other = turn + step * reach
+        if not 0 <= other < count:
             return False
-        drop_turn(turns, d, p)
-        place_turn(turns, d, q, f, b, is_b)
+        drop_turn(turns, d, turn)
+        place_turn(turns, d, other, f, b, is_b)
         return True
     if kind > 0.85 and f < 0:  # B in place of I, or I in place of B
-        turns.is_whole[d, p] = not is_b
+        turns.is_whole[d, turn] = not is_b
         return True
     if f < 0 or b < 0:  # join
-        q = p + step
-        while 0 <= q < count and reach and (turns.forward[d, q] if f >= 0 else turns.backward[d, q]) >= 0:
-            q += step
+        other = turn + step
+        while 0 <= other < count and reach and (turns.forward[d, other] if f >= 0 else turns.backward[d, other]) >= 0:
+            other += step
             reach -= 1
-        if not (0 <= q < count and reach):
+        if not (0 <= other < count and reach):
             return False
-        forward, backward = max(f, turns.forward[d, q]), max(b, turns.backward[d, q])
+        forward, backward = max(f, turns.forward[d, other]), max(b, turns.backward[d, other])
         if forward == backward:
             return False
-        at, dropped = (p, q) if order < 0.5 else (q, p)
+        at, dropped = (turn, other) if detail < 0.5 else (other, turn)
         turns.forward[d, at], turns.backward[d, at] = forward, backward
-        turns.is_whole[d, at] = order * 2 % 1 < 0.5
+        turns.is_whole[d, at] = detail * 2 % 1 < 0.5
         drop_turn(turns, d, dropped)
         return True
     if kind < 0.7:  # split
-        turns.forward[d, p] = NONE
-        place_turn(turns, d, min(p + int(order * 3), count), f, NONE, False)
+        turns.forward[d, turn] = NONE
+        place_turn(turns, d, min(turn + int(detail * 3), count), f, NONE, False)
         return True
     if kind < 0.85:
-        turns.is_whole[d, p] = not is_b
+        turns.is_whole[d, turn] = not is_b
         return True
-    q = p + 1  # exchange the forwards of two neighbours
-    if q == count or turns.backward[d, q] in (NONE, f) or turns.forward[d, q] in (NONE, b):
+    other = turn + 1  # exchange the forwards of two neighbours
+    if other == count or turns.backward[d, other] in (NONE, f) or turns.forward[d, other] in (NONE, b):
         return False
-    turns.forward[d, p], turns.forward[d, q] = turns.forward[d, q], f
+    turns.forward[d, turn], turns.forward[d, other] = turns.forward[d, other], f
     return True
 
 
@@ -319,18 +319,18 @@ def anneal(
     while path[length] >= 0:
         length += 1
     for number in range(len(draws)):
-        chosen, kind, distance, order, luck = draws[number]
+        chosen, kind, distance, detail, luck = draws[number]
         if chosen < 0.8:
             at = path[int(chosen / 0.8 * length)]
-            d, p = at // most, at % most
+            d, turn = at // most, at % most
         else:  # any turn
             device = (chosen - 0.8) * 5 * devices
             d = int(device)
-            p = int(device % 1 * turns.lengths[d])
+            turn = int(device % 1 * turns.lengths[d])
         length_before = turns.lengths[d]
         forward, backward, is_whole = turns.forward[d].copy(), turns.backward[d].copy(), turns.is_whole[d].copy()
         after = -1.0
-        if p < length_before and change_turn(turns, d, p, kind, distance, order):
+        if turn < length_before and change_turn(turns, d, turn, kind, distance, detail):
             after = simulated(lanes, microbatches, turns, times)
         if after < 0 or after - seconds[0] > -np.log(luck) * heat[number]:
             turns.lengths[d] = length_before

@@ -27,7 +27,7 @@ def test_tensors_are_kept_until_gloo_has_dropped_them(monkeypatch, end):
     if end == "waited for":
         process_groups._await_release(lent)
     elif end == "shared":
-        work._shared()
+        work._hand_out_work()
     del work
     assert lent == [] and len(process_groups._late) == 1
     del gloo

@@ -51,7 +51,9 @@ def as_rank(monkeypatch):
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
         monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
         monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
-        chunks = chunks or ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
+        chunks = chunks or ChunkPlacement(
+            lambda p, v: Placement.v_shape(p), is_round_robin=False, schedule_name="v-half"
+        )
         if chunks is not installed:
             patches.remove()
             patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.is_of_program])
@@ -117,7 +119,7 @@ def test_a_placement_that_megatron_cannot_build_is_refused():
 def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, monkeypatch, virtual_stages, chunks):
     as_rank(1)
     source = ProgramStore(Request("hanayo"))
-    placement = ChunkPlacement(source.placement, source.request.is_round_robin, name="hanayo")
+    placement = ChunkPlacement(source.placement, source.request.is_round_robin, schedule_name="hanayo")
     built = placement.build_chunks(Chunk, GROUPS, virtual_stages)
     assert [chunk.vp_stage for chunk in built] == list(range(chunks))
     group = parallel_state.get_pipeline_model_parallel_group()

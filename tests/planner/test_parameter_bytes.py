@@ -23,7 +23,7 @@ AWARE = SHARDED | {"use-precision-aware-optimizer": True}
 
 
 @pytest.mark.parametrize(
-    ("precision", "flags", "gradient", "optimizer", "ends", "stepping"),
+    ("precision", "flags", "gradient", "optimizer", "ends", "in_step"),
     [
         ("bf16", {}, 4, 12, 12, 0),
         ("bf16", {"grad-reduce-in-bf16": True}, 2, 12, 12, 4),
@@ -40,9 +40,10 @@ AWARE = SHARDED | {"use-precision-aware-optimizer": True}
         ("fp32", {"optimizer": "sgd"}, 4, 4, 4, 0),
     ],
 )
-def test_bytes_by_flags(precision, flags, gradient, optimizer, ends, stepping):
+def test_bytes_by_flags(precision, flags, gradient, optimizer, ends, in_step):
     of = parameter_bytes(precision, flags)
-    assert (of.gradient, of.optimizer, of.ends_optimizer, of.stepping) == (gradient, optimizer, ends, stepping)
+    assert (of.gradient, of.optimizer, of.ends_optimizer) == (gradient, optimizer, ends)
+    assert of.extra_in_optimizer_step == in_step
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,12 @@ def test_copies_of_a_step_count_where_activations_do_not():
     step = price(on_host(**{"grad-reduce-in-bf16": True, "use-precision-aware-optimizer": False}), Placement.linear(2))
     none, much = step.held((0.0, 0.0)), step.held((1e12, 1e12))
     assert none == pytest.approx(
-        [s + max(b, t) for s, b, t in zip(step.static_bytes, step.buffer_bytes, step.stepping_bytes, strict=True)]
+        [s + max(b, t) for s, b, t in zip(step.static_bytes, step.buffer_bytes, step.optimizer_step_bytes, strict=True)]
     )
     rows = zip(step.static_bytes, step.buffer_bytes, step.sent_share, strict=True)
     assert much == pytest.approx([static + buffers + 1e12 * (1 + sent) for static, buffers, sent in rows])
     assert step.room(much[1])[1] == pytest.approx(1e12)
-    assert min(step.stepping_bytes) > max(step.buffer_bytes)
+    assert min(step.optimizer_step_bytes) > max(step.buffer_bytes)
 
 
 def test_graphs_keep_the_memory_of_activations_during_the_optimizers_step():
@@ -126,9 +127,8 @@ def test_graphs_keep_the_memory_of_activations_during_the_optimizers_step():
     kept = plain.room(1e12)
     added = [graphs - bytes for graphs, bytes in zip(graphed.held(kept), plain.held(kept), strict=True)]
     messages = 2 * message_bytes(RUN.model, on_host().execution)
-    assert (
-        added == pytest.approx([nbytes + messages for nbytes in plain.stepping_bytes]) and min(plain.stepping_bytes) > 0
-    )
+    assert added == pytest.approx([nbytes + messages for nbytes in plain.optimizer_step_bytes])
+    assert min(plain.optimizer_step_bytes) > 0
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
-from megatron_pipemem.schedule.stream import LEAST_GAIN, stream
+from megatron_pipemem.schedule.stream import LEAST_GAIN, consecutive_steps
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.tools.config.cluster import GIB, HostChannel
 from megatron_pipemem.tools.config.loading import load
@@ -428,7 +428,7 @@ def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_pa
     for way in ways:
         cut = way.run.parallelism
         order = family_schedule(way.schedule, cut.pp, cut.microbatches, cut.chunks)
-        expected = stream(with_earlier_weights(order, way.step.costs), way.step.costs)
+        expected = consecutive_steps(with_earlier_weights(order, way.step.costs), way.step.costs)
         assert way.seconds == pytest.approx(expected.period + way.step.outside_seconds)
         assert way.gain_without_barrier == facts(way)["gain_without_barrier"] == pytest.approx(expected.gain)
         assert (way.gain_without_barrier > LEAST_GAIN) == (way.schedule != "1f1b")

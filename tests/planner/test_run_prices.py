@@ -12,7 +12,7 @@ from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.stream import consecutive_steps
 from megatron_pipemem.tools.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import balance
 from megatron_pipemem.tools.planner.memory import predicted_memory
@@ -69,7 +69,7 @@ def test_steps_without_a_barrier_take_their_period():
     )
     costs = run_step(run, PLACEMENT, LAYERS).costs
     way = as_it_stands(run)
-    assert way.makespan == pytest.approx(stream(SCHEDULE, costs).period)
+    assert way.makespan == pytest.approx(consecutive_steps(SCHEDULE, costs).period)
     assert way.makespan < as_it_stands(whole).makespan
     assert way.gain_without_barrier == pytest.approx(simulate(SCHEDULE, costs).makespan / way.makespan)
 

@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.stream import consecutive_steps
 from megatron_pipemem.tools.report.measured_step import (
     BARRIER,
     CAUSES,
@@ -89,7 +89,7 @@ def test_even_stages_and_instant_messages_leave_what_the_schedule_makes():
 
 def test_what_a_barrier_costs_is_what_steps_without_one_save():
     schedule = built("zbv", 8, 16)
-    steps = stream(schedule)
+    steps = consecutive_steps(schedule)
     assert causes_of(as_measured(schedule)) == [{BARRIER: steps.synchronous - steps.period}] * 8
 
 

@@ -29,11 +29,11 @@ from megatron_pipemem.schedule.stream import (
     Window,
     _check_messages,
     _window_numbers,
+    consecutive_steps,
     draw_steps,
     family_window,
     horizon,
     steady,
-    stream,
 )
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import search_schedule
@@ -43,13 +43,14 @@ SIZES = [(4, 4), (4, 8), (4, 16), (8, 16)]
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "v-min"])
 def test_schedules_whose_first_device_works_from_end_to_end_gain_nothing(name):
-    assert [stream(build_schedule(name, num_devices=p, num_microbatches=m)).gain for p, m in SIZES] == [1] * len(SIZES)
+    schedules = [build_schedule(name, num_devices=p, num_microbatches=m) for p, m in SIZES]
+    assert [consecutive_steps(schedule).gain for schedule in schedules] == [1] * len(SIZES)
 
 
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0]])
 @pytest.mark.parametrize(("name", "part"), [("zbv", 6), ("zb-h2", 3)])
 def test_zero_bubble_schedules_gain_what_their_closed_form_says(name, part, p, m):
-    steps = stream(build_schedule(name, num_devices=p, num_microbatches=m))
+    steps = consecutive_steps(build_schedule(name, num_devices=p, num_microbatches=m))
     assert steps.gain == pytest.approx(1 + Fraction(p - 1, part * m))
 
 
@@ -57,7 +58,7 @@ def test_zero_bubble_schedules_gain_what_their_closed_form_says(name, part, p, m
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_double_buffered_weights_save_the_drain_as_their_closed_form_says(p, m, forward, backward):
     costs = Costs(forward, backward / 2, backward / 2)
-    steps = stream(build_schedule("pipedream-2bw", num_devices=p, num_microbatches=m), costs)
+    steps = consecutive_steps(build_schedule("pipedream-2bw", num_devices=p, num_microbatches=m), costs)
     assert steps.gain == pytest.approx(1 + (p - 1) * backward / (m * (forward + backward)))
     window = family_window("pipedream-2bw", p, m, steady(p, m))
     assert steps.synchronous == pytest.approx(window.simulate(costs).makespan)
@@ -75,7 +76,7 @@ def test_double_buffered_weights_save_the_drain_as_their_closed_form_says(p, m, 
 )
 def test_windows_follow_each_other_as_the_endless_schedule_runs(name, m, options, costs):
     one = simulate(build_schedule(name, num_devices=4, num_microbatches=m, **options), costs)
-    steps, drawn = stream(one.schedule, costs, steps=5), draw_steps(one, 5)
+    steps, drawn = consecutive_steps(one.schedule, costs, steps=5), draw_steps(one, 5)
     assert drawn.schedule.orders == build_schedule("1f1b", num_devices=4, num_microbatches=5 * m).orders
     for device, (order, spans) in enumerate(zip(drawn.schedule.orders, drawn.spans, strict=True)):
         ends = {a.microbatch: end for a, (_, end) in zip(order, spans, strict=True) if a.kind is Kind.B}
@@ -88,7 +89,7 @@ def test_windows_follow_each_other_as_the_endless_schedule_runs(name, m, options
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h2", "zbv", "v-half", "dualpipe-v", "po-f", "seq1f1b"])
 def test_steps_end_when_they_do_as_one_schedule(name, costs):
     one = simulate(build_schedule(name, num_devices=4, num_microbatches=8), costs)
-    steps = stream(one.schedule, costs, steps=3)
+    steps = consecutive_steps(one.schedule, costs, steps=3)
     drawn = draw_steps(one, 3)
     assert drawn.schedule.num_microbatches == 24
     for device, spans in enumerate(drawn.spans):
@@ -101,9 +102,9 @@ def test_steps_end_when_they_do_as_one_schedule(name, costs):
 
 def test_tails_of_one_length_add_to_both_and_a_busy_device_hides_none_of_its_own():
     schedule = build_schedule("zbv", num_devices=4, num_microbatches=8)
-    alone, even = stream(schedule), stream(schedule, tails=(2.0,) * 4)
+    alone, even = consecutive_steps(schedule), consecutive_steps(schedule, tails=(2.0,) * 4)
     assert (even.period, even.synchronous) == (alone.period + 2, alone.synchronous + 2)
-    uneven = stream(schedule, tails=(0.0, 2.0, 0.0, 0.0))
+    uneven = consecutive_steps(schedule, tails=(0.0, 2.0, 0.0, 0.0))
     assert uneven.period == even.period, "every device of zbv works all the time"
     assert alone.synchronous < uneven.synchronous < even.synchronous
 
@@ -114,8 +115,9 @@ def test_a_search_for_the_period_finds_steps_that_follow_each_other_sooner(place
     size = {"num_devices": 8, "num_microbatches": 16, "placements": [placement], "effort": 0.2}
     one = search_schedule(**size, costs=costs)
     many = search_schedule(**size, costs=costs, period=True)
-    assert many.makespan == stream(many.schedule, costs).period == pytest.approx(period)
-    assert many.makespan < stream(one.schedule, costs).period < one.makespan <= simulate(many.schedule, costs).makespan
+    assert many.makespan == consecutive_steps(many.schedule, costs).period == pytest.approx(period)
+    alone = consecutive_steps(one.schedule, costs).period
+    assert many.makespan < alone < one.makespan <= simulate(many.schedule, costs).makespan
     assert many.lower_bound == pytest.approx(48), "what every device computes"
 
 
@@ -134,21 +136,22 @@ def test_what_is_searched_for_its_period_is_valid_and_within_the_cap(p, m, price
     )
     for candidate in result.candidates:
         validate(candidate.schedule, costs, cap)
-        assert candidate.lower_bound <= candidate.makespan == pytest.approx(stream(candidate.schedule, costs).period)
+        period = consecutive_steps(candidate.schedule, costs).period
+        assert candidate.lower_bound <= candidate.makespan == pytest.approx(period)
 
 
 def test_what_it_cannot_say_is_refused():
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
     with refused("wrong-count", 1, 2, kind=CostsError):
-        stream(schedule, tails=(1.0,))
+        consecutive_steps(schedule, tails=(1.0,))
     late = build_schedule("pipedream-2bw", num_devices=4, num_microbatches=8)
-    for ask in (stream, lambda schedule: draw_steps(simulate(schedule), 2)):
+    for ask in (consecutive_steps, lambda schedule: draw_steps(simulate(schedule), 2)):
         with refused("no-steps", kind=UnsupportedError):
             ask(Schedule.from_csv(late.to_csv()))
         with refused("needs-microbatches", kind=UnsupportedError):
             ask(build_schedule("pipedream-2bw", num_devices=4, num_microbatches=3))
     with refused("costs-mismatch", kind=CostsError):
-        stream(late, Costs(microbatch=MicrobatchFactors((1.0,) * 8)))
+        consecutive_steps(late, Costs(microbatch=MicrobatchFactors((1.0,) * 8)))
     with refused("no-steps", kind=UnsupportedError):
         draw_steps(simulate(build_schedule("chimera", num_devices=2, num_microbatches=4)), 2)
     with refused("no-steps", kind=UnsupportedError):

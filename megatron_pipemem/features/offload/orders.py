@@ -108,7 +108,7 @@ def plan_offload(
     memory_cap: float | Sequence[float] | None = None,
     host_budget: float | Sequence[float] | None = None,
     *,
-    pace: bool = False,
+    spread_warmup: bool = False,
     slow_down: bool = True,
 ) -> OffloadPlan:
     """Return a plan that copies activations to the host between their forward and their backward.
@@ -132,10 +132,11 @@ def plan_offload(
     otherwise. Without a cap, the plan has the lowest peak that does not make the step longer. Other activations leave
     too if that does not raise the peak.
 
-    ``pace`` also tries plans in which the forwards of the warm-up start further apart, up to the interval of the steady
-    state. Such a step may take longer. With a cap, they are tried only if no other plan keeps it, but then even without
-    ``pace``. If they do not keep the cap either, ``slow_down`` allows plans in which devices wait for copies in the
-    steady state too. If no plan keeps the cap, the result is the one with the lowest peak, and ``keeps_cap`` is false.
+    ``spread_warmup`` also tries plans in which the forwards of the warm-up start further apart, up to the interval of
+    the steady state. Such a step may take longer. With a cap, they are tried only if no other plan keeps it, but then
+    even without ``spread_warmup``. If they do not keep the cap either, ``slow_down`` allows plans in which devices wait
+    for copies in the steady state too. If no plan keeps the cap, the result is the one with the lowest peak, and
+    ``keeps_cap`` is false.
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
     caps, budgets = (
@@ -143,7 +144,7 @@ def plan_offload(
         for limit, name in ((memory_cap, "memory caps"), (host_budget, "host budgets"))
     )
     base_timeline = simulate(base, costs)
-    planner = Planner(base_timeline, caps, budgets, pace, slow_down)
+    planner = Planner(base_timeline, caps, budgets, spread_warmup, slow_down)
     plans = []
     for orders, kept, timetable in planner.run(_selected(base, base_timeline, select)):
         plan = OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)

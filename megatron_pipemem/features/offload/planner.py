@@ -48,7 +48,7 @@ class PassTimes(NamedTuple):
         return PassTimes(starts, ends)
 
 
-def paced_timetable(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
+def spread_timetable(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
     """Return the timetable of an order in which the forwards of each stage start at least an interval apart.
 
     The interval is ``share`` of the busiest device's seconds for one unit. ``share`` is at most 1.
@@ -187,7 +187,7 @@ _GOLDEN_RATIO = 0.6180339887498949
 # Factors by which a plan may assume slower computing, if only stalls keep a cap.
 _STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 # Distances between the forwards of a warm-up, as shares of the interval in the steady state.
-_PACES = (0.5, 0.75, 1.0)
+_SPREADS = (0.5, 0.75, 1.0)
 # Factors for the seconds of transfers. A plan for slower ones is valid too, and sometimes better.
 _TRANSFER_FACTORS = (1.0, 1.2)
 
@@ -224,7 +224,7 @@ class Planner:
         timeline: Timeline,
         caps: tuple[float, ...] | None,
         budgets: tuple[float, ...] | None,
-        pace: bool,
+        spread_warmup: bool,
         slow_down: bool,
     ) -> None:
         base, costs = timeline.schedule, timeline.costs
@@ -242,7 +242,9 @@ class Planner:
         self._timetables = timetables(timeline)
         self._lives = [lives(order) for order in base.orders]
         self._stretches = _STRETCHES if slow_down and caps is not None else ()
-        self._paced = [paced_timetable(base, costs, share) for share in _PACES] if pace or caps is not None else []
+        self._spread = (
+            [spread_timetable(base, costs, share) for share in _SPREADS] if spread_warmup or caps is not None else []
+        )
         shared = [devices for devices in self._channel.switches if len(devices) > 1]
         alone = set(range(base.num_devices)) - {device for devices in shared for device in devices}
         self._groups = [*shared, *((device,) for device in sorted(alone))]
@@ -257,8 +259,8 @@ class Planner:
         stages -= recomputed_stages
         # Devices wait for each other, so all of them are planned for one timetable.
         plans = [self._plan_all(stages, timetable, 1.0) for timetable in self._timetables]
-        slower = [(timetable, 1.0) for timetable in self._paced]
-        slower += [(self._paced[-1], stretch) for stretch in self._stretches]
+        slower = [(timetable, 1.0) for timetable in self._spread]
+        slower += [(self._spread[-1], stretch) for stretch in self._stretches]
         if self._caps is None and self._channel.is_shared:
             plans += [self._plan_all(stages, timetable, stretch) for timetable, stretch in slower]
             return [self._proposal(plan, recomputed_stages) for plan in plans]

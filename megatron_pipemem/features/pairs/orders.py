@@ -185,7 +185,7 @@ class _PairingRun:
 
     def result(self) -> PairedRun:
         """Run all actions."""
-        begin = self._run()
+        begin = self._run_actions()
         actions, end = self._pairings.actions, max(ends[-1] for ends in self._ends if ends)
         orders = tuple(tuple(actions[node] for node in nodes) for nodes in self._nodes)
         pairs = frozenset(actions[node] for node in self._forwards)
@@ -197,8 +197,11 @@ class _PairingRun:
             self._has_swaps,
         )
 
-    def _run(self) -> float:
-        """Run all actions; return the start of the first one. Comparisons of schedules spend most of their time here."""
+    def _run_actions(self) -> float:
+        """Run all actions; return the time at which the first one starts, in seconds.
+
+        Comparisons of schedules spend most of their time here.
+        """
         pairings, all_ends, all_nodes, sizes = self._pairings, self._ends, self._nodes, self._sizes
         needs, seconds, codes, stops = pairings.needs, pairings.seconds, pairings.codes, pairings.stops
         hidden, all_hidden = pairings.hidden, self._hidden

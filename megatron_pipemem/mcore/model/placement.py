@@ -103,7 +103,7 @@ class ChunkPlacement(Feature):
     is_round_robin: bool  # the placement can only be Megatron's own, and all answers are stock's
     # called as ``cut(chunks, placement, pg_collection)`` when a rank's chunks have been built
     cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None
-    name: str = ""  # of the schedule, for messages
+    schedule_name: str = ""  # for messages
     # called before a model is built, with its process groups and its pipeline
     joins: Callable[[ProcessGroupCollection, dist.ProcessGroup], None] = lambda groups, pipeline: None
     # makes the replicas of a rank's stages equal, if the placement has several
@@ -190,7 +190,7 @@ class ChunkPlacement(Feature):
             (symbol, self._layers_of_stage) for symbol in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)
         ]
 
-    def for_model(self, groups: ProcessGroupCollection, vp_size: int | None) -> Placement:
+    def placement_for_model(self, groups: ProcessGroupCollection, vp_size: int | None) -> Placement:
         """Return the placement for a model with ``vp_size`` virtual stages per rank, and use it from now on.
 
         Raises:
@@ -198,7 +198,7 @@ class ChunkPlacement(Feature):
         """
         self.joins(groups, groups.pp)
         placement = self.placement(groups.pp.size(), vp_size or 1)
-        check_cut(megatron_cut(vp_size or 1), self.name, placement)
+        check_cut(megatron_cut(vp_size or 1), self.schedule_name, placement)
         self._num_chunks = vp_size or 1
         return placement
 
@@ -212,7 +212,7 @@ class ChunkPlacement(Feature):
         layers of every chunk for ``vp_size`` virtual stages per rank. Raise an UnsupportedError if the schedule needs
         another number of virtual stages, or if the configuration gives a rank layers that the placement puts elsewhere.
         """
-        device, placement = pg_collection.pp.rank(), self.for_model(pg_collection, vp_size)
+        device, placement = pg_collection.pp.rank(), self.placement_for_model(pg_collection, vp_size)
         chunks = []
         for chunk, stage in enumerate(placement.stages[device]):
             with self.chunk(chunk), self._building(chunk):
@@ -227,7 +227,7 @@ class ChunkPlacement(Feature):
             _tell_chunk(chunks[-1], chunk)
             if not placement.is_round_robin:
                 self.prepare_chunk(chunks[-1], chunk)
-        check_sharing(get_model_config(chunks[0]), self.name, placement)
+        check_sharing(get_model_config(chunks[0]), self.schedule_name, placement)
         if placement.replicas > 1:
             assert self.replicate is not None, "the schedule's own feature does it"
             self.replicate(chunks, placement, pg_collection.pp)
@@ -300,7 +300,7 @@ class ChunkPlacement(Feature):
             _sum_tied_gradients(model)
 
     def _build_stages(self, original: Callable, build_model_func, pg_collection, vp_size, model_type=None):
-        placement = self.for_model(pg_collection, vp_size)
+        placement = self.placement_for_model(pg_collection, vp_size)
         if placement.is_round_robin and self.cut is None:
             return original(build_model_func, pg_collection, vp_size, model_type)
         chunks = self.build_chunks(
@@ -314,7 +314,7 @@ class ChunkPlacement(Feature):
         built: list[torch.nn.Module] = []
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         groups = kwargs.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-        placement = self.for_model(groups, vp_size)
+        placement = self.placement_for_model(groups, vp_size)
         if placement.is_round_robin and self.cut is None:
             return original(model_provider_func, *args, **kwargs)
 
@@ -331,7 +331,7 @@ class ChunkPlacement(Feature):
     def _provide_chunks(self, original: Callable, model_provider: Any, model_type: Any, pg_collection) -> list:
         """Build the chunks of a provider of Megatron-Bridge, whose own code would place the ends by the real ranks."""
         vp_size = model_provider.virtual_pipeline_model_parallel_size
-        placement = self.for_model(pg_collection, vp_size)
+        placement = self.placement_for_model(pg_collection, vp_size)
         if placement.is_round_robin and self.cut is None and (vp_size or 1) == 1:
             return original(model_provider, model_type, pg_collection=pg_collection)
 
@@ -522,11 +522,11 @@ class ProgramChunks:
         bound.apply_defaults()
         values, chunk = bound.arguments, len(self._built)
         groups = values["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
-        placement = self.placement.for_model(groups, virtual_pipeline_size())
+        placement = self.placement.placement_for_model(groups, virtual_pipeline_size())
         if placement.is_round_robin:
             original(*args, **kwargs)
             return
-        device, config, name = groups.pp.rank(), values["config"], self.placement.name
+        device, config, name = groups.pp.rank(), values["config"], self.placement.schedule_name
         check_sharing(config, name, placement)
         if placement.replicas > 1 or getattr(config, "mtp_num_layers", None):
             raise UnsupportedError(

@@ -240,7 +240,7 @@ class GradientReductions(Extension):
             for action in last.values()
             if action.kind in (Kind.W, Kind.B) and _overlaps(step.stages[action.stage].model)
         ]
-        return [_EarlyStarts(step, early, self.listening)] if early else ()
+        return [_SumsDuringLastPass(step, early, self.listening)] if early else ()
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
@@ -298,7 +298,7 @@ def _with_norms(norms: Sequence[torch.Tensor]) -> SimpleNamespace:
     )
 
 
-class _EarlyStarts(StepFeature):
+class _SumsDuringLastPass(StepFeature):
     """Starts the gradient sums of a stage's buckets during the last action that adds to its gradients.
 
     In a last W, exactly the weights in its queue still get a gradient. In a last B, a parameter is complete when it got

@@ -157,7 +157,7 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
         context: facts that the flags may leave open.
     """
     assumed: list[str] = []
-    written, foreign = flags, _foreign_values(flags)
+    written, foreign = flags, _stand_in_values(flags)
     flags = _with_length(_with_one_pattern({**flags, **foreign}), assumed)
     args = Arguments(flags, context.flag_table)
     model = _model(args, flags, assumed, context.vocabulary)
@@ -192,7 +192,7 @@ def read_flags(flags: Mapping[str, Any], launcher: Mapping[str, str], program: s
     return Reading(run, program, tuple(assumed), not_read=not_read, flags={**written})
 
 
-def _foreign_values(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _stand_in_values(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return other values for flags whose values Megatron's parser refuses, and that no price depends on.
 
     Positions of other programs (ALiBi, or rotary ones by another name) have no parameters, as rotary ones have none.

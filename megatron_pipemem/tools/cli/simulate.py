@@ -24,7 +24,7 @@ from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import NOT_NEGATIVE, OFF
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
-from megatron_pipemem.schedule.stream import draw_steps, stream
+from megatron_pipemem.schedule.stream import consecutive_steps, draw_steps
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.waits import run_single_queues
@@ -259,7 +259,7 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 
     If a run would refuse such steps, the reason is included.
     """
-    result = stream(loaded.schedule, costs, steps=steps)
+    result = consecutive_steps(loaded.schedule, costs, steps=steps)
     facts: dict[str, Any] = {
         "steps": steps,
         "steps_makespan": max(result.ends[steps - 1]),

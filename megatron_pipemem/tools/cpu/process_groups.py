@@ -158,12 +158,12 @@ class _ReleasingWork(Work):
         return None if self._work is None else self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        return super().result() if self._work is None else self._shared().result()
+        return super().result() if self._work is None else self._hand_out_work().result()
 
     def get_future(self) -> torch.futures.Future:
-        return super().get_future() if self._work is None else self._shared().get_future()
+        return super().get_future() if self._work is None else self._hand_out_work().get_future()
 
-    def _shared(self) -> Any:
+    def _hand_out_work(self) -> Any:
         """Return gloo's work, for a caller that may keep its tensors. A later ``wait`` does not await their release."""
         _keep(self._lent)
         return self._work

@@ -44,7 +44,7 @@ def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
     return (f"--nodes={count}", *(() if run.on_cpu else (f"--gpus-per-node={gpus}",)))
 
 
-def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
+def job(file_name: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
     """Return the sbatch command for a batch file of ``scripts/slurm`` with arguments, without running it.
 
     ``more`` are options of sbatch, which the user's ``options`` override.
@@ -58,17 +58,17 @@ def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[
     if not any(option.startswith(_CONTAINER) for option in options.srun):  # a container has an interpreter of its own
         surroundings.append(f"PYTHON={os.environ.get('PYTHON', sys.executable)}")
     words = ["sbatch", *more, f"--export={','.join(surroundings)}", *options.sbatch]
-    return Command((*words, str(batch_file(script)), *options.srun, *arguments), {})
+    return Command((*words, str(batch_file(file_name)), *options.srun, *arguments), {})
 
 
-def batch_file(script: str) -> Path:
+def batch_file(file_name: str) -> Path:
     """Return the path of a batch file in ``scripts/slurm``."""
-    return SCRIPTS / "slurm" / script
+    return SCRIPTS / "slurm" / file_name
 
 
-def printed(jobs: Iterable[Command], script: str) -> str:
+def printed(jobs: Iterable[Command], file_name: str) -> str:
     """Return the text that ``--print`` shows: the commands, and their batch file as comments."""
-    path = batch_file(script)
+    path = batch_file(file_name)
     comments = (f"# {line}".rstrip() for line in path.read_text(encoding="utf-8").splitlines())
     return "\n".join([*(f"{submission.text()}\n" for submission in jobs), f"# {path}:", *comments])
 

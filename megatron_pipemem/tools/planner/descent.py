@@ -65,10 +65,10 @@ class Bounds:
         """Return a lower bound in seconds of the step of every layout, the highest by any chain, from ``seconds``."""
         return self.of_chains(seconds, 0) + self.of_further(seconds)
 
-    def of_chains(self, seconds: np.ndarray, first: int) -> np.ndarray:
-        """Return the highest bound by the chains from ``first`` on, in the order in which they were added."""
-        chains = np.stack(self._chains[first:]).reshape(-1, self._ends.size)
-        return (seconds @ chains.T + self._lags[first:]).max(axis=1)
+    def of_chains(self, seconds: np.ndarray, first_chain: int) -> np.ndarray:
+        """Return the highest bound by the chains from number ``first_chain`` on, in the order of ``add``."""
+        chains = np.stack(self._chains[first_chain:]).reshape(-1, self._ends.size)
+        return (seconds @ chains.T + self._lags[first_chain:]).max(axis=1)
 
     def of_further(self, seconds: np.ndarray) -> np.ndarray:
         """Return the seconds of the microbatches that are not simulated, a part of every bound."""

@@ -54,13 +54,13 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """The bytes of one parameter on its rank and, for the optimizer, on the rank that updates it."""
+    """The bytes per parameter on its rank and, for the optimizer, on the rank that updates it."""
 
     weight: float
     gradient: float  # in the buffer that sums gradients
     optimizer: float  # state on the device, for a parameter of the layers
     ends_optimizer: float  # likewise for one of the embedding or the output layer
-    stepping: float = 0.0  # further bytes on the device during the optimizer's step
+    extra_in_optimizer_step: float = 0.0  # in addition to all others on the device
     host: float = 0.0  # state and gradient on the host
     host_share: float = 0.0  # fraction of the parameters that the host updates
     hides_copies: bool = False  # whether copies to and from the host run while the host updates
@@ -104,15 +104,15 @@ def _parameter_bytes(precision: str, flags: tuple[tuple[str, Any], ...]) -> Para
     in_fp32 = _FP32 if gradient < _FP32 else 0  # a copy of the gradient for the step
     moments = _moments(args.optimizer)
     state = ends = master + moments
-    share, stepping = 0.0, float(in_fp32)
+    share, extra = 0.0, float(in_fp32)
     if args.optimizer in _MUON:
         ends = master + _moments(args.muon_scalar_optimizer)
     elif args.optimizer_cpu_offload:
         share = min(1.0, args.optimizer_offload_fraction)
         state = ends = (1 - share) * state
-        stepping = (1 - share) * in_fp32
+        extra = (1 - share) * in_fp32
     elif args.use_precision_aware_optimizer:
-        state, stepping = _precision_aware(precision, args, in_fp32)
+        state, extra = _precision_aware(precision, args, in_fp32)
         ends = state
     shared = 1 if args.use_distributed_optimizer or args.optimizer == "dist_muon" else 0
     return ParameterBytes(
@@ -120,7 +120,7 @@ def _parameter_bytes(precision: str, flags: tuple[tuple[str, Any], ...]) -> Para
         gradient,
         state,
         ends,
-        stepping,
+        extra,
         host=share * (_FP32 + moments + _FP32),
         host_share=share,
         hides_copies=args.overlap_cpu_optimizer_d2h_h2d,
@@ -168,5 +168,5 @@ def _precision_aware(precision: str, args: Arguments, in_fp32: int) -> tuple[int
     master = _HALF if is_alone and main == "fp32" and precision == "bf16" else _BYTES[main]
     read_as_they_are = moments == ("bf16", "bf16")
     copied = [kind for kind in (main, *(() if read_as_they_are else moments)) if kind != "fp32"]
-    stepping = _FP32 * len(copied) + (0 if is_alone else in_fp32)
-    return master + sum(_BYTES[kind] for kind in moments), float(stepping)
+    extra = _FP32 * len(copied) + (0 if is_alone else in_fp32)
+    return master + sum(_BYTES[kind] for kind in moments), float(extra)

@@ -40,7 +40,7 @@ from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.stream import check_batch, family_window, steady, stream, updates_per_batch
+from megatron_pipemem.schedule.stream import check_batch, consecutive_steps, family_window, steady, updates_per_batch
 from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.tools.config import run_layout
 from megatron_pipemem.tools.config.runs import Run
@@ -116,7 +116,7 @@ def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderP
     seconds = timeline.makespan
     if run.delays_updates:
         one = build_schedule(name, num_devices=p, num_microbatches=batch, update_every=batch)
-        seconds = stream(one, step.costs).period
+        seconds = consecutive_steps(one, step.costs).period
     # In the middle of a step the busiest device never waits.
     makespan = seconds + (m - batch) * max(timeline.work) / batch
     more = tuple(

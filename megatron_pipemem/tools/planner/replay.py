@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulated
-from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.stream import consecutive_steps
 from megatron_pipemem.tools.planner.repetition import Repetition
 
 _SHORT = 3  # microbatches per device of the shortest step that may have a rhythm
@@ -249,7 +249,7 @@ class Replay:
         if not overlaps:
             timeline = self.timeline(costs)
             return Timing(timeline, timeline.makespan)
-        steps = stream(self.schedule, costs, steps=1)
+        steps = consecutive_steps(self.schedule, costs, steps=1)
         first = min(steps.ends[-1])
         return Timing(self.timeline(costs, [end - first for end in steps.ends[-1]]), steps.period)
 

@@ -83,7 +83,7 @@ class PlannedStep:
     optimizer_seconds: float  # seconds, on the worst device
     rollback_bytes: tuple[float, ...]
     """Per device, bytes of the state for a rollback; part of ``static_bytes``."""
-    stepping_bytes: tuple[float, ...]
+    optimizer_step_bytes: tuple[float, ...]
     """Per device, further bytes during the optimizer's step, when no activations are held; part of ``static_bytes`` if CUDA
     graphs keep their memory."""
     host_optimizer_bytes: tuple[float, ...]  # per device, bytes of the optimizer on its host
@@ -117,10 +117,10 @@ class PlannedStep:
 
         Limits are compared with this sum.
         """
-        rows = zip(kept, self.sent_share, self.static_bytes, self.buffer_bytes, self.stepping_bytes, strict=True)
+        rows = zip(kept, self.sent_share, self.static_bytes, self.buffer_bytes, self.optimizer_step_bytes, strict=True)
         return tuple(
-            static + max(activations * (1 + sent) + buffers, stepping)
-            for activations, sent, static, buffers, stepping in rows
+            static + max(activations * (1 + sent) + buffers, in_optimizer_step)
+            for activations, sent, static, buffers, in_optimizer_step in rows
         )
 
     def room(self, memory: float) -> tuple[float, ...]:
@@ -400,10 +400,10 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
     static_of = {at: cut.static(part) for at, part in distinct.items()}
     updated_of = {at: cut.updated(*part.trained) for at, part in distinct.items()}
     updated = [sum(updated_of[id(part)] for part in device) for device in device_parts]
-    stepping = [cut.bytes.stepping * count for count in updated]
+    in_optimizer_step = [cut.bytes.extra_in_optimizer_step * count for count in updated]
     static = [sum(static_of[id(part)] for part in device) for device in device_parts]
     if cut.has_graphs:
-        static, stepping = [*map(add, static, stepping)], [0.0] * len(stepping)
+        static, in_optimizer_step = [*map(add, static, in_optimizer_step)], [0.0] * len(in_optimizer_step)
     return PlannedStep(
         placement=placement,
         layers=layers,
@@ -425,7 +425,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         + max(_sums(cut, device, placement) for device in device_parts),
         optimizer_seconds=max(updated) * prices.adam_seconds(cut.cluster, cut.bytes),
         rollback_bytes=tuple(cut.bytes.rollback * cut.rolls_back * count for count in updated),
-        stepping_bytes=tuple(stepping),
+        optimizer_step_bytes=tuple(in_optimizer_step),
         host_optimizer_bytes=tuple(cut.bytes.host * count for count in updated),
     )
 

@@ -196,12 +196,14 @@ def _note(points: Sequence[Point], inside: Sequence[Point], unnamed: int) -> str
     outside = [point for point in points if point not in inside]
     texts = [f"Searched schedules have {_chunks(searched)}."] if searched else []
     if outside:
-        texts.append(f"Beyond the picture: {', '.join(map(_place, _families(sorted(outside, key=_by_peak))))}.")
+        texts.append(
+            f"Beyond the picture: {', '.join(map(_name_with_values, _families(sorted(outside, key=_by_peak))))}."
+        )
     lines = textwrap.wrap(" ".join(texts), _NOTE)
     return "\n".join([*lines, f"Dominated schedules without a name, for lack of room: {unnamed}." if unnamed else " "])
 
 
-def _place(family: Sequence[Point]) -> str:
+def _name_with_values(family: Sequence[Point]) -> str:
     """Return the name, peak and bubble of a family's points, for example ``gems (0.2, 83%)``."""
 
     def span(values: Sequence[str]) -> str:

@@ -31,25 +31,28 @@ _OF_WHOLE_BATCH = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_si
 class ContextRanks:
     """The context-parallel ranks that share the slices of a step, and the place of this rank among them.
 
-    ``bounds`` are those of this rank's tokens, ``(first token, end)`` of each slice.
+    ``own_bounds`` are ``(first token, end)`` of each slice. They count only this rank's tokens of a sequence.
     """
 
-    def __init__(self, group: dist.ProcessGroup, bounds: Sequence[tuple[int, int]]):
-        self.group, self.size, self.bounds = group, group.size(), bounds
+    def __init__(self, group: dist.ProcessGroup, own_bounds: Sequence[tuple[int, int]]):
+        self.group, self.size, self.own_bounds = group, group.size(), own_bounds
         rank = group.rank()
         self.have_split = False
         """whether the forward step that runs now has got its tokens by ``split``"""
         self._places = rank, 2 * self.size - 1 - rank  # among the parts of a slice
 
     def ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return where this rank's parts of a slice begin and end in the whole sequence. ``begin`` and ``end`` are its own."""
+        """Return where this rank's parts of a slice begin and end in the whole sequence.
+
+        ``begin`` and ``end`` count only this rank's tokens, as ``own_bounds`` do.
+        """
         half = (end - begin) // 2
         return [(first, first + half) for first in (self.size * begin + place * half for place in self._places)]
 
     def split(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's tokens of a batch of whole sequences, in place of ``get_batch_on_this_cp_rank``."""
         self.have_split = True
-        ranges = [part for bounds in self.bounds for part in self.ranges(*bounds)]
+        ranges = [part for bounds in self.own_bounds for part in self.ranges(*bounds)]
 
         def own(name: str, tensor: torch.Tensor) -> torch.Tensor:
             dimension = 2 if name == "attention_mask" else 1

@@ -33,7 +33,7 @@ def transform(raw: torch.Tensor, scale: float) -> torch.Tensor:
 
 def statistics(
     raw: torch.Tensor,
-    local: torch.Tensor,
+    label_row: torch.Tensor,
     owned: torch.Tensor,
     *,
     scale: float,
@@ -42,7 +42,7 @@ def statistics(
     """Return the statistics that the loss needs, ``[tokens]`` each, and the softmax for the input gradient.
 
     ``raw`` are logits from the matrix product, ``[tokens, rows]``, with at least one row. They are not modified.
-    ``owned`` says whether the label's row is on this rank. ``local`` is the number of that row on this rank, or any row
+    ``owned`` says whether the label's row is on this rank. ``label_row`` is the number of that row on this rank, or any row
     if not ``owned``.
 
     The first three results are fp32: the largest logit; the sum of exp(logit - largest) over all rows except the
@@ -55,10 +55,10 @@ def statistics(
     logits = transform(raw, scale)
     # The clamp keeps a row of only -inf from becoming -inf - -inf.
     maximum = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
-    label = torch.where(owned, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+    label = torch.where(owned, logits.gather(1, label_row[:, None]).squeeze(1), 0.0)
     # The label is added in fp32 when its probability is known. Sums and averages that included an almost certain label would
     # lose all other digits to rounding.
-    exponentials = _with_label(logits.sub_(maximum[:, None]).exp_(), local, owned, torch.zeros_like(maximum))
+    exponentials = _with_label(logits.sub_(maximum[:, None]).exp_(), label_row, owned, torch.zeros_like(maximum))
     others = exponentials.sum(dim=1)
     if not softmax:
         return maximum, others, label, None
@@ -68,28 +68,30 @@ def statistics(
 
 def logit_gradient(
     raw: torch.Tensor,
-    local: torch.Tensor,
+    label_row: torch.Tensor,
     owned: torch.Tensor,
     maximum: torch.Tensor,
     factor: torch.Tensor,
-    label: torch.Tensor,
+    label_gradient: torch.Tensor,
     *,
     scale: float,
 ) -> None:
     """Replace the logits ``raw``, ``[tokens, rows]``, by the gradient of the loss with respect to them.
 
-    The gradient is ``factor * exp(logit - maximum)``, and ``label`` at the label's row. ``factor``, ``maximum`` and
-    ``label`` are fp32, ``[tokens]``. See ``statistics`` for the others.
+    The gradient is ``factor * exp(logit - maximum)``, and ``label_gradient`` at the label's row. ``factor``, ``maximum`` and
+    ``label_gradient`` are fp32, ``[tokens]``. See ``statistics`` for the others.
     """
     gradient = transform(raw, scale).sub_(maximum[:, None]).exp_().mul_(factor[:, None])
-    raw.copy_(_with_label(gradient, local, owned, label))
+    raw.copy_(_with_label(gradient, label_row, owned, label_gradient))
 
 
-def _with_label(matrix: torch.Tensor, local: torch.Tensor, owned: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _with_label(
+    matrix: torch.Tensor, label_row: torch.Tensor, owned: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
     """Return ``matrix`` with each token's value from ``values`` in the label's column, if ``owned``. It may be changed
     in place.
     """
-    column = local[:, None]
+    column = label_row[:, None]
     if torch.compiler.is_compiling():
         # A scatter needs its matrix in memory, but a comparison with each column's number is compiled into the pass.
         columns = torch.arange(matrix.size(1), device=matrix.device)
