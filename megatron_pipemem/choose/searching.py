@@ -174,8 +174,8 @@ def _under_higher_caps(
 ) -> Iterator[tuple[str, Schedule]]:
     """Yield name and schedule of the results of searches under 1, 2 and 4 times the request's cap.
 
-    They take at most half of the remaining time, and a search that fails is skipped. The caller offloads the memory
-    that exceeds the request's cap.
+    They take at most half of the time to ``deadline`` (``Plans.add_all``), and a search that fails is skipped. The
+    caller offloads the memory that exceeds the request's cap.
     """
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
     for number, factor in enumerate(_CAP_FACTORS):
@@ -275,8 +275,8 @@ def find_within_caps[T](
 
     Return the last result, and the excess of every device over the real caps. ``find`` takes caps and returns such a
     pair. It does not count all of the memory, so its result may exceed the caps that it got. The next call gets caps
-    that are lower by the excess plus ``margin``. ``find`` is called at most ``attempts`` times, and no more
-    if a cap would fall to 0, or if it raises an UnsupportedError for the lower caps.
+    that are lower by the excess plus ``margin``, in the unit of the caps. ``find`` is called at most ``attempts``
+    times, and no more if a cap would fall to 0, or if it raises an UnsupportedError for the lower caps.
     """
     result, over = find(caps)
     for _ in range(attempts - 1):

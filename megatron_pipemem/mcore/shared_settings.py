@@ -140,7 +140,10 @@ class Meeting:
         self.store.set(f"{key}/{self.rank}", facts)
 
     def _read_facts(self, key: str, line: Sequence[int], facts: RankFacts, deadline: float) -> set[int]:
-        """Add the facts of the line's other ranks to ``facts``, and return the ranks that tell none until ``deadline``."""
+        """Add the facts of the line's other ranks to ``facts``, and return the ranks that tell none until ``deadline``.
+
+        ``deadline`` is a time of ``time.monotonic``.
+        """
         missing = {f"{key}/{rank}": rank for rank in line if rank != self.rank}
         while True:
             for name in [name for name in missing if self.store.check([name])]:
@@ -235,7 +238,10 @@ class SharedSettings(Feature):
 
 
 def _refuse(facts: RankFacts, settings_of: Callable[[str], Mapping[str, str]], patience: float) -> None:
-    """Raise an UnsupportedError if a rank is missing, cannot go on, or has other settings than the first rank."""
+    """Raise an UnsupportedError if a rank is missing, cannot go on, or has other settings than the first rank.
+
+    ``settings_of`` returns the settings of a digest, and ``patience`` are the seconds that were waited.
+    """
     if facts.failures:
         raise UnsupportedError(*facts.failures[min(facts.failures)])
     if facts.missing:

@@ -23,7 +23,10 @@ Share = tuple[float, float, int]
 
 
 class StageMemory(NamedTuple):
-    """The memory that a stage holds for one microbatch after its F, after its I, and after its W or B."""
+    """The memory that a stage holds for one microbatch after its F, after its I, and after its W or B.
+
+    The unit is that of ``Costs.memory_changes``.
+    """
 
     forward: float
     input: float

@@ -17,7 +17,7 @@ _BYTES = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])i)?B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """The most activations that each pipeline rank may hold: one amount for all ranks, or one per rank."""
+    """The most memory for activations that each pipeline rank may hold."""
 
     amount: float | tuple[float, ...]
     """One number for all ranks, or one per pipeline rank. The unit is the byte, as the activation ledger counts, or the
@@ -31,7 +31,7 @@ class MemoryCap:
 
     @property
     def amounts(self) -> tuple[float, ...]:
-        """Return the given amounts: one for all ranks, or one per rank."""
+        """Return the given amounts, in their unit: one for all ranks, or one per rank."""
         return self.amount if isinstance(self.amount, tuple) else (self.amount,)
 
     def of(self, num_devices: int) -> tuple[float, ...]:

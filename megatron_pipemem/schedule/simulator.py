@@ -275,7 +275,8 @@ def count_messages(schedule: Schedule) -> int:
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:
     """Return the most memory, or host memory, that every device holds after any of its actions.
 
-    The peaks depend on the orders of actions and not on their times.
+    They are in bytes if ``costs.memory`` is, and otherwise in activation units. They depend on the orders of actions and
+    not on their times.
     """
     if host and not schedule.offloads:
         return (0.0,) * schedule.num_devices

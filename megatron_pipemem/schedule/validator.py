@@ -517,7 +517,10 @@ def _first_over(
     units: Units,
     actions: Sequence[Action],
 ) -> tuple[int, float] | None:
-    """Return the position of the first action after which a device holds more than is allowed, and what it holds."""
+    """Return the position of the first action after which a device holds more than is allowed, and what it holds.
+
+    ``allowed`` and the result have the unit of ``changes``.
+    """
     memory = enumerate(held_after(actions, changes, weights, units))
     return next(((at, amount) for at, amount in memory if amount > allowed), None)
 

@@ -87,7 +87,7 @@ class Clock:
         ``passes`` is the number of passes that the part handles, and ``result`` that of the schedule. ``share`` is the
         share of the time limit that may be used up. If it cannot end in time, ``refused_any`` becomes true.
         """
-        expected = self._pace(step) * passes + self._pace(SearchStep.DESCRIBE) * result
+        expected = self._seconds_per_pass(step) * passes + self._seconds_per_pass(SearchStep.DESCRIBE) * result
         if self.elapsed + expected > self.seconds * share:
             self.refused_any = True
             return False
@@ -101,7 +101,7 @@ class Clock:
         self._paces[step] = (self.elapsed - before) / passes
         tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
-    def _pace(self, step: SearchStep) -> float:
+    def _seconds_per_pass(self, step: SearchStep) -> float:
         """Return the seconds per pass of a part: measured last, or assumed and scaled by the speed of ``FIRST``."""
         usual = SearchStep.FIRST.value
         slowness = max(1.0, self._paces.get(SearchStep.FIRST, usual) / usual)

@@ -89,15 +89,15 @@ def family_starts(
             options["chunks"] = placement.num_chunks
         elif family.placement != placement.name:
             continue
-        shape = {"num_devices": p, **options}
+        arguments = {"num_devices": p, **options}
         try:
             cut: dict[str, Any] = {name: options[name] for name in ("chunks", "slices") if name in options}
             if family.placement_on(p, cut) != placement:
                 continue
-            orders = from_schedule(build_schedule(family.name, num_microbatches=m, **shape))
+            orders = from_schedule(build_schedule(family.name, num_microbatches=m, **arguments))
             if "group_size" in family.options and not problem.fits(orders):
-                shape["group_size"] = _largest_group(family.name, problem, shape)
-                orders = from_schedule(build_schedule(family.name, num_microbatches=m, **shape))
+                arguments["group_size"] = _largest_group(family.name, problem, arguments)
+                orders = from_schedule(build_schedule(family.name, num_microbatches=m, **arguments))
         except PipememError:
             continue
         table = None
@@ -106,10 +106,10 @@ def family_starts(
         yield family.name, table
 
 
-def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
+def _largest_group(name: str, problem: Problem, arguments: Mapping[str, Any]) -> int:
     """Return the largest ``group_size`` below ``p`` with which a family keeps the caps; 1 if none does.
 
-    ``shape`` has the other arguments of ``build_schedule``. Larger groups hold more and idle less. Raise an
+    ``arguments`` has the other arguments of ``build_schedule``. Larger groups hold more and idle less. Raise an
     UnsupportedError if the family does not accept groups of fewer than ``p`` microbatches.
     """
     fits, exceeds = 1, problem.num_devices
@@ -117,7 +117,7 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int
         size = (fits + exceeds) // 2
         # Two whole groups, or as many as fill the pipeline, have the same peak as any larger number.
         some = shortened(problem, size * max(2, -(-problem.num_devices // size)))
-        schedule = build_schedule(name, num_microbatches=some.units.num_microbatches, group_size=size, **shape)
+        schedule = build_schedule(name, num_microbatches=some.units.num_microbatches, group_size=size, **arguments)
         if some.fits(from_schedule(schedule)):
             fits = size
         else:

@@ -84,7 +84,7 @@ def search_schedule(
         seed: seed of the random variations. Searches with the same seed have the same result, unless ``seconds`` ends
             them.
         cache: where finished searches are stored and looked up; ``None`` always searches.
-        period: whether to minimise the period of steps without a barrier (``stream``), and not the makespan of one
+        period: whether to minimise the period of steps without a barrier (``consecutive_steps``), and not the makespan of one
             step. ``makespan`` of the result is then the period.
         slices: the number of sequence slices of a microbatch, or several numbers from which the best is chosen. If the
             costs have prices per slice, numbers that do not fit them are left out.

@@ -380,8 +380,8 @@ class _Search:
         self._base, self._costs, self._weights = base, costs, weights
         started = time.thread_time()
         self._in_arrival = simulate(base, costs)
-        self._pace = time.thread_time() - started
-        self._deadline = deadline - _TO_FINISH * self._pace
+        self._simulation_seconds = time.thread_time() - started
+        self._deadline = deadline - _TO_FINISH * self._simulation_seconds
         in_arrival_order = self._in_arrival.peaks
         self._caps = in_arrival_order if cap is None else cap.of(base.num_devices)
         self._random = Random(_SEED)
@@ -433,7 +433,7 @@ class _Search:
 
     def _has_time(self, steps: float = 0.0) -> bool:
         """Return whether there is time left to simulate the base ``steps`` times."""
-        return time.thread_time() + steps * self._pace < self._deadline
+        return time.thread_time() + steps * self._simulation_seconds < self._deadline
 
     def _take(self, candidate: _Candidate) -> None:
         if self._best is None or candidate.makespan < self._best.makespan:

@@ -218,7 +218,10 @@ def _slowest(links: Sequence[HostLink]) -> HostLink:
 
 
 def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
-    """Return the smallest share that a rank has of its node's memory, which is ``per_node`` or a part of the available."""
+    """Return the bytes of the smallest share that a rank has of the memory for activations on its node.
+
+    This memory is ``per_node`` bytes, or if that is ``None`` a fixed part of the node's available memory.
+    """
     ranks = Counter(node.name for node in nodes)
     available = {name: min(node.available for node in nodes if node.name == name) for name in ranks}
     for name, nbytes in available.items():

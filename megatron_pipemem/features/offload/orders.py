@@ -216,7 +216,7 @@ def without_late_copies(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
 
 
 def _late_copies(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
-    """Return the copies that delay their device by over ``exact`` beyond the timetable, the earliest first."""
+    """Return the copies that delay their device by over ``exact`` seconds beyond the timetable, the earliest first."""
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):
         starts, position = timetable.starts[device], 0

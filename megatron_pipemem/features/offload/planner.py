@@ -299,12 +299,12 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not."""
+        """Return the best plan of every channel group if compute actions take ``stretch`` times as long and copies do not."""
         timetable = timetable.stretched(stretch)
         return [self._best(_ChannelGroup(devices, timetable), stages) for devices in self._groups]
 
     def _best(self, part: _ChannelGroup, stages: frozenset[int]) -> _TripGroup:
-        """Return the best plan of a part: the fewest round trips that keep the caps, or without caps the lowest peak."""
+        """Return the best plan of a channel group: the fewest round trips within the caps, or without caps the lowest peak."""
         items = self._items(part, stages, 1.0)
         if self._caps is None:
             best = self._with_lowest_peak(part, stages)
@@ -326,7 +326,7 @@ class Planner:
         return TOO_SHORT if item.lifespan < item.out_seconds + item.back_seconds else CHANNEL_FULL
 
     def _with_lowest_peak(self, part: _ChannelGroup, stages: frozenset[int]) -> _TripGroup:
-        """Return the plan of a part with the lowest peak, without caps: all activations move, then fewer, while that
+        """Return the plan of a channel group with the lowest peak, without caps: all activations move, then fewer, while that
         may help.
         """
         ranked: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
@@ -346,7 +346,10 @@ class Planner:
         return self._rank([self._group(part, trips, ())])
 
     def _with_fewer(self, part: _ChannelGroup, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
-        """Return the best plan of a part under caps, at least as good as ``best``, by bisection of the number of copies."""
+        """Return the best plan of a channel group under caps, at least as good as ``best``.
+
+        The number of copies is found by bisection.
+        """
 
         def rank(group: _TripGroup) -> tuple[float, ...]:
             return self._rank([group])
@@ -371,7 +374,7 @@ class Planner:
         return best
 
     def _items(self, part: _ChannelGroup, stages: frozenset[int], factor: float) -> list[Item]:
-        """Return the activations of ``stages`` on the part's devices, the longest-lived first."""
+        """Return the activations of ``stages`` on a channel group's devices, the longest-lived first."""
         items = []
         for device in part.devices:
             starts, ends = part.timetable.starts[device], part.timetable.ends[device]

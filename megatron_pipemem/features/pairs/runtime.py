@@ -125,7 +125,8 @@ class Pieces:
     def take(self, tensor: torch.Tensor, back: int = 1) -> torch.Tensor:
         """Hand a tensor over to the running piece from the piece that made it, ``back`` pieces before.
 
-        The result is a leaf of the running piece's own autograd graph. ``backward`` passes its gradient on.
+        The running piece has an autograd graph of its own, which begins at the result. ``backward`` runs one piece's graph
+        after the other, and passes the gradient on between them.
         """
         return self._pieces[-1 - back].hand_over_on(self._pieces[-1].stream, tensor)
 

@@ -77,7 +77,7 @@ def mean_weight(model: Any) -> float:
 
 
 def _weights(model: Any) -> dict[str, float]:
-    """Return the weight of each kind of layers."""
+    """Return the weight (FLOPs per token / 6) of each kind of layers."""
     kinds = dict.fromkeys(kinds_of(model))
     if pattern_of(model) is None:
         return kind_weights(model_of_chunk(model))

@@ -150,19 +150,19 @@ class Dealer:
     """Reads the batches of one data iterator, and gives them to chunks in the order in which each chunk reads them.
 
     Megatron's iterator yields the batches of all replicas of the model. A rank may have the first stage of one replica
-    and the last stage of the other, and then reads every batch once for both. ``stream`` is ``None`` if the rank has no
+    and the last stage of the other, and then reads every batch once for both. ``iterator`` is ``None`` if the rank has no
     data iterator.
     """
 
-    def __init__(self, stream: Iterator | None, num_microbatches: int):
-        self._stream = stream
+    def __init__(self, iterator: Iterator | None, num_microbatches: int):
+        self._iterator = iterator
         self._num_microbatches = num_microbatches
         self._read = 0
         self._waiting: dict[int, object] = {}
 
     def iterator_over(self, microbatches: Sequence[int]) -> Iterator | None:
-        """Return an iterator over the batches of these microbatches, for one chunk; ``None`` without a stream."""
-        return None if self._stream is None else _DealtIterator(self, self._stream, microbatches)
+        """Return an iterator over the batches of these microbatches, for one chunk; ``None`` without an iterator."""
+        return None if self._iterator is None else _DealtIterator(self, self._iterator, microbatches)
 
     def all_batches(self) -> list[object]:
         """Return the batches of all microbatches of the step, and keep each until a chunk reads it.
@@ -189,8 +189,8 @@ class Dealer:
             self._read += 1
 
     def _next(self) -> object:
-        assert self._stream is not None, "only a dealer with a stream reads"
-        return next(self._stream)
+        assert self._iterator is not None, "only a dealer with an iterator reads"
+        return next(self._iterator)
 
     def finish(self) -> None:
         """Read the remaining batches of the step if one was read, so that all such ranks are at the same batch."""
@@ -201,8 +201,8 @@ class Dealer:
 
 
 class _DealtIterator(IteratorWrapper):
-    def __init__(self, dealer: Dealer, stream: Iterator, microbatches: Sequence[int]):
-        super().__init__(stream)
+    def __init__(self, dealer: Dealer, iterator: Iterator, microbatches: Sequence[int]):
+        super().__init__(iterator)
         self._dealer = dealer
         self._coming = deque(microbatches)
 
@@ -217,12 +217,12 @@ class _DealtIterator(IteratorWrapper):
         return self._dealer.batch(self._coming.popleft())
 
 
-def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
+def deal(iterator: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
     """Return the dealer of a device's batches, and one iterator per chunk over the chunk's batches.
 
-    The iterator of a chunk has the order of its forwards in the schedule. Without a stream, the iterators are ``None``.
+    The iterator of a chunk has the order of its forwards in the schedule. Without an iterator, the iterators are ``None``.
     """
-    dealer = Dealer(stream, schedule.num_microbatches)
+    dealer = Dealer(iterator, schedule.num_microbatches)
     hands = [
         dealer.iterator_over([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])
         for stage in schedule.placement.stages[device]

@@ -103,7 +103,7 @@ class Advice:
 @rare_collection()
 def advise(
     run: Run,
-    pace: MeasuredSlowdown | None = None,
+    slowdown: MeasuredSlowdown | None = None,
     names: Collection[str] = (*STOCKS, *OURS),
     slices: bool = False,
     pairs: bool = False,
@@ -111,7 +111,7 @@ def advise(
 ) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
-    A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``pace`` has
+    A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``slowdown`` has
     measured prices. ``names`` are the schedules that the run's program can take. With ``slices``, all of its sequences have the
     same length, so that schedules may cut them. With ``pairs``, it can take schedules whose passes run in
     pairs. With ``vocabulary``, embedding and head may be cut over its pipeline. A run without a pipeline, or without a
@@ -123,8 +123,8 @@ def advise(
             "no-pipeline",
             "the run has one pipeline rank, and no schedule changes its step; pipemem plan ranks other parallel sizes",
         )
-    run, fails = _that_starts(laid_out(run), pace)
-    today = as_it_stands(run, pace)
+    run, fails = _that_starts(laid_out(run), slowdown)
+    today = as_it_stands(run, slowdown)
     refused_today = refusal_of(today)
     if refused_today is not None and refused_today.code != "does-not-fit":
         raise refused_today
@@ -134,20 +134,20 @@ def advise(
         run = replace(run, cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + 2 * today.peak / GIB))
     refused: dict[str, tuple[str, list[str]]] = {}
     counts, unsliced = proposed_slices(run) if slices else ((), None)
-    bare = _without_recomputation(today, pace)
+    bare = _without_recomputation(today, slowdown)
     layouts: Layouts = {}
     ways = {
-        kind: [way for base, name in rows for way in priced_with(base, name, pace, layouts)]
+        kind: [way for base, name in rows for way in priced_with(base, name, slowdown, layouts)]
         for kind, rows in _candidates(run, bare, names, counts, pairs).items()
     }
     ways["sliced"] = _worth_slicing(today, ways, memory)
-    ways[CUT] = _worth_cutting(today, ways["whole"], memory, pace) if vocabulary else []
+    ways[CUT] = _worth_cutting(today, ways["whole"], memory, slowdown) if vocabulary else []
     limit = max(memory * (1 - ROOM), today.peak)
     stock = _first([way for way in ways["stock"] if way.peak <= limit], _BY_SECONDS, refused)
     needless = bare if bare is not None and bare.peak <= memory * (1 - ROOM) and refusal_of(bare) is None else None
     proposals = dict(_proposals(today, ways, memory, refused))
     best = _best(today, stock, needless, proposals, memory)
-    overlap = best is None and hides_messages(run) and _gains_without_overlap(run, ways["whole"], pace)
+    overlap = best is None and hides_messages(run) and _gains_without_overlap(run, ways["whole"], slowdown)
     verdict: Verdict = "overlap" if overlap else "stay"
     if best is not None and best in (stock, needless):
         same = best.order == today.order and best.run.pairs == today.run.pairs
@@ -156,23 +156,23 @@ def advise(
         verdict = "pairs" if best is proposals.get(PAIRED) else "ours"
     elif fails is not None:
         verdict = "layout"
-    bound = bound_by_host(today, pace)
+    bound = bound_by_host(today, slowdown)
     return Advice(today, stock, needless, proposals, refused, excess, verdict, best, fails, unsliced, bound)
 
 
-def tuned_stock(today: Way, pace: MeasuredSlowdown | None) -> Way | None:
+def tuned_stock(today: Way, slowdown: MeasuredSlowdown | None) -> Way | None:
     """Return the fastest of Megatron's own schedules for a run, with its layout; ``None`` if none is faster and fits.
 
     Flags of the run stay, also those that hide messages.
     """
     run = today.run
     limit = max(run.cluster.memory_bytes * (1 - ROOM), today.peak)
-    ways = [way for name in STOCKS for way in priced_with(run, name, pace) if way.peak <= limit]
+    ways = [way for name in STOCKS for way in priced_with(run, name, slowdown) if way.peak <= limit]
     best = _first(ways, _BY_SECONDS, {})
     return best if best is not None and best.gain(today) >= AS_FAST else None
 
 
-def _that_starts(run: Run, pace: MeasuredSlowdown | None) -> tuple[Run, str | None]:
+def _that_starts(run: Run, slowdown: MeasuredSlowdown | None) -> tuple[Run, str | None]:
     """Return the run, changed so that Megatron starts it, and the reason why it does not start as it is, if so."""
     fails = None
     if (
@@ -183,16 +183,16 @@ def _that_starts(run: Run, pace: MeasuredSlowdown | None) -> tuple[Run, str | No
         run = without_layout(replace(run, parallelism=replace(run.parallelism, chunks=None)))
     uncut = why_not_cut(run)
     if uncut is not None:
-        run = run_layout.with_cut(run, balance(run, slowdown=pace).best.layers)
+        run = run_layout.with_cut(run, balance(run, slowdown=slowdown).best.layers)
     return run, fails or uncut
 
 
-def _without_recomputation(today: Way, pace: MeasuredSlowdown | None) -> Way | None:
+def _without_recomputation(today: Way, slowdown: MeasuredSlowdown | None) -> Way | None:
     """Return the run without recomputation; ``None`` if it has none, or is as fast with it."""
     run = today.run
     if run.schedule.recompute == "none":
         return None
-    bare = as_it_stands(replace(run, schedule=replace(run.schedule, recompute="none")), pace)
+    bare = as_it_stands(replace(run, schedule=replace(run.schedule, recompute="none")), slowdown)
     return bare if bare.gain(today) >= AS_FAST else None
 
 
@@ -229,10 +229,11 @@ def _worth_slicing(today: Way, ways: Mapping[str, Sequence[Way]], memory: float)
     return [way for way in ways["sliced"] if all(way.seconds < s * (1 - LEAST_SLICED_GAIN) for s in others)]
 
 
-def _worth_cutting(today: Way, whole: Sequence[Way], memory: float, pace: MeasuredSlowdown | None) -> list[Way]:
+def _worth_cutting(today: Way, whole: Sequence[Way], memory: float, slowdown: MeasuredSlowdown | None) -> list[Way]:
     """Return ways with a cut vocabulary, made of the fastest of ``whole``, the ways of schedules that fit.
 
     A way is left out if it would gain nothing even where all ranks have equal work and none idles. Then no step is priced.
+    ``memory`` is the memory of a device in bytes.
     """
     limit = max(memory * (1 - ROOM), today.peak * (1 + SAME_MEMORY))
     fitting = sorted((way for way in whole if way.peak <= limit), key=_BY_SECONDS)
@@ -249,7 +250,9 @@ def _worth_cutting(today: Way, whole: Sequence[Way], memory: float, pace: Measur
     worth = [way for way in fitting if bound(way) < goal]
     passes = 3 * m * max((way.step.placement.num_stages for way in worth), default=1)
     rows = [(way, algorithm) for way in worth for algorithm in _ALGORITHMS]
-    cut = (with_cut_vocabulary(way, algorithm, pace) for way, algorithm in rows[: max(1, _MOST_CUT_PASSES // passes)])
+    cut = (
+        with_cut_vocabulary(way, algorithm, slowdown) for way, algorithm in rows[: max(1, _MOST_CUT_PASSES // passes)]
+    )
     return [way for way in cut if way is not None]
 
 
@@ -274,7 +277,7 @@ def _best(
 
     A run that needs more memory than devices have takes the fastest one that fits, and otherwise the fastest in its own
     memory. A run near the limit of its memory that has no faster schedule takes one that is as fast in less memory.
-    ``None`` means that the run should stay as it is.
+    ``None`` means that the run should stay as it is. ``memory`` is the memory of a device in bytes.
     """
     room = memory * (1 - ROOM)
     rows = [way for way in (stock, needless, *proposals.values()) if way is not None]
@@ -288,9 +291,9 @@ def _best(
     return next(way for way in rows if way.peak <= limit and way.gain(today) >= least)
 
 
-def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:
+def _gains_without_overlap(run: Run, ways: Sequence[Way], slowdown: MeasuredSlowdown | None) -> bool:
     """Return whether one of ``ways`` is faster, in the same memory, than the run with its overlap within layers off."""
-    bare = as_it_stands(without_overlap(run), pace)
+    bare = as_it_stands(without_overlap(run), slowdown)
     return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
 
 

@@ -70,9 +70,9 @@ class Consumer:
     pairs: bool = False  # whether it can run the schedules in which pairs pay
     vocabulary: bool = False  # whether its vocabulary can be cut: its forward step returns Megatron's token losses
 
-    def advise(self, run: Run, pace: MeasuredSlowdown | None = None) -> Advice:
+    def advise(self, run: Run, slowdown: MeasuredSlowdown | None = None) -> Advice:
         """Return the advice for a run of the program, as ``advice.advise`` does."""
-        return advice.advise(run, pace, self.families, self.slices, self.pairs, self.vocabulary)
+        return advice.advise(run, slowdown, self.families, self.slices, self.pairs, self.vocabulary)
 
 
 def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[list[str], list[str]]:

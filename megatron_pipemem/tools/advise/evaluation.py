@@ -186,7 +186,10 @@ def other_places(path: str, folder: Path | None) -> list[Path]:
 def _evaluated_once(
     inputs: _Given, name: str, arguments: Sequence[str], deadline: float
 ) -> tuple[Evaluation, list[str], list[tuple[int, str]]]:
-    """Return the evaluation, the paths of files that the script wants to read, and the errors with their lines."""
+    """Return the evaluation, the paths of files that the script wants to read, and the errors with their lines.
+
+    ``deadline`` is a time of ``time.monotonic``.
+    """
     bash = shutil.which("bash")
     no_bash = (
         "a script is read by bash 4.4 or newer on Linux (x86-64 or arm64), closed in by seccomp, and {}; give the "
@@ -244,7 +247,10 @@ def _evaluated_once(
 
 
 def _outputs(session: int, descriptors: Sequence[int], deadline: float) -> tuple[list[bytes], str | None]:
-    """Return the bytes of each descriptor up to its end, and why that end was not waited for."""
+    """Return the bytes of each descriptor up to its end, and why that end was not waited for.
+
+    ``deadline`` is a time of ``time.monotonic``.
+    """
     outputs = [bytearray() for _ in descriptors]
     with selectors.DefaultSelector() as selector:
         for place, descriptor in enumerate(descriptors):

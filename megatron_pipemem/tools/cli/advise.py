@@ -111,8 +111,8 @@ def advise_command(
     check_output(write, (".yaml", ".yml"), "a run")
     with readable(f"the run of {source[0]}"):
         reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
-    pace = None if profile is None else measured_slowdown_of(profile, reading.run)
-    advice = reading.consumer.advise(reading.run, pace)
+    slowdown = None if profile is None else measured_slowdown_of(profile, reading.run)
+    advice = reading.consumer.advise(reading.run, slowdown)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
     if diff:

@@ -501,8 +501,8 @@ class _Standing:
     def _line(self) -> str:
         ended, left = self._done - self._before, len(self._labels) - self._done
         now = self._queue or (f"now {'; '.join(self._running.values())}" if self._running else "")
-        pace = (time.monotonic() - self._started) / ended if ended else 0.0
-        rest = f"about {duration(pace * left)} left" if ended and left else ""
+        seconds_per_point = (time.monotonic() - self._started) / ended if ended else 0.0
+        rest = f"about {duration(seconds_per_point * left)} left" if ended and left else ""
         return ", ".join(filter(None, (f"{self._done} of {len(self._labels)} points have ended", now, rest)))
 
 

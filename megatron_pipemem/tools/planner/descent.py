@@ -85,8 +85,8 @@ def descend(
 ) -> tuple[int, ...]:
     """Return the number of pieces per stage of the fastest layout found from ``start`` by moves of one or two pieces.
 
-    ``simulate`` returns the seconds of a layout's step and adds its chain to the bounds. It also gets a limit: if the
-    seconds are below it, they are infinite for a layout that is ruled out. A stage keeps at least the pieces in
+    ``simulate(layout, limit)`` returns the seconds of a layout's step and adds its chain to the bounds. In place of
+    seconds below ``limit``, it returns infinity for a layout that is ruled out. A stage keeps at least the pieces in
     ``least``. ``most`` limits the number of simulated layouts.
     """
     pairs = [(a, b) for a in range(bounds.stages) for b in range(bounds.stages) if a != b]

@@ -399,7 +399,7 @@ class _Planner:
                 FamilyCandidate(group, order), None, self._measured(group, order, moves_weights(group.run))
             )
 
-        way = self._built(FamilyCandidate(group, order), cut.microbatches)
+        way = self._plan_of_variant(FamilyCandidate(group, order), cut.microbatches)
         if way is None or slices == 1:
             return way
         return replace(way, passes=None)  # its name and the number of slices are enough
@@ -463,7 +463,7 @@ class _Planner:
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
         try:
-            way = self._built(base, microbatches)
+            way = self._plan_of_variant(base, microbatches)
         except PipememError as error:
             self.rejected[f"{variant.name} cannot be combined with {order.name}: {error}"] += 1
             return
@@ -476,7 +476,7 @@ class _Planner:
         else:
             self._wait(way)
 
-    def _built(self, base: FamilyCandidate, microbatches: int) -> Way | None:
+    def _plan_of_variant(self, base: FamilyCandidate, microbatches: int) -> Way | None:
         """Return a plan for an order with its variant; ``None`` if it does not fit into the memory.
 
         A long step is predicted from shorter ones, and its plan has no list of actions.
