@@ -189,7 +189,10 @@ def _joint_posts(nodes: ActionNodes, placement: Placement) -> list[tuple[Action,
 
 
 def _fault(dependencies: Dependencies, end: int, other: int, later: int) -> ScheduleError:
-    """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device."""
+    """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device.
+
+    ``other`` is the node with which the post completes (``refused_waits``).
+    """
     device = dependencies.graph.lane_of[end]
     first = dependencies.lanes[device].start
     action, after, partner = (dependencies.actions[node] for node in (end, later, other))

@@ -312,7 +312,8 @@ class _Contents:
 
         The batch has ``tokens`` or ``input_ids``, ``[b, s]`` or ``[s]``. A padding mask ``attention_mask`` of the same
         shape gives the length of each sequence, which is then one document. Otherwise the ends of its documents follow
-        from ``cu_seqlens``, ``packed_seq_params``, or ``position_ids`` that start again.
+        from ``cu_seqlens``, ``packed_seq_params``, or ``position_ids`` that start again. ``number`` is the microbatch's, for
+        messages.
         """
         fields = batch if isinstance(batch, Mapping) else {}
         tokens = next((fields[name] for name in ("tokens", "input_ids") if fields.get(name) is not None), None)

@@ -136,7 +136,11 @@ class Repetition:
             ends[first:stop] = ends[first + lane.size : stop + lane.size]
 
     def _delay(self, history: Sequence[Sequence[float]], earlier: int, later: int) -> float | None:
-        """Return the delay of a block after an earlier one if it and the blocks before it, up to ``depth``, are as late."""
+        """Return the seconds by which block number ``later`` runs after block number ``earlier``.
+
+        Return ``None`` unless ``depth`` blocks, up to these two, differ by the same delay. ``history`` has the ends of the
+        actions of every block, in seconds.
+        """
         delay = history[later][0] - history[earlier][0]
         rounding = ROUNDING * history[later][0]
         for back in range(self.depth):
