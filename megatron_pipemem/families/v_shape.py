@@ -78,7 +78,7 @@ def _v_block(slots: Iterable[tuple[int, ...]], p: int) -> Block:
     return Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
 
 
-def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
+def _zbv_passes(device: int, p: int, num_units: int, ahead: int) -> list[Pass]:
     """Return ZBV's passes of a device, with ``ahead`` more forwards of both stages before the first backward."""
     r, first, second = device, device, 2 * p - 1 - device
     f0, i0, w0 = (Pass(kind, first) for kind in (Kind.F, Kind.I, Kind.W))
@@ -91,7 +91,7 @@ def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
     warm_up = [f0] * (2 * (p - r) - 1) + [f1, f0] * (r + ahead) + [f1, i1, w1] * (p - r)
     # 2p-1-r+ahead of all F0 and p+ahead of all F1 have run.
     round_without_f0 = [i0, w0, f1, i1, w1]
-    steady = [f0, *round_without_f0] * (units - 2 * p + 1 + r - ahead) + round_without_f0 * (p - 1 - r)
+    steady = [f0, *round_without_f0] * (num_units - 2 * p + 1 + r - ahead) + round_without_f0 * (p - 1 - r)
     cool_down = [i0, w0, i1, w1] * ahead + [i0, i1] * r + [i0, w0] * (p - r) + [w1] * r + [w0] * r
     return warm_up + steady + cool_down
 

@@ -42,20 +42,20 @@ def _zb(name: str, p: int, units: Units, turns: int) -> Schedule:
     return in_microbatch_order(name, Placement.linear(p), units, passes)
 
 
-def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> list[Pass]:
+def _device_passes(device: int, num_units: int, forwards_ahead: int, delay: int) -> list[Pass]:
     # ZB-H1, p = 3, m = 5: forwards ahead | I, W (``delay`` units later) and F in turn | W that are left
     #   device 0: F0 F1 F2 | I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4 |
     #   device 1: F0 F1    | I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 | W4
     #   device 2: F0       | I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 | W3 W4
     forward, backward, weight = Pass(Kind.F, device), Pass(Kind.I, device), Pass(Kind.W, device)
-    passes = [forward] * min(units, forwards_ahead)
-    for place in range(units):
+    passes = [forward] * min(num_units, forwards_ahead)
+    for place in range(num_units):
         passes.append(backward)
         if place >= delay:
             passes.append(weight)
-        if place + forwards_ahead < units:
+        if place + forwards_ahead < num_units:
             passes.append(forward)
-    return passes + [weight] * min(units, delay)
+    return passes + [weight] * min(num_units, delay)
 
 
 ZB_H1 = built_in(

@@ -73,14 +73,18 @@ class _Size(NamedTuple):
 
 
 def bytes_per_action(
-    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False, units: Units = WHOLE
+    entries: Sequence[LedgerEntry],
+    num_stages: int,
+    of_largest: bool = True,
+    on_host: bool = False,
+    units: Units = WHOLE,
 ) -> dict[Kind, tuple[int, ...]]:
     """Return the bytes that each kind of action adds to the rank's memory, one value per stage and part.
 
     An action that frees more bytes than it takes has a negative value. ``num_stages`` counts the stages of all ranks,
     and stages of other ranks get 0. ``entries`` are those of one step, in order.
 
-    If microbatches differ, the values are those of the largest, or of the smallest with ``most=False``. The largest is
+    If microbatches differ, the values are those of the largest, or with ``of_largest=False`` of the smallest. The largest is
     the one that gives most tokens to experts, then the one with most tokens. With a capacity factor, the largest is
     extrapolated to the tokens that the factor allows, if microbatches differ in tokens of experts. ``on_host`` returns
     bytes on the host. ``units`` are those of the step.
@@ -102,8 +106,8 @@ def bytes_per_action(
     for (kind, at), of_microbatches in sizes_and_changes.items():
         least, low = min(of_microbatches, key=itemgetter(0))
         top, high = max(of_microbatches, key=itemgetter(0))
-        change = high if most else low
-        if most and least.routed < top.routed < routable[at]:
+        change = high if of_largest else low
+        if of_largest and least.routed < top.routed < routable[at]:
             change += round((high - low) * (routable[at] - top.routed) / (top.routed - least.routed))
         changes.setdefault(kind, [0] * (num_stages * units.parts))[at] = change
     return {kind: tuple(per_part) for kind, per_part in changes.items()}

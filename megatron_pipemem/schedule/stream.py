@@ -244,21 +244,21 @@ def _check_messages(program: Program, number: Mapping[Action, int], last: int) -
 
 
 def _weights(
-    stream: Schedule, batch: int, first: int, behind_messages: bool
+    stream: Schedule, batch: int, first_microbatch: int, behind_messages: bool
 ) -> tuple[dict[Action, int], dict[Action, frozenset[int]]]:
-    """Return ``versions`` and ``updates`` of the window whose batch begins with microbatch ``first`` of the stream.
+    """Return ``versions`` and ``updates`` of the window whose batch begins with ``first_microbatch`` of the stream.
 
     With ``behind_messages`` an update comes after the message that follows its action, because another device waits
     for the message.
     """
     assert stream.updates is not None
-    newest = first // stream.updates.every
+    newest = first_microbatch // stream.updates.every
     router = Router(stream.placement)
     versions: dict[Action, int] = {}
     updates: dict[Action, frozenset[int]] = {}
     still_used: dict[int, set[int]] = {}
     for use in reversed(list(weight_uses(stream))):
-        action = use.action._replace(microbatch=use.action.microbatch - first)
+        action = use.action._replace(microbatch=use.action.microbatch - first_microbatch)
         versions[action] = use.version - newest
         later = still_used.setdefault(use.action.stage, set())
         if use.updates and 0 <= action.microbatch < batch:
@@ -425,13 +425,13 @@ class _Windows:
         }
         return _ends(timeline, starts)
 
-    def _arrival(self, device: int, first: Action) -> float:
+    def _arrival(self, device: int, first_action: Action) -> float:
         """Return when the input of a device's first action arrives; 0 if no forward of the previous step makes it."""
         placement = self._schedule.placement
         return max(
             (
                 self._forwards[needed] + self._costs.link_seconds(placement.devices[needed.stage], device)
-                for needed in needs_of(first, placement, ())
+                for needed in needs_of(first_action, placement, ())
                 if needed in self._forwards
             ),
             default=0.0,

@@ -87,8 +87,8 @@ def test_the_flag_for_pairs_is_named_where_experts_are_far_apart():
     far = replace(QWEN.cluster, devices_per_node=2, nodes=8)
     sizes = replace(QWEN.parallelism, ep=8, dp=4, pp=4, global_batch=64, etp=1)
     run = replace(QWEN, cluster=far, parallelism=replace(sizes, ep=4))
-    near, alone = advise(QWEN, names=("1f1b", "zb-h1"), pairs=True), advise(run, names=("1f1b", "zb-h1"))
-    advice = advise(run, names=("1f1b", "zb-h1"), pairs=True)
+    near, alone = advise(QWEN, names=("1f1b", "zb-h1"), may_pair_passes=True), advise(run, names=("1f1b", "zb-h1"))
+    advice = advise(run, names=("1f1b", "zb-h1"), may_pair_passes=True)
     paired = advice.proposals["pairs"]
     assert advice.verdict == "pairs" and not any(way.run.pairs for way in (*alone.proposals.values(), alone.today))
     added, _ = changed_flags(run, paired.run)
@@ -110,7 +110,7 @@ def of_large_vocabulary(**settings: object) -> Run:
 
 def test_a_large_vocabulary_is_cut_where_that_is_faster():
     run = of_large_vocabulary()
-    whole, advice = advise(run, names=FEW), advise(run, names=FEW, vocabulary=True)
+    whole, advice = advise(run, names=FEW), advise(run, names=FEW, may_cut_vocabulary=True)
     cut = advice.proposals[CUT]
     assert advice.best is cut and CUT not in whole.proposals
     others = [way for way in (whole.stock, *whole.proposals.values()) if way is not None]
@@ -127,7 +127,7 @@ def test_a_large_vocabulary_is_cut_where_that_is_faster():
 
 def test_a_cut_vocabulary_is_priced_only_where_equal_ranks_would_gain_by_it(monkeypatch):
     monkeypatch.setattr(advice_module, "with_cut_vocabulary", None)  # calling it would raise
-    assert CUT not in advise(LLAMA, names=FEW, vocabulary=True).proposals
+    assert CUT not in advise(LLAMA, names=FEW, may_cut_vocabulary=True).proposals
 
 
 def test_few_microbatches_of_long_sequences_are_cut_into_slices():
@@ -135,14 +135,14 @@ def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     sizes = replace(cut, micro_batch=1, global_batch=2 * cut.dp)
     run = replace(LLAMA, model=replace(LLAMA.model, sequence=2**17), parallelism=sizes)
     assert "same memory, slices" not in advise(run).proposals
-    advice = advise(run, slices=True)
+    advice = advise(run, may_slice=True)
     way = advice.proposals["same memory, slices"]
     assert way.slices > 1 and refusal(way.run) is None
     assert way.peak <= advice.today.peak * (1 + SAME_MEMORY)
     whole = [proposal.seconds for proposal in advice.proposals.values() if proposal.slices == 1]
     assert whole and way.seconds < min(whole) * (1 - LEAST_SLICED_GAIN)
     flag = "variable-seq-lengths"
-    unequal = advise(replace(run, flags=run.flags | {flag: True}), slices=True)
+    unequal = advise(replace(run, flags=run.flags | {flag: True}), may_slice=True)
     assert "same memory, slices" not in unequal.proposals and flag in unequal.unsliced and advice.unsliced is None
     allowed = {key: [getattr(sizes, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
     named = {"schedule": [way.order.name], "slices": [way.slices], "slice_cut": ["tokens"]}

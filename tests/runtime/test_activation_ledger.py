@@ -196,7 +196,7 @@ def test_uneven_routing_is_foretold_as_a_range(routable, top):
     held = (("0F0", 16, 5), ("0B0", 0, 0), ("0F1", 14, 4), ("0F2", 40, 10), ("0B1", 26, 0), ("0B2", 0, 0))
     probe = [LedgerEntry(Action.parse(name), nbytes, nbytes, tokens, routable) for name, nbytes, tokens in held]
     for on_host in (False, True):
-        assert bytes_per_action(probe, 1, most=False, on_host=on_host) == {Kind.F: (14,), Kind.B: (-14,)}
+        assert bytes_per_action(probe, 1, of_largest=False, on_host=on_host) == {Kind.F: (14,), Kind.B: (-14,)}
         assert bytes_per_action(probe, 1, on_host=on_host) == {Kind.F: (top,), Kind.B: (-top,)}
 
 
@@ -275,7 +275,7 @@ def test_what_has_been_seen_is_exact(terms, tokens, data):
 def test_the_largest_microbatch_stands_for_all_where_one_must():
     entries = entries_of([(1, 8), (2, 16), (1, 4)], (1, 0, 0, 0, 0, 0))
     assert bytes_per_action(entries, 1) == {Kind.F: (32,), Kind.B: (-32,)}
-    assert bytes_per_action(entries, 1, most=False) == {Kind.F: (4,), Kind.B: (-4,)}
+    assert bytes_per_action(entries, 1, of_largest=False) == {Kind.F: (4,), Kind.B: (-4,)}
 
 
 def test_a_ledger_notes_the_tokens_of_every_action():

@@ -279,11 +279,11 @@ class _PairingRun:
         return begin
 
     def _pair(
-        self, lane: int, start: float, together: float, both: tuple[int, int], blocks: int
+        self, lane: int, start: float, together: float, both: tuple[int, int], blocks_later: int
     ) -> tuple[tuple[int, int], float] | None:
         """Return the pair of two nodes that can start together, the forward first, and its end; ``None`` if they run apart.
 
-        The second one, which is that of ``blocks`` later blocks, has its inputs at the time ``together``.
+        The second node, of ``blocks_later`` blocks later, has its inputs at the time ``together``.
         """
         (first, second), pairings = both, self._pairings
         swaps = pairings.codes[second] == 0
@@ -298,7 +298,7 @@ class _PairingRun:
         if together + of_both >= apart - rounding:
             return None
         a, b = pairings.actions[first], pairings.actions[second]
-        if a[1] == b[1] and a[2] == b[2] + blocks * pairings.blocks.units:
+        if a[1] == b[1] and a[2] == b[2] + blocks_later * pairings.blocks.units:
             return None
         self._forwards.append(forward)
         self._hidden[lane] += saved

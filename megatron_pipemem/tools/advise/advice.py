@@ -105,17 +105,17 @@ def advise(
     run: Run,
     slowdown: MeasuredSlowdown | None = None,
     names: Collection[str] = (*STOCKS, *OURS),
-    slices: bool = False,
-    pairs: bool = False,
-    vocabulary: bool = False,
+    may_slice: bool = False,
+    may_pair_passes: bool = False,
+    may_cut_vocabulary: bool = False,
 ) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
-    A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``slowdown`` has
-    measured prices. ``names`` are the schedules that the run's program can take. With ``slices``, all of its sequences have the
-    same length, so that schedules may cut them. With ``pairs``, it can take schedules whose passes run in
-    pairs. With ``vocabulary``, embedding and head may be cut over its pipeline. A run without a pipeline, or without a
-    price for its present schedule, is refused.
+    A run that does not fit its devices by these prices is compared as if they had the memory that it needs. ``slowdown``
+    has the ratios of measured to predicted seconds. ``names`` are the schedules that the run's program can take. With
+    ``may_slice``, all of its sequences have the same length, so that schedules may cut them. With ``may_pair_passes``,
+    it can take schedules whose passes run in pairs. With ``may_cut_vocabulary``, embedding and head may be cut over its
+    pipeline. A run without a pipeline, or without a price for its present schedule, is refused.
     """
     check_sizes(run)
     if run.parallelism.pp == 1:
@@ -133,15 +133,15 @@ def advise(
     if excess:  # a device may have more than these prices say that the run needs
         run = replace(run, cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + 2 * today.peak / GIB))
     refused: dict[str, tuple[str, list[str]]] = {}
-    counts, unsliced = proposed_slices(run) if slices else ((), None)
+    counts, unsliced = proposed_slices(run) if may_slice else ((), None)
     bare = _without_recomputation(today, slowdown)
     layouts: Layouts = {}
     ways = {
         kind: [way for base, name in rows for way in priced_with(base, name, slowdown, layouts)]
-        for kind, rows in _candidates(run, bare, names, counts, pairs).items()
+        for kind, rows in _candidates(run, bare, names, counts, may_pair_passes).items()
     }
     ways["sliced"] = _worth_slicing(today, ways, memory)
-    ways[CUT] = _worth_cutting(today, ways["whole"], memory, slowdown) if vocabulary else []
+    ways[CUT] = _worth_cutting(today, ways["whole"], memory, slowdown) if may_cut_vocabulary else []
     limit = max(memory * (1 - ROOM), today.peak)
     stock = _first([way for way in ways["stock"] if way.peak <= limit], _BY_SECONDS, refused)
     needless = bare if bare is not None and bare.peak <= memory * (1 - ROOM) and refusal_of(bare) is None else None

@@ -457,12 +457,12 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
     return figure
 
 
-def _row_inches(devices: int, runs: int) -> float:
+def _row_inches(devices: int, num_runs: int) -> float:
     """Return the height in inches of a device's row: its actions and its memory.
 
-    ``devices`` is the number of rows of the timeline, and ``runs`` the number of timelines in the picture.
+    ``devices`` is the number of rows of the timeline, and ``num_runs`` the number of timelines in the picture.
     """
-    return min(0.85, max(0.36, 9.0 / devices)) * (1 if runs == 1 else 0.85)
+    return min(0.85, max(0.36, 9.0 / devices)) * (1 if num_runs == 1 else 0.85)
 
 
 def _panels(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
