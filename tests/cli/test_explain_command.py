@@ -46,6 +46,9 @@ def test_with_the_run_it_advises_at_the_measured_times(pipemem, pipemem_json, re
     told = pipemem("explain", of_llama, "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)
     assert "other schedule" in told.stdout, "the report is of 1f1b, and the run has v-half"
     assert "by measured prices" in told.stdout and told.stdout.splitlines()[0] in pipemem("explain", of_llama).stdout
+    same = pipemem("explain", of_llama, "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "schedule=1f1b")
+    assert "averaged" in same.stdout, "stage 3, which takes 1.6 times as long, is averaged away"
+    assert "averaged" not in told.stdout
     wrong = refuses("explain", of_llama, "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE, "pp=2")
     check_refusal(wrong, "other-model", "pipeline ranks")
     other = refuses("explain", run(layers=[2] * 4), "configs/runs/llama3-8b-8xh100.yaml", *PIPELINE)

@@ -152,7 +152,7 @@ def test_a_cap_is_kept_by_as_little_recomputation_as_it_takes(train, equals_stoc
     [
         (
             *("interleaved", 1.0, 0.2),
-            ("activations are offloaded", "stay (not needed)", "selective recomputation of stages"),
+            ("activations are offloaded", "stay (not chosen)", "selective recomputation of stages"),
         ),
         ("1f1b", 2.0, 0.1, ("selective recomputation of stages [2]", "full recomputation of stages [0, 1]")),
     ],

@@ -165,7 +165,7 @@ def test_a_cap_is_kept_with_no_more_than_it_needs(data: st.DataObject) -> None:
         validate(plan.schedule, memory_cap=cap)
         assert plan.binds == ""
     if share == 1.0:
-        assert plan.offloaded == () and set(plan.kept.values()) == {"not needed"}
+        assert plan.offloaded == () and set(plan.kept.values()) == {"not chosen"}
 
 
 @pytest.mark.parametrize("name", ["gis-h", "interleaved", "zbv"])
@@ -223,7 +223,7 @@ def test_without_a_cap_no_step_gets_longer(name, p, m, ratio, switches, select) 
 
 def test_reasons_are_told() -> None:
     schedule = build_schedule("1f1b", num_devices=4, num_microbatches=12)
-    assert set(plan_offload(schedule, costs_of(0.5), "off").kept.values()) == {"not needed"}
+    assert set(plan_offload(schedule, costs_of(0.5), "off").kept.values()) == {"not chosen"}
     slow = plan_offload(schedule, costs_of(100.0))
     assert slow.offloaded == () and set(slow.kept.values()) == {TOO_SHORT}
     assert slow.binds == f"{TOO_SHORT} (12 activations)", slow.kept

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.planner import PassTimes, Planner
-from megatron_pipemem.features.offload.transfers import CHANNEL_FULL, NOT_NEEDED, RECOMPUTED, Key
+from megatron_pipemem.features.offload.transfers import CHANNEL_FULL, NOT_CHOSEN, RECOMPUTED, Key
 from megatron_pipemem.schedule.action import COMPUTE, MEMORY, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import brief, shortened
@@ -89,7 +89,7 @@ class OffloadPlan:
         return Counter(
             why
             for (stage, _), why in self.kept.items()
-            if self.peaks[place[stage]] > limits[place[stage]] and why not in (NOT_NEEDED, RECOMPUTED)
+            if self.peaks[place[stage]] > limits[place[stage]] and why not in (NOT_CHOSEN, RECOMPUTED)
         )
 
     @property

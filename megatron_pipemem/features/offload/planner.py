@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron_pipemem.features.offload.transfers import (
     CHANNEL_FULL,
     NO_HOST_MEMORY,
-    NOT_NEEDED,
+    NOT_CHOSEN,
     RECOMPUTED,
     TOO_SHORT,
     Item,
@@ -280,7 +280,7 @@ class Planner:
         }
         # No group's plan has the stages that were not selected.
         kept = {
-            (action.stage, action.microbatch): RECOMPUTED if action.stage in recomputed_stages else NOT_NEEDED
+            (action.stage, action.microbatch): RECOMPUTED if action.stage in recomputed_stages else NOT_CHOSEN
             for order in self._base.orders
             for action in order
             if action.kind is Kind.F
@@ -316,7 +316,7 @@ class Planner:
             if not best.over:
                 return best
         reasons = {item.key: self._reason_to_stay(item) for item in items}
-        kept = {key: reasons[key] if why == NOT_NEEDED else why for key, why in best.kept.items()}
+        kept = {key: reasons[key] if why == NOT_CHOSEN else why for key, why in best.kept.items()}
         return replace(best, kept=kept)
 
     def _reason_to_stay(self, item: Item) -> str:
@@ -446,7 +446,7 @@ class Planner:
         for device in part.devices:
             if self._caps is not None:
                 over += max(0.0, peaks[device] - loosened(self._caps[device]))
-        kept = {item.key: NOT_NEEDED for item in others}
+        kept = {item.key: NOT_CHOSEN for item in others}
         return _TripGroup(part, trips, kept, over, max(peaks.values()))
 
     def _order(self, device: int, part: _ChannelGroup, trips: Sequence[RoundTrip]) -> Order:

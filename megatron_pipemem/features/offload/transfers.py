@@ -20,7 +20,7 @@ TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = (
     "channel to the host full",
     "host memory full",
 )
-NOT_NEEDED, RECOMPUTED = "not needed", "recomputed"
+NOT_CHOSEN, RECOMPUTED = "not chosen", "recomputed"
 """Reasons why activations stay on their device."""
 
 

@@ -248,6 +248,8 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     yield _table(rows)
     yield "step: seconds; today, tuned: the step against theirs; idle: mean of the ranks;"
     yield "GiB: the fullest rank; messages: times those of today"
+    if any(way.has_earlier_weights for way in rows.values()):
+        yield "W earlier: so that no rank holds more than 1F1B's fullest"
     for kind, other in rows.items():
         if other is not way and other is not advice.today:
             yield f"{kind}: {_addition(reading, other)}"
@@ -305,7 +307,7 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
     prices = "by measured prices" if measured else f"computed for {device}"
     texts = {
         "fails": advice.fails
-        and f"{advice.fails}, so Megatron stops at the start; it runs with {_addition(reading, advice.today)}",
+        and f"{advice.fails}, so Megatron stops at the start; to start it: {_addition(reading, advice.today)}",
         "too large": advice.excess
         and f"today's run takes {gibibytes(advice.excess)} GiB more than a device has: compared without that limit",
         "no slices": advice.unsliced,
@@ -361,12 +363,16 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
     reason = _reason(best, advice)
     if best.is_stock or where is not None:
         advised = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
-            advice.verdict, "stay with Megatron's own schedule" if best.is_stock else where
+            advice.verdict, _of_stock(today) if best.is_stock else where
         )
         added = best.is_stock and changes(reading.consumer, reading.run, best, reading.flags)[0]
         return f"{reason}{advised}{'; add' if added else ''}:", best
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
     return f"{reason}{start}add:", best
+
+
+def _of_stock(today: Way) -> str:
+    return "stay with Megatron's own schedule" if today.is_stock else "go back to Megatron's own schedule"
 
 
 def _reason(best: Way, advice: Advice) -> str:
@@ -379,7 +385,7 @@ def _reason(best: Way, advice: Advice) -> str:
     if advice.excess and saved > 0 and best.peak <= today.peak - advice.excess:
         return "the fastest that fits: "
     if saved < -SAME_MEMORY * today.peak:
-        return f"the fastest that fits with room, in {gibibytes(-saved)} GiB more: "
+        return f"as fast as any that fits with room, within 1%, in {gibibytes(-saved)} GiB more: "
     return ""
 
 
@@ -409,7 +415,7 @@ def _way_facts(way: Way, reading: Reading, advice: Advice) -> dict[str, Any]:
     added, gone = changes(reading.consumer, reading.run, way, reading.flags)
     return {
         "schedule": way.order.name,
-        "chunks": way.order.chunks,
+        "chunks": way.step.placement.num_chunks,
         "slices": way.slices,
         "stock": way.is_stock,
         "layers": list(way.step.layers),

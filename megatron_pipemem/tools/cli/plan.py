@@ -22,7 +22,7 @@ from megatron_pipemem.model.model import Model
 from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
-from megatron_pipemem.schedule.options import FLOPS, NOT_NEGATIVE, OFF, STOCK
+from megatron_pipemem.schedule.options import AUTO, FLOPS, NOT_NEGATIVE, OFF, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 from megatron_pipemem.tools.advise.advice import refusal_of, tuned_stock
@@ -238,7 +238,8 @@ def _name(way: Way, is_own: bool = False) -> str:
 
     With ``is_own``, it is the user's run or its tuned form, whose ``stock`` may have flags of this package.
     """
-    choice, chunks = way.run.schedule, way.run.parallelism.chunks
+    choice = way.run.schedule
+    chunks = way.step.placement.num_chunks if way.schedule == AUTO else way.run.parallelism.chunks
     is_stock = is_stocks(way.run) or (is_own and choice.name == STOCK)
     name = f"stock {way.schedule}" if is_stock else way.schedule
     if chunks is not None:

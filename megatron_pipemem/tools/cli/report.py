@@ -158,7 +158,24 @@ def explain_command(
         today, measured = facts["advice"]["ways"]["today"]["schedule"], case.schedule.name
         if measured != today and {measured, today} <= {family.name for family in families()}:
             answer.append([("other schedule", f"the report is of {measured}, and the run has {today}")])
+        elif (warning := _lost_by_scaling(case, facts["advice"]["ways"]["today"]["seconds"])) is not None:
+            answer.append([("averaged", warning)])
     print_answer(facts, [*explanation_lines(facts), idle_table(facts), *answer], as_json)
+
+
+_ALIKE = 0.05
+"""The fraction by which the step of a run may differ from its measured step without a warning."""
+
+
+def _lost_by_scaling(case: Case, seconds: float) -> str | None:
+    """Return a warning if the step of ``seconds`` that the comparison has for the run is not about the measured one."""
+    measured = case.step.length_ns / 1e9
+    if abs(seconds - measured) <= _ALIKE * measured:
+        return None
+    return (
+        f"the row of today is {seconds:.3g} s, and the measured step {measured:.3g} s: all stages are scaled by one measured "
+        "factor each for F, I and W, so a stage that is slower than its layers say, and waits for the host, are left out"
+    )
 
 
 _DRAWN = (".json", ".html", ".png", ".svg")

@@ -139,8 +139,8 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
     chunks = "" if chosen.chunks is None else f", {chosen.chunks} chunk{'s' if chosen.chunks > 1 else ''} per device"
     yield "placement", f"{chosen.placement}{chunks}"
     yield "backward", _backward(chosen)
-    yield "peak", f"{chosen.peak} {UNITS}"
-    yield "bubble", chosen.bubble
+    yield "peak", f"{chosen.peak} ({UNITS})"
+    yield "idle time", chosen.bubble
     yield "source", chosen.source
     for need in _needs(chosen):
         yield "needs", need

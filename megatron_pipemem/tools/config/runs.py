@@ -86,10 +86,8 @@ class Parallelism(Limited):
         ranks, etp = self.tp * self.dp * self.cp, self.etp or self.tp
         if ranks % (etp * self.ep) == 0:
             return None
-        return (
-            f"tp x dp x cp = {ranks} is not a multiple of etp x ep = {etp} x {self.ep}; change one of these sizes, such as "
-            "etp to 1, which leaves experts whole"
-        )
+        remedy = "such as etp to 1, which leaves experts whole" if etp > 1 else "such as ep to a divisor of it"
+        return f"tp x dp x cp = {ranks} is not a multiple of etp x ep = {etp} x {self.ep}; change one of these sizes, {remedy}"
 
     @property
     def microbatches(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress, pairwise
+from math import isclose
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import COMPUTE, KIND_AND_STAGE, VOCABULARY, Action, Kind
@@ -151,7 +152,10 @@ class DrawnRun:
     def time_unit(self) -> str:
         """The unit of times: seconds, or the time of F of a device's whole share if the costs have no other."""
         is_timed = self.timeline.measured.bubble_rate is not None
-        is_unit = self.timeline.costs.are_single and self.timeline.costs.forward == 1
+        schedule = self.timeline.schedule
+        placement = schedule.placement
+        forwards = sum(self.timeline.costs.seconds(placement, schedule.units)[Kind.F]) / placement.replicas
+        is_unit = isclose(forwards, placement.num_devices)
         return "F of a device = 1" if is_unit and not is_timed else "seconds"
 
     @property
