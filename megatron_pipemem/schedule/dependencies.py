@@ -18,9 +18,8 @@ from weakref import ref
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need
 from megatron_pipemem.schedule.messages import Router
-from megatron_pipemem.schedule.nodes import ActionNodes, come_before
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.schedule import ActionNodes, Order, Schedule, come_before
 from megatron_pipemem.schedule.units import WHOLE, Units
 
 Waits = Sequence[tuple[int, int]]

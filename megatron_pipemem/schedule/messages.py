@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COMPLETING, ORDERED, Action, Kind
-from megatron_pipemem.schedule.nodes import ActionNodes, come_before
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.schedule import ActionNodes, Order, Program, Schedule, come_before
 
 Edge = tuple[int, int]
 

@@ -43,8 +43,7 @@ from megatron_pipemem.schedule.messages import (
     is_regular,
     places_of,
 )
-from megatron_pipemem.schedule.nodes import ActionNodes
-from megatron_pipemem.schedule.schedule import Order, Program, Schedule, weight_uses
+from megatron_pipemem.schedule.schedule import ActionNodes, Order, Program, Schedule, weight_uses
 from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import check_switch, vocabulary_passes
 from megatron_pipemem.schedule.waits import check_host_waits, check_queues, check_starts, run_single_queues

@@ -33,9 +33,8 @@ from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Graph, Times, Waits, deadlock, find_cycle
 from megatron_pipemem.schedule.messages import Router
-from megatron_pipemem.schedule.nodes import ActionNodes
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.schedule import ActionNodes, Program
 
 
 class LatestNeeds:

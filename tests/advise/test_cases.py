@@ -100,6 +100,6 @@ def test_recomputed_layers_of_a_stage_are_priced(method, layers, recomputed):
         for words in ((), ("--recompute-granularity", "full"), flags)
     )
     share = recomputed / 6
-    for values in ("saved", "recompute"):
+    for values in ("saved_bytes", "recompute_seconds"):
         none, every, some = (getattr(step, values)[1] for step in (plain, whole, run))
         assert some == pytest.approx(none + share * (every - none))

@@ -248,8 +248,6 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     yield _table(rows)
     yield "step: seconds; today, tuned: the step against theirs; idle: mean of the ranks;"
     yield "GiB: the fullest rank; messages: times those of today"
-    if any(way.has_earlier_weights for way in rows.values()):
-        yield "W earlier: so that no rank holds more than 1F1B's fullest"
     for kind, other in rows.items():
         if other is not way and other is not advice.today:
             yield f"{kind}: {_addition(reading, other)}"
