@@ -319,6 +319,7 @@ REPLICAS = Refusals(
     },
     ", or take a schedule with one replica of the model",
 )
+_IN_FLIGHT = "the number of microbatches would change while some of them are in flight"
 _QUANTISED = "quantised weights are cached once per step and have no versions"
 ASYNCHRONOUS = Refusals(
     " by asynchronous schedules",
@@ -333,6 +334,9 @@ ASYNCHRONOUS = Refusals(
         "batch run before it ends; pass --moe-router-load-balancing-type aux_loss",
         "optimizer_cuda_graph": "the graph would update the same version of the weights in every step",
         "mtp_num_layers": "a step logs the losses of all depths, and forwards of the next batch run before it ends",
+        "iterations_to_skip": "the next batch is read ahead, so none can be skipped",
+        "rampup_batch_size": _IN_FLIGHT,
+        "step_batch_size_schedule": _IN_FLIGHT,
     },
 )
 _ONE_COUNT = "the plan of consecutive steps is for one number of microbatches"

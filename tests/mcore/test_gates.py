@@ -116,6 +116,7 @@ VALUES = {
     "cp_comm_type": "a2a",
     "loss_scale": 128.0,
     "rampup_batch_size": ["4", "4", "100"],
+    "iterations_to_skip": [3],
     "step_batch_size_schedule": "0:4 100:8",
     **dict.fromkeys(("context_parallel_size", "num_distributed_optimizer_instances"), 2),
     **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 2),
