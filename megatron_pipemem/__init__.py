@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
+if TYPE_CHECKING:  # the names of _NAMES_BY_MODULE, for editors and type checkers
     from megatron_pipemem.errors import PipememError as PipememError
     from megatron_pipemem.errors import ScheduleError as ScheduleError
     from megatron_pipemem.errors import UnknownScheduleError as UnknownScheduleError
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
 
     __version__: str
 
-_MODULES = {
+_NAMES_BY_MODULE = {
     "errors": "PipememError ScheduleError UnknownScheduleError UnsupportedError UpstreamError",
     "mcore.plugin": "enable disable settle write_report build_model_chunks place_model_chunks",
     "schedule.action": "Action Kind KindSpec Need register_kind",
@@ -57,16 +57,16 @@ _MODULES = {
 }
 """The public names of this package, by the module that defines them."""
 
-_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
-_NEEDS_MEGATRON = _MODULES["mcore.plugin"].split()
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+_NEEDS_MEGATRON = _NAMES_BY_MODULE["mcore.plugin"].split()
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _NEEDS_MEGATRON:
         from megatron_pipemem.mcore import INSTALL, is_installed
@@ -75,8 +75,8 @@ def __getattr__(name: str) -> Any:
             from megatron_pipemem.errors import UpstreamError
 
             raise UpstreamError("not-installed", f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
-    value = getattr(import_module(f"megatron_pipemem.{_HOME[name]}"), name)
-    if _HOME[name].startswith("schedule."):
+    value = getattr(import_module(f"megatron_pipemem.{_MODULE_OF[name]}"), name)
+    if _MODULE_OF[name].startswith("schedule."):
         from megatron_pipemem.schedule.display import draw_with
         from megatron_pipemem.tools_by_flag import BROWSER
 

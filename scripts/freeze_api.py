@@ -34,7 +34,7 @@ def python_names() -> Iterator[str]:
 
     The sources are read, and not imported: half of them need Megatron.
     """
-    for module, names in megatron_pipemem._MODULES.items():
+    for module, names in megatron_pipemem._NAMES_BY_MODULE.items():
         for name in names.split():
             value = _module(f"megatron_pipemem.{module}")[name]
             if value.is_alias:  # the module imports it

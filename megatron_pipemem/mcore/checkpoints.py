@@ -38,14 +38,14 @@ class FilesOfRanks(Feature):
     def replacements(self) -> Replacements:
         return [(SAVE, self._save), (LOAD_FILES, self._load)]
 
-    def _devices(self) -> tuple[int, ...]:
+    def _device_of_stages(self) -> tuple[int, ...]:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         if self._placement is None:
             return _of_megatron(ranks, virtual_pipeline_size())
         return self._placement.placement(ranks).devices
 
     def _save(self, original: Callable, *args, **kwargs):
-        set_argument(_MARK, self._devices())
+        set_argument(_MARK, self._device_of_stages())
         return original(*args, **kwargs)
 
     def _load(self, original: Callable, *args, **kwargs):
@@ -56,9 +56,9 @@ class FilesOfRanks(Feature):
         if state is None:
             return result
         if kind == "LEGACY" and not asks_for_arguments:
-            check_devices(state.get("args"), self._devices(), _FILES)
+            check_devices(state.get("args"), self._device_of_stages(), _FILES)
         if kind == "GLOBAL" and asks_for_arguments and _loads_optimizer_by_rank(state, is_release):
-            check_devices(state.get("args"), self._devices(), _OPTIMIZER_BY_RANK)
+            check_devices(state.get("args"), self._device_of_stages(), _OPTIMIZER_BY_RANK)
         return result
 
 

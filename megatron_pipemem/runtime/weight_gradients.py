@@ -259,8 +259,8 @@ class AccumulatorHooks:
     def _counts(self, hook: Callable) -> bool:
         return not self._is_known(hook)
 
-    def clear(self) -> None:
-        """Forget all parameters."""
+    def forget_parameters(self) -> None:
+        """Forget all parameters. Their hooks stay registered."""
         self._hooks.clear()
 
 

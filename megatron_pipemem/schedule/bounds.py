@@ -352,12 +352,14 @@ class _Step:
     def least_held(self, device: int) -> float:
         """Return the lowest memory cap with which a device can run, in the unit of ``Costs.memory_changes``."""
         stages, steps = self._stages[device], self._steps
-        released = [sum(chain.least_memory(stages) for chain in step) for step in steps]
+        lowest_changes = [sum(chain.least_memory(stages) for chain in step) for step in steps]
 
-        def released_by_others(step: list[Chain]) -> float:
-            return sum((other[0].count - (other is step)) * least for other, least in zip(steps, released, strict=True))
+        def lowest_change_of_others(step: list[Chain]) -> float:
+            return sum(
+                (other[0].count - (other is step)) * least for other, least in zip(steps, lowest_changes, strict=True)
+            )
 
-        return max(0, *(most_needed(step, stages) + released_by_others(step) for step in steps))
+        return max(0, *(most_needed(step, stages) + lowest_change_of_others(step) for step in steps))
 
     def most_held(self, device: int) -> float:
         """Return the most memory that the device can hold in any order, in the unit of ``Costs.memory_changes``."""

@@ -435,7 +435,7 @@ class _Search:
         """Return whether there is time left to simulate the base ``steps`` times."""
         return time.thread_time() + steps * self._simulation_seconds < self._deadline
 
-    def _take(self, candidate: _Candidate) -> None:
+    def _keep_if_faster(self, candidate: _Candidate) -> None:
         if self._best is None or candidate.makespan < self._best.makespan:
             self._best = candidate
 
@@ -500,7 +500,7 @@ class _Search:
     def _greedy(self, dispatcher: Dispatcher, dispatched: Dispatched, order: Order) -> _Candidate:
         """Return a greedy schedule as a candidate, and keep it if it is the best so far."""
         candidate = _Candidate(dispatched.makespan, order, dispatcher.schedule(dispatched))
-        self._take(candidate)
+        self._keep_if_faster(candidate)
         return candidate
 
     def _variation(self, schedule: Schedule, starts: Sequence[Order]) -> _Variation:
@@ -512,7 +512,7 @@ class _Search:
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
         if variation.fitting is not None:
-            self._take(variation.fitting)
+            self._keep_if_faster(variation.fitting)
         return variation.value < before
 
 

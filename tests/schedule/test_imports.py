@@ -18,7 +18,8 @@ import megatron_pipemem
 PACKAGE = Path(megatron_pipemem.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PUBLIC = {
-    f"megatron_pipemem.{name}": f"megatron_pipemem.{module}.{name}" for name, module in megatron_pipemem._HOME.items()
+    f"megatron_pipemem.{name}": f"megatron_pipemem.{module}.{name}"
+    for name, module in megatron_pipemem._MODULE_OF.items()
 }
 """Where it really is, what the package itself exports."""
 
@@ -219,7 +220,7 @@ def test_public_names_are_imported_when_asked_for():
         for name in node.names
         if name.asname
     }
-    assert told == {(f"megatron_pipemem.{module}", name) for name, module in megatron_pipemem._HOME.items()}
+    assert told == {(f"megatron_pipemem.{module}", name) for name, module in megatron_pipemem._MODULE_OF.items()}
     for name in set(megatron_pipemem.__all__) - set(megatron_pipemem._NEEDS_MEGATRON):
         assert getattr(megatron_pipemem, name).__name__ == name
     code = """

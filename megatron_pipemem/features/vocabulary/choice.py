@@ -99,7 +99,7 @@ class VocabularyChoice:
     The names are ``off``, ``redistribute``, and the numbers of the paper's algorithms, ``1`` and ``2``.
     """
 
-    best: str
+    best: str  # one of these names; Algorithm 1 has two barriers, and Algorithm 2 one
     reason: str
     steps: Mapping[str, Timeline]
     moved: tuple[int, ...] | None  # layers of each stage for ``redistribute``; ``None`` if layers cannot be moved

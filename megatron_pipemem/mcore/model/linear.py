@@ -290,7 +290,10 @@ def is_ddps_hook(hook: Callable) -> bool:
 
 
 def named_unplain(chunk: torch.nn.Module) -> Iterator[str]:
-    """Yield the names of a chunk's weights whose gradients W leaves to autograd: computed ones, and those with hooks."""
+    """Yield the names of a chunk's weights whose gradients autograd computes in I, and not W.
+
+    These are weights that are computed from others, and weights with hooks.
+    """
     for name, parameter in chunk.named_parameters():
         if parameter.requires_grad and not is_plain(parameter):
             yield name

@@ -190,7 +190,7 @@ class SplitBackward(Extension):
         for weight, name in self._marked:
             delattr(weight, name)
         self._marked.clear()
-        self._hooks.clear()
+        self._hooks.forget_parameters()
         self._prepared.clear()
         self._checked.clear()
         for hook in self._watching:

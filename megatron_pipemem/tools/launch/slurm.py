@@ -126,7 +126,7 @@ def submit_points(store: Store, indices: Sequence[int], max_parallel: int, optio
     runs = {index: store.run(index) for index in indices}
     for members, submission in array_jobs(store.folder, runs, max_parallel, options).items():
         for index in members:
-            store.begin(index)
+            store.discard_result(index)
         numbers.append(submit(submission))
     return numbers
 

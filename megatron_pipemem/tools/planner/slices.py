@@ -282,15 +282,15 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
     return links
 
 
-def _memory(slices: Sequence[_Slice], keys: Sequence[float], execution: Execution) -> dict[Kind, tuple[float, ...]]:
+def _memory(slices: Sequence[_Slice], kv_bytes: Sequence[float], execution: Execution) -> dict[Kind, tuple[float, ...]]:
     """Return the bytes by which F, I and W change the held memory, one value per stage and slice.
 
-    ``keys`` are the bytes of a microbatch's keys and values on each stage, of the tokens of a rank. The bytes of F in
-    ``slices`` contain them, unless whole layers are recomputed.
+    ``kv_bytes`` has, per stage, the bytes of a microbatch's keys and values, for the tokens of one context-parallel rank.
+    The bytes of F in ``slices`` contain them, unless whole layers are recomputed.
     """
     apart = execution.recompute == "full"
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for stage, of_rank in enumerate(keys):
+    for stage, of_rank in enumerate(kv_bytes):
         cached = of_rank * execution.cp
         for place, slice_ in enumerate(slices):
             first, last = place == 0, place == len(slices) - 1

@@ -152,9 +152,10 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
 
 
 def paired_timeline(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Timeline:
-    """Return the simulated step of the schedule with the pairs that make it shortest, within ``room`` bytes per device.
+    """Return the simulated step of the schedule with the pairs that make it shortest within ``room``.
 
-    It has no pairs if none makes it shorter.
+    ``room`` has the bytes of each device that are left for all activations. The step has no pairs if none makes it
+    shorter.
     """
 
     def fits(candidate: Schedule) -> bool:

@@ -136,7 +136,7 @@ def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Ax
 class Label(NamedTuple):
     """A name to write next to the point ``(x, y)``, in data coordinates."""
 
-    x: float
+    x: float  # in data coordinates, as y
     y: float
     text: str  # empty for a point that only keeps names away
     # largest distance to the point, in points; the name is left out if no nearer place is free

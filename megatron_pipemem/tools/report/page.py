@@ -103,7 +103,7 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
 
 
 def _row(
-    columns: Columns, passes: Mapping[tuple[Kind, int], int], pairs: Collection[Action]
+    columns: Columns, index_of_pass: Mapping[tuple[Kind, int], int], pairs: Collection[Action]
 ) -> dict[str, Sequence[object] | str]:
     """Return the boxes of a device, with their starts, ends and memory as one text of 64-bit floats.
 
@@ -112,7 +112,7 @@ def _row(
     actions, *numbers = columns
     packed = pack(f"<{3 * len(actions)}d", *chain.from_iterable(numbers))
     return {
-        "pass": list(map(passes.__getitem__, map(KIND_AND_STAGE, actions))),
+        "pass": list(map(index_of_pass.__getitem__, map(KIND_AND_STAGE, actions))),
         "mb": [microbatch for _, _, microbatch in actions],
         "numbers": b2a_base64(packed, newline=False).decode(),
         "pairs": [at for at, action in enumerate(actions) if action in pairs] if pairs else [],

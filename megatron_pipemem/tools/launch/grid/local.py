@@ -74,7 +74,7 @@ class LocalRunner:
                 if not try_lock(lock):
                     _end_left_over(lock, place)
                 self._on_event(index, None)
-                self._store.begin(index)
+                self._store.discard_result(index)
                 code = self._wait(self._command_of(self._store, index), self._store.log(index), lock)
             if code is None or self._stopping.is_set():
                 return

@@ -236,7 +236,7 @@ class Store:
         """Return the numbers of the points to start: those without a result, and those that failed."""
         return [index for index, result in enumerate(self.results()) if result is None or result.status == "failed"]
 
-    def begin(self, index: int) -> None:
+    def discard_result(self, index: int) -> None:
         """Delete the result of a point before it starts again, so that an interrupted point has none."""
         self._result_file(index).unlink(missing_ok=True)
 
@@ -274,7 +274,7 @@ class Store:
             run = replace(point.run, output=str(self.place(point.index)))
             write_whole(self.run_file(point.index), write_yaml(settings_of(run)))
         if point.reason is None:
-            self.begin(point.index)
+            self.discard_result(point.index)
         else:
             self._keep(Result(point.index, point.settings, "infeasible", point.reason))
 
