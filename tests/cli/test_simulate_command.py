@@ -21,6 +21,7 @@ KEYS = [
     "peak_activations", "peak_activation", "peak_bytes", "share_of_1f1b",
     "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
     "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_factors", "pairs",
+    "in_a_run",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 SIZE = ("simulate", "1f1b", "-p", 4, "-m", 8)

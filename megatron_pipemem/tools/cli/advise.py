@@ -247,10 +247,11 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     rows |= advice.proposals
     yield _table(rows)
     yield "step: seconds; today, tuned: the step against theirs; idle: mean of the ranks;"
-    yield "GiB: the fullest rank; messages: times those of today"
+    yield "GiB: the fullest rank; messages: times those of today, if more"
+    where = f"{reading.consumer.where}: " if reading.consumer.where is not None else ""
     for kind, other in rows.items():
         if other is not way and other is not advice.today:
-            yield f"{kind}: {_addition(reading, other)}"
+            yield f"{kind}: {where if call(other) is not None else ''}{_addition(reading, other)}"
     yield ""
     yield _facts_of_run(reading, advice, measured)
 

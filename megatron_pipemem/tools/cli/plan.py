@@ -216,8 +216,9 @@ _COLUMNS = (
 
 def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> FittingTable:
     caption = (
-        "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
-        "same cut; idle: the mean of all ranks; binds: the largest loss of time; mb: sequences of a microbatch"
+        "peak: all memory of the fullest rank; of 1F1B: the most activations of a rank, as a share of those of 1F1B with "
+        "balanced layers; idle: the mean of all ranks; binds: the largest loss, as a share of the step; mb: sequences of a "
+        "microbatch"
     )
     if any(way is not None and way.gain_without_barrier is not None for way in (today, stock, *plans)):
         caption += "; gain: times as fast without a barrier between steps"

@@ -30,7 +30,7 @@ _ADVICE = {
     "1f1b": "hundreds of microbatches, or full recomputation",
     "interleaved": "more memory than 1F1B takes, layers for chunks",
     "zb-h1": "you run 1F1B: same messages, about its memory",
-    "gis": "1F1B's memory, layers for chunks (-o chunks=5)",
+    "gis": "1F1B's memory, layers for chunks",
     "zbv": "1F1B's memory, and links for twice the messages",
     "v-half": "two thirds of 1F1B's memory, W as long as F",
     "v-min": "half of 1F1B's memory, and nothing else fits",
@@ -98,7 +98,7 @@ def _listed(
     yield table
     more = "" if every else f"; --all lists {len(RESEARCH) - 1} more, for research"
     yield f"{p} devices, {m} microbatches, F = I = W. bubble: idle share of the busiest device;"
-    yield "peak: share of 1F1B's first device (equal stages)"
+    yield "peak: share of 1F1B's first device (equal stages); interleaved, gis: 2 chunks"
     yield f"schedules NAME: formulas and options{more}"
 
 

@@ -19,11 +19,13 @@ from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import NOT_NEGATIVE, OFF
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
+from megatron_pipemem.schedule.simulator import simulate as simulated_once
 from megatron_pipemem.schedule.stream import consecutive_steps, draw_steps
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
@@ -73,7 +75,7 @@ from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimelin
 from megatron_pipemem.tools.report.timeline import UNITS, DrawnRun, bytes_text
 
 _USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_factors": {}}
-_USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))
+_USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b", "in_a_run"))
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers", "pairs"), 0)
 """Values that ``simulate`` does not print. A list is left out if all devices have the value."""
 
@@ -244,6 +246,9 @@ def _comparison(rows: Sequence[Mapping[str, Any]], time_unit: str) -> Iterator[S
             str(facts["messages"]),
         )
     yield table
+    for facts in rows:
+        if (moved := facts["in_a_run"]) is not None:
+            yield f"in a run, W of {facts['schedule']} runs earlier: {_moved_in_words(moved)}"
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
@@ -308,7 +313,18 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
         "recomputed": recomputed_by_mode(schedule),
         "microbatch_factors": {} if weights is None else {"time": weights.time, "memory": weights.tokens},
         "pairs": len(schedule.pairs),
+        "in_a_run": _with_earlier_weights(timeline),
     }
+
+
+def _with_earlier_weights(timeline: Timeline) -> dict[str, float] | None:
+    """Return makespan and share of 1F1B's bytes after a run has moved W, as it does by default; ``None`` if none moves."""
+    schedule = timeline.schedule
+    if schedule.offloads or schedule.recomputed or schedule.vocabulary_barriers:
+        return None
+    moved = with_earlier_weights(schedule, timeline.costs)
+    share = None if moved is schedule else share_of_1f1b(run := simulated_once(moved, timeline.costs))
+    return None if share is None else {"makespan": run.makespan, "share_of_1f1b": share}
 
 
 def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
@@ -344,7 +360,7 @@ _PRINTED = {
     "peak_activations": "peak per device",
     "peak_activation": "highest peak",
     "peak_bytes": "peak bytes per device",
-    "host_peak": "peak on a host",
+    "host_peak": "peak in host memory",
     "stall_seconds": "waits for copies",
     "transfers": "copies",
     "steps_makespan": "makespan of the steps",
@@ -361,7 +377,7 @@ _OF_WHAT = {
     "messages": " between devices in a step",
     "replicas": " of the model",
     "weight_versions": " on the devices",
-    "host_peak": " activation units",
+    "host_peak": " activation units, of one device",
     "stall_seconds": " on the devices",
     "transfers": " to and from the host in a step",
     "vocabulary_barriers": " per microbatch",
@@ -377,6 +393,8 @@ def _text(key: str, fact: Any) -> str:
         return ", ".join(
             f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans
         )
+    if key == "in_a_run":
+        return f"W runs earlier: {_moved_in_words(fact)}"
     if isinstance(fact, dict):
         return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
     if isinstance(fact, list):
@@ -389,6 +407,10 @@ def _text(key: str, fact: Any) -> str:
     if key.endswith("rate"):
         return f"{fact:.2%}{_OF_WHAT.get(key, '')}"
     return f"{fact:.6g}{_OF_WHAT.get(key, '')}" if isinstance(fact, float) else f"{fact}{_OF_WHAT.get(key, '')}"
+
+
+def _moved_in_words(moved: Mapping[str, float]) -> str:
+    return f"{moved['share_of_1f1b']:.3g} of 1F1B's bytes, makespan {moved['makespan']:.6g}"
 
 
 @takes_group

@@ -269,8 +269,8 @@ def why_not_in_chunks(run: Run) -> str | None:
         )
     if 0 < count % group < pp:
         return (
-            f"{count} microbatches are whole groups of {group} and {count % group} more, and Megatron's interleaved schedule "
-            f"needs no more, or at least {pp}, one for each pipeline rank"
+            f"{count} microbatches in groups of {group}: the last group has {count % group}, and Megatron's interleaved "
+            f"schedule needs at least {pp} in it, one for each pipeline rank"
         )
     return None
 
