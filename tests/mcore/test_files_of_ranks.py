@@ -65,7 +65,7 @@ def test_an_optimizer_by_rank_fits_the_placement_that_saved_it(of_run, of_checkp
     arguments = None if of_run is None else SimpleNamespace(**of_run)
     monkeypatch.setattr("megatron_pipemem.mcore.loop_arguments._arguments", lambda: arguments)
     files = FilesOfRanks()
-    monkeypatch.setattr(files, "_devices", lambda: V)
+    monkeypatch.setattr(files, "_device_of_stages", lambda: V)
     state = {"args": SimpleNamespace(**vars(saved(None, 2)), **of_checkpoint), **metadata}
 
     def load(load_dir, args, rank0=False):
