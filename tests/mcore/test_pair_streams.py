@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-FOLDERS = Path(__file__).parent, Path(__file__).parents[1] / "runtime"
-PROGRAM = "from megatron_pipemem.tools.cpu import activate; activate(); import pair_streams; pair_streams.main()"
+from own_process import printed_by
 
 
 @pytest.fixture(scope="module")
 def watched() -> dict:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(ran.stdout)
+    return printed_by("pair_streams", "runtime")
 
 
 def test_computing_and_exchanges_of_pairs_are_ordered(watched):

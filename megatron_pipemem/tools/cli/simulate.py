@@ -323,7 +323,10 @@ def _with_earlier_weights(timeline: Timeline) -> dict[str, float] | None:
     if schedule.offloads or schedule.recomputed or schedule.vocabulary_barriers:
         return None
     moved = with_earlier_weights(schedule, timeline.costs)
-    share = None if moved is schedule else share_of_1f1b(run := simulated_once(moved, timeline.costs))
+    if moved is schedule:
+        return None
+    run = simulated_once(moved, timeline.costs)
+    share = share_of_1f1b(run)
     return None if share is None else {"makespan": run.makespan, "share_of_1f1b": share}
 
 

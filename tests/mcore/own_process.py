@@ -1,0 +1,28 @@
+"""Run a program of these tests in a process of its own, on CPU in place of CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_TESTS = Path(__file__).parents[1]
+
+
+def printed_by(module: str, *folders: str) -> dict:
+    """Return the JSON object in the last line that ``main`` of a module of this folder prints.
+
+    ``folders`` are other folders of the tests from which it imports.
+    """
+    program = f"from megatron_pipemem.tools.cpu import activate; activate(); import {module}; {module}.main()"
+    path = os.pathsep.join(str(_TESTS / folder) for folder in ("mcore", *folders))
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return json.loads(ran.stdout.splitlines()[-1])
