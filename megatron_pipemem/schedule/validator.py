@@ -516,7 +516,7 @@ def _first_over(
     units: Units,
     actions: Sequence[Action],
 ) -> tuple[int, float] | None:
-    """Return the position of the first action after which a device holds more than is allowed, and what it holds.
+    """Return the position of the first action after which a device holds more than is allowed, and its memory then.
 
     ``allowed`` and the result have the unit of ``changes``.
     """

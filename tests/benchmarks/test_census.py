@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "choosing-a-schedule.md"
 
 
 def census(form: str) -> str:
-    """Return what the census prints in a form that an option names."""
+    """Return the output of the census in the form that an option names."""
     path = [str(ROOT / "tests" / "advise" / "bridge_packages"), *packages.consumers()]
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "census.py"), form],

@@ -183,7 +183,7 @@ def without_copies(gap: Gap, graphs: GraphsOfStep) -> GapOfStep:
 
 
 def with_latest_state(gap: Any, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
-    """Run experts with what their dispatcher was left with, and not with the state of the microbatch."""
+    """Run experts with the last state of their dispatcher, and not with the state of the microbatch."""
     return gap.compute(tokens, probs)
 
 

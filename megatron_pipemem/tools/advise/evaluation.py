@@ -145,7 +145,7 @@ def evaluated(
 
 
 def placeholder_remedy(script: str) -> str | None:
-    """Return what to do about the first placeholder of a script, such as ``<Specify path>``; ``None`` if it has none."""
+    """Return the remedy for the first placeholder of a script, such as ``<Specify path>``; ``None`` if it has none."""
     placeholder = _PLACEHOLDER.search(script)
     return placeholder and f"write a value in place of {placeholder[0]}, which bash takes for the names of files"
 

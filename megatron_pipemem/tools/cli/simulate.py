@@ -387,7 +387,7 @@ _OF_WHAT = {
     "period": " from step to step, without a barrier",
     "gain": " times as fast as with a barrier",
 }
-"""Ends of printed values, which say what they are of."""
+"""Ends of printed values, with their unit or total."""
 
 
 def _text(key: str, fact: Any) -> str:

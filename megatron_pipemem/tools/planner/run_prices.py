@@ -43,7 +43,7 @@ from megatron_pipemem.tools.planner.ways import Way
 
 _EFFORT, _UNLIMITED = 0.1, 1e9  # of the search for the order of ``auto``, in seconds
 _CHOSEN: deque[tuple[tuple[Request, Shape, Knowledge], Schedule]] = deque(maxlen=8)
-"""The latest schedules with added passes, by what they were made of. A run is priced again to see whether it can start."""
+"""The latest schedules with added passes, by their inputs. A run is priced again to see whether it can start."""
 
 
 def request_of(run: Run) -> Request:
