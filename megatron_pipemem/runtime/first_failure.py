@@ -44,8 +44,11 @@ _KEEPER_SECONDS = 60.0
 """The longest time that a failed rank waits for ranks which have not joined the default process group, and may still import."""
 _READING_SECONDS = 3.0
 """The longest time that rank 0, whose end may close the store, waits for the other ranks to read the failure."""
-_BLOCKED_SECONDS = 5.0
-"""A thread that stands at one instruction for so long, while a rank that it needs has ended, waits for that rank."""
+_BLOCKED_LOOKS = 10
+"""A thread that so many looks in a row, ``_POLL_SECONDS`` apart, find at one instruction waits for the rank that has ended.
+
+Looks and not seconds: a process that got no processor for a while has not looked either.
+"""
 
 
 @dataclass(frozen=True)
@@ -431,13 +434,14 @@ class _JobWatch:
         A thread that runs may save something or clean up after it has lost the rank. It is left alone.
         """
         self._failure = failure
-        place, since = None, time.monotonic()
+        place, looks = None, 0
         while not self._done.wait(_POLL_SECONDS):
             frame = sys._current_frames().get(self._training_thread)
             now = None if frame is None else (id(frame), frame.f_lasti)
             if now != place:
-                place, since = now, time.monotonic()
-            elif time.monotonic() - since > _BLOCKED_SECONDS:
+                place, looks = now, 0
+            looks += 1
+            if looks > _BLOCKED_LOOKS:
                 logger.error("this rank waits for one that has ended, and ends too: %s", failure)
                 self.board.stay()
                 end_process(1)

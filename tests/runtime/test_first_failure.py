@@ -162,7 +162,8 @@ def test_a_thread_that_moves_is_left_alone(job, boards, store, monkeypatch):
         if depth:
             move(depth - 1)
 
-    monkeypatch.setattr(first_failure, "_BLOCKED_SECONDS", 1.0)
+    monkeypatch.setattr(first_failure, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(first_failure, "_BLOCKED_LOOKS", 50)
     monkeypatch.setattr(first_failure, "end_process", end)
     watch_job(starts=True)
     boards[0].claim("an error")
