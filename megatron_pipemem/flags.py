@@ -76,7 +76,7 @@ def plan_parser() -> Parser:
     parser.add_argument(
         "--pipemem-plan",
         metavar="FILE",
-        help="add the flags of a plan that pipemem plan --output wrote: parallelism, layout, schedule; other flags must agree",
+        help="add the flags of a plan that pipemem plan --output wrote; other flags must agree",
     )
     return parser
 

@@ -117,9 +117,7 @@ class Rule(NamedTuple):
             yield UnsupportedError(self.code, self.sentence)
 
 
-_SHARDED = (
-    "weights that are cut over more ranks than tensor parallelism are gathered in the order of the stock schedule"
-)
+_SHARDED = "weights that are cut over more than tensor-parallel ranks are gathered in the stock schedule's order"
 _NO_GRAPHS = "; pass --cuda-graph-impl none"
 GRAPHS_OF_LAYERS = "transformer_engine"
 """The value of ``cuda_graph_impl`` with which Transformer Engine captures a graph per layer, microbatch and direction."""
@@ -136,81 +134,79 @@ SCHEDULES = Refusals(
     {
         "use_megatron_fsdp": FSDP,
         "use_torch_fsdp2": FSDP,
-        "num_distributed_optimizer_instances": "the reductions of several distributed optimizers cannot start per chunk; pass "
+        "num_distributed_optimizer_instances": "their reductions cannot start per chunk; pass "
         "--num-distributed-optimizer-instances 1",
-        "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
-        "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
-        "--pipemem-offload in place of --fine-grained-activation-offloading",
-        "cpu_offloading": "Transformer Engine offloads the last layers without regard to the pipeline; pass --pipemem-offload "
-        "in place of --cpu-offloading-num-layers",
-        "moe_paged_stash": "the paged stash runs whole steps of the stock schedule again",
-        "num_microbatches_with_partial_activation_checkpoints": "partial checkpointing follows the warm-up of the stock "
-        "schedule; recompute fully or selectively on every microbatch instead",
-        "hybrid_context_parallel": "hybrid context parallelism has a schedule of its own",
+        "defer_embedding_wgrad_compute": "the schedule decides when the head's W runs",
+        "fine_grained_activation_offloading": "it assumes the stock order of passes; pass --pipemem-offload in place of "
+        "--fine-grained-activation-offloading",
+        "cpu_offloading": "Transformer Engine offloads layers without regard to the pipeline; pass --pipemem-offload in place "
+        "of --cpu-offloading-num-layers",
+        "moe_paged_stash": "it runs whole steps of the stock schedule again",
+        "num_microbatches_with_partial_activation_checkpoints": "it follows the warm-up of the stock schedule; "
+        "recompute fully or selectively on every microbatch",
+        "hybrid_context_parallel": "it has a schedule of its own",
         "gtp_weight_remat_size": _SHARDED,
         "expert_gtp_weight_remat_size": _SHARDED,
         # Of Megatron versions to come.
-        "sequence_packing_scheduler": "packed batches have another number of microbatches than the plan of the step",
-        "dynamic_context_parallel": "every microbatch of a step would have context-parallel groups of its own",
+        "sequence_packing_scheduler": "packed batches change the number of microbatches",
+        "dynamic_context_parallel": "every microbatch would have context-parallel groups of its own",
     },
 )
 UNCAPTURED = Refusals(
     " by a run that was enabled without it",
     {
-        "cuda_graph_impl": "Megatron's own graphs of layers follow the stock schedule, or take every W for a part of the "
-        "latest backward; pass the flag on the command line or call enable(..., graphs=True) before the model is built, so "
-        f"that every pass is captured{_NO_GRAPHS.replace('; pass', ', or pass')}",
+        "cuda_graph_impl": "Megatron's own graphs follow the stock schedule, or take every W for a part of the latest "
+        "backward; pass the flag on the command line or call enable(..., graphs=True) before the model is built"
+        f"{_NO_GRAPHS.replace('; pass', ', or pass')}",
     },
     only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPH_OF_STEP)},
 )
 _ONE_SHAPE = "a graph holds one shape"
-_SAVED = "values are saved by hooks, which a replay does not call"
+_DRAWN = "captured random numbers are not proved to be those of training"
+_NOT_REPLAYED = "a replay does not make the calls that keep its values"
 GRAPHED = Refusals(
     " with a CUDA graph per pass",
     {
-        "fp8": "the scales of quantised tensors are updated by calls that a replay does not make",
-        "fp4": "the scales of quantised tensors are updated by calls that a replay does not make",
-        "attention_dropout": "captured random numbers are not proved to be those of training; pass --attention-dropout 0",
-        "hidden_dropout": "captured random numbers are not proved to be those of training; pass --hidden-dropout 0",
-        "recompute_granularity": "parts of a layer that run again alone are not proved in graphs, and those of attention read "
-        "a number on the host; pass --recompute-granularity full",
+        "fp8": _NOT_REPLAYED,
+        "fp4": _NOT_REPLAYED,
+        "qk_clip": _NOT_REPLAYED,
+        "log_max_attention_logit": _NOT_REPLAYED,
+        "enable_autocast": _NOT_REPLAYED,
+        "save_activations_interval": _NOT_REPLAYED,
+        "save_wgrads_interval": _NOT_REPLAYED,
+        "save_dgrads_interval": _NOT_REPLAYED,
+        "use_transformer_engine_op_fuser": _NOT_REPLAYED,
+        "enable_hyper_connections": _NOT_REPLAYED,
+        "attention_dropout": f"{_DRAWN}; pass --attention-dropout 0",
+        "hidden_dropout": f"{_DRAWN}; pass --hidden-dropout 0",
+        "recompute_granularity": "parts of a layer that run again are not proved in graphs; pass --recompute-granularity full",
         "variable_seq_lengths": _ONE_SHAPE,
         "sft": _ONE_SHAPE,
         "dataloader_inter_document_masking": _ONE_SHAPE,
         "context_parallel_size": "parts of attention run on streams of their own; pass --context-parallel-size 1",
         "tp_comm_overlap": "user buffers may be overwritten between two replays",
-        "use_transformer_engine_op_fuser": "fused operations keep a state between calls",
-        "qk_clip": "the largest attention scores are kept by calls that a replay does not make",
-        "log_max_attention_logit": "the largest attention scores are kept by calls that a replay does not make",
-        "enable_autocast": "casts of weights are cached by calls that a replay does not make",
-        "enable_hyper_connections": "layers keep activations between calls",
         "experimental_attention_variant": "its kernels are not proved in graphs",
-        "save_activations_interval": _SAVED,
-        "save_wgrads_interval": _SAVED,
-        "save_dgrads_interval": _SAVED,
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={"recompute_granularity": lambda granularity: granularity == "selective"},
 )
-_DRAWN = "captured random numbers are not proved to be those of training"
-_NOT_REPLAYED = "it notes what routers choose by calls that a replay does not make"
+_ON_HOST = "the host reads a number of tokens before it puts them in order"
 GRAPHED_EXPERTS = Refusals(
     " with a CUDA graph per pass, which ends where tokens travel to experts",
     {
         "recompute_granularity": "a layer that runs again would run its experts within a graph; drop --recompute-granularity",
         "mtp_num_layers": "its layers take tensors from before the decoder's last experts",
-        "moe_token_dispatcher_type": "DeepEP, HybridEP and NCCL EP are not proved beside captured routers; pass "
+        "moe_token_dispatcher_type": "its exchanges are not proved beside captured routers; pass "
         "--moe-token-dispatcher-type alltoall",
-        "moe_expert_capacity_factor": "the host reads how many tokens remain before it puts them in order",
-        "moe_router_padding_for_quantization": "the host reads how many tokens padding adds before it puts them in order",
-        "moe_shared_expert_overlap": "shared experts compute on a stream of their own while tokens travel, which is outside of "
-        "the graph",
+        "moe_expert_capacity_factor": _ON_HOST,
+        "moe_router_padding_for_quantization": _ON_HOST,
+        "moe_shared_expert_overlap": "shared experts compute while tokens travel, which is outside of the graph",
         "moe_latent_size": "the projections around the experts are not proved in graphs",
         "moe_router_force_load_balancing": _DRAWN,
         "moe_router_force_biased": _DRAWN,
         "moe_input_jitter_eps": _DRAWN,
-        "moe_router_load_balancing_type": "sinkhorn reads scores on the host, and quantile_balancing is not proved in graphs; "
-        "pass --moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
+        "moe_router_load_balancing_type": "it reads scores on the host or is not proved in graphs; pass "
+        "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
         "moe_enable_routing_replay": _NOT_REPLAYED,
         "moe_routing_trace_path": _NOT_REPLAYED,
         "save_tokens_per_expert_interval": _NOT_REPLAYED,
@@ -233,7 +229,7 @@ EXPERT_MODULES = Rule(
 WHOLE_STEP = Refusals(
     " by a step in which the host acts between passes",
     {
-        "cuda_graph_impl": "a step is captured whole only with one stage per rank; take 1f1b, gpipe or zb-h1 without offload, "
+        "cuda_graph_impl": "only steps with one stage per rank are captured whole; take 1f1b, gpipe or zb-h1 without offload, "
         "recomputation in the schedule, slices, a cut vocabulary, microbatch costs, reports and profiles, or pass "
         "--cuda-graph-impl none",
     },
@@ -258,10 +254,10 @@ LAYERWISE = Refusals(
     " with layerwise random numbers",
     {
         "cuda_graph_impl": f"a captured graph draws from the generators of its capture{_NO_GRAPHS}",
-        "use_te_rng_tracker": "Transformer Engine's tracker keeps generators that cannot be set to the stream of a layer",
-        "is_inference_rng_tracker": "the tracker for inference keeps no streams",
+        "use_te_rng_tracker": "its generators cannot be set to the stream of a layer",
+        "is_inference_rng_tracker": "it keeps no streams",
         "overlap_moe_expert_parallel_comm": "combined 1F1B runs layers in pieces of two microbatches",
-        "init_model_with_meta_device": "a model on the meta device draws its initial weights after it is built",
+        "init_model_with_meta_device": "initial weights are drawn after the model is built",
         "mtp_hsm": "hidden states are mixed by a random stream that belongs to no layer",
         "gtp_weight_remat_size": _STREAMS,
         "expert_gtp_weight_remat_size": _STREAMS,
@@ -274,28 +270,29 @@ UNPAIRED = Refusals(
         "built",
     },
 )
-_IN_PIECES = "a layer whose pieces alternate with those of another microbatch"
+_IN_PIECES = "a layer that alternates with one of another microbatch"
 PAIRS = Refusals(
     " with --overlap-moe-expert-parallel-comm",
     {
-        "recompute_granularity": f"{_IN_PIECES} cannot run again as a whole; pass --recompute-granularity selective, or none",
+        "recompute_granularity": f"{_IN_PIECES} cannot run again as a whole; pass "
+        "--recompute-granularity selective or none",
         "recompute_modules": f"{_IN_PIECES} cannot run its experts again; leave moe out of --recompute-modules",
-        "moe_shared_expert_overlap": "shared experts cannot compute within the exchange of a layer in pieces",
-        "mtp_num_layers": "layers of multi-token prediction do not run in pieces here",
-        "ep_overlap_early_attn_memory_release": "attention runs backward at the end of a layer's pieces here",
+        "moe_shared_expert_overlap": "shared experts cannot compute within its exchanges",
+        "mtp_num_layers": "its layers do not run in pieces here",
+        "ep_overlap_early_attn_memory_release": "attention runs backward last here",
         "enable_hyper_connections": "residual streams mix around the pieces of a layer",
         "enable_mhc_connections": "residual streams mix around the pieces of a layer",
         "cuda_graph_impl": "a captured router leaves its experts to Megatron's own pieces; pass --cuda-graph-impl none",
-        "enable_autocast": "backwards would compute in the format of the forward that they alternate with; build the model in "
-        "the format that it computes in",
+        "enable_autocast": "backwards would compute in the format of their pair's forward; build the model in the format that "
+        "it computes in",
     },
     ", or drop --overlap-moe-expert-parallel-comm",
 )
 VOCABULARY = Refusals(
     " with vocabulary parallelism",
     {
-        "mtp_standalone": "a stage of multi-token prediction gets its embeddings on the rank that has the input of the head; "
-        "write m next to L in --pipeline-model-parallel-layout",
+        "mtp_standalone": "its stage gets its embeddings on the rank that has the input of the head; write m next "
+        "to L in --pipeline-model-parallel-layout",
         "mtp_detach_heads": "one pass computes the gradients of the head for all depths",
         "fp32_residual_connection": "the cut head takes inputs in the number format of the parameters",
         "enable_autocast": "the cut head computes in the number format of the parameters; build the model in the format that "
@@ -304,93 +301,87 @@ VOCABULARY = Refusals(
     },
     ", or pass --pipemem-vocab-cut off",
 )
-_COUNTS = "counts the tokens of every expert of a layer in a step, and with two replicas of the layer each counts half; drop it"
-_TWO_QUANTISED = "ranks cannot exchange quantised weights, so the replicas would begin with different values"
+_COUNTS = "it counts the tokens of every expert in a step, and each replica counts half"
+_TWO_QUANTISED = "ranks cannot exchange quantised weights, so the replicas would differ"
 REPLICAS = Refusals(
     " with two replicas of the model",
     {
-        "moe_router_enable_expert_bias": f"--moe-router-enable-expert-bias {_COUNTS}",
-        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} {_COUNTS}",
-        "qk_clip": "--qk-clip scales weights by the largest attention score of a layer in a step, and the two replicas of the "
-        "layer see different scores; drop it",
-        "init_model_with_meta_device": "the second replica gets its values when it is built, and the meta device has no values",
+        "moe_router_enable_expert_bias": _COUNTS,
+        "moe_router_load_balancing_type": f"{_COUNTS}; drop it",
+        "qk_clip": "it scales weights by the largest attention score, and the two replicas see different scores",
+        "init_model_with_meta_device": "the second replica copies values when it is built",
         "fp8_param": _TWO_QUANTISED,
         "fp4_param": _TWO_QUANTISED,
     },
     ", or take a schedule with one replica of the model",
 )
 _IN_FLIGHT = "the number of microbatches would change while some of them are in flight"
+_NEXT_BATCH = "it sums over one batch, and forwards of the next one run before that ends"
 _QUANTISED = "quantised weights are cached once per step and have no versions"
 ASYNCHRONOUS = Refusals(
     " by asynchronous schedules",
     {
-        "use_distributed_optimizer": "its parameters are views of one buffer, so they cannot point at another version of the "
-        "weights; drop --use-distributed-optimizer",
+        "use_distributed_optimizer": "its parameters are views of one buffer, so they cannot point at another version",
         "fp8": _QUANTISED,
         "fp4": _QUANTISED,
-        "moe_router_enable_expert_bias": "the bias is not a weight and has no versions",
+        "moe_router_enable_expert_bias": "the bias has no versions",
         "qk_clip": "it scales weights outside of the optimizer, and older versions would stay unscaled",
-        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} counts the tokens of one batch, and forwards of the next "
-        "batch run before it ends; pass --moe-router-load-balancing-type aux_loss",
-        "optimizer_cuda_graph": "the graph would update the same version of the weights in every step",
-        "mtp_num_layers": "a step logs the losses of all depths, and forwards of the next batch run before it ends",
+        "moe_router_load_balancing_type": f"{_NEXT_BATCH}; pass --moe-router-load-balancing-type aux_loss",
+        "optimizer_cuda_graph": "it would update the same version in every step",
+        "mtp_num_layers": _NEXT_BATCH,
         "iterations_to_skip": "the next batch is read ahead, so none can be skipped",
         "rampup_batch_size": _IN_FLIGHT,
         "step_batch_size_schedule": _IN_FLIGHT,
     },
 )
+_TOGETHER = "all ranks agree on a number before any rank updates its weights"
 _ONE_COUNT = "the plan of consecutive steps is for one number of microbatches"
 OVERLAPPED = Refusals(
     " without a barrier between steps",
     {
-        "rerun_mode": "all ranks agree on the results of a step before any rank updates its weights; pass --rerun-mode "
-        "disabled",
-        "fp16": "all ranks decide together whether the loss scale was too large, before any rank updates its weights; train in "
-        "bf16 or fp32",
-        "loss_scale": "all ranks look for infinite gradients together, before any rank updates its weights",
-        "calculate_per_token_loss": "gradients are divided by the tokens of the whole step, which the last stage counts last",
-        "log_num_zeros_in_grad": "all ranks count zeros together before any rank updates its weights",
-        "log_params_norm": "all ranks sum up their weights together after every step",
+        "rerun_mode": f"{_TOGETHER}; pass --rerun-mode disabled",
+        "fp16": f"{_TOGETHER}; train in bf16 or fp32",
+        "loss_scale": _TOGETHER,
+        "calculate_per_token_loss": "gradients are divided by the tokens of the step, which are counted last",
+        "log_num_zeros_in_grad": _TOGETHER,
+        "log_params_norm": "all ranks sum up their weights after every step",
         "rampup_batch_size": _ONE_COUNT,
         "step_batch_size_schedule": _ONE_COUNT,
-        "use_layer_wise_distributed_optimizer": "it shards the weights by layers, and gathers them in its own step; take "
+        "use_layer_wise_distributed_optimizer": "it gathers weights in its own step; take "
         "--use-distributed-optimizer with --optimizer adam",
         "optimizer_cuda_graph": "the graph would replay a step that may have to be rolled back",
-        "cuda_graph_impl": f"a graph replays a step as it was captured, with its end{_NO_GRAPHS}",
+        "cuda_graph_impl": f"a graph replays a step with its end{_NO_GRAPHS}",
     },
 )
 _OFFLOADED = "the offloaded optimizer updates copies on the host at its own pace"
 DELAYED = Refusals(
     " by an asynchronous schedule without a barrier between steps",
     {
-        "grad_norm_skip_threshold": "the training loop changes the learning rate before the gradients' norm is known; leave "
-        "grad_norm_skip_threshold out",
+        "grad_norm_skip_threshold": "the learning rate changes before the norm is known; leave it out",
         "optimizer_cpu_offload": _OFFLOADED,
         "save_params_interval": "it would write weights without the update of the last batch",
     },
 )
-_COUNTED_TWICE = "counts the tokens or scores of every forward, and the first forwards of a step may run again"
+_COUNTED_TWICE = "it counts every forward, and the first forwards of a step may run again"
 _WRITTEN_EARLY = "it would write the results of a step that may have to be rolled back"
-_SCALED = "weights have scales that the step changes and that cannot be restored"
+_SCALED = "the step changes scales that cannot be restored"
 ROLLED_BACK = Refusals(
     " without a barrier between steps if gradients are clipped",
     {
         "optimizer": "only the changes of adam and sgd can be rolled back; pass --optimizer adam, or --clip-grad 0",
         "optimizer_cpu_offload": f"{_OFFLOADED}; drop --optimizer-cpu-offload, or pass --clip-grad 0",
-        "use_precision_aware_optimizer": "its state has scales of its own and cannot be restored; drop "
-        "--use-precision-aware-optimizer, or pass --clip-grad 0",
-        "grad_norm_skip_threshold": "a step above the threshold must not be taken at all; leave grad_norm_skip_threshold out, "
-        "or pass --clip-grad 0",
+        "use_precision_aware_optimizer": "its scaled state cannot be restored; drop --use-precision-aware-optimizer, or pass "
+        "--clip-grad 0",
+        "grad_norm_skip_threshold": "a step above it must not be taken at all; leave it out, or pass --clip-grad 0",
         "overlap_param_gather_with_optimizer_step": "weights would be gathered before the step is final",
         "reuse_grad_buf_for_mxfp8_param_ag": "gathered weights overwrite the gradients that a repeated step needs",
-        "fp8_param_gather": f"8-bit {_SCALED}",
-        "fp4_param_gather": f"4-bit {_SCALED}",
-        "qk_clip": "it scales weights outside of the optimizer, and the step may have to be rolled back",
-        "log_max_attention_logit": f"it {_COUNTED_TWICE}",
-        "moe_router_enable_expert_bias": f"it {_COUNTED_TWICE}",
-        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} {_COUNTED_TWICE}; drop it, as with "
-        "--moe-router-load-balancing-type aux_loss",
-        "moe_routing_trace_path": f"it {_COUNTED_TWICE}",
+        "fp8_param_gather": _SCALED,
+        "fp4_param_gather": _SCALED,
+        "qk_clip": "its scaling of weights cannot be rolled back",
+        "log_max_attention_logit": _COUNTED_TWICE,
+        "moe_router_enable_expert_bias": _COUNTED_TWICE,
+        "moe_router_load_balancing_type": f"{_COUNTED_TWICE}; pass --moe-router-load-balancing-type aux_loss",
+        "moe_routing_trace_path": _COUNTED_TWICE,
         "save_params_interval": _WRITTEN_EARLY,
         "save_activations_interval": _WRITTEN_EARLY,
         "save_tokens_per_expert_interval": _WRITTEN_EARLY,
@@ -399,15 +390,13 @@ ROLLED_BACK = Refusals(
 SLICED = Refusals(
     " in sequence slices",
     {
-        "attention_dropout": "dropout masks are drawn for whole sequences, and slices would draw others; pass "
-        "--attention-dropout 0",
+        "attention_dropout": "masks are drawn for whole sequences, and slices would draw others; pass --attention-dropout 0",
         "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the sequences",
         "mtp_use_repeated_layer": "the depths of a repeated layer would share the keys of their slices",
-        "mtp_standalone": "a stage of multi-token prediction alone sends the hidden states of all depths",
-        "moe_expert_capacity_factor": "later tokens decide which ones an expert drops, with the policy position too, for which "
-        "torch.topk chooses among equal values; drop --moe-expert-capacity-factor",
-        "moe_router_load_balancing_type": "sinkhorn weighs scores by those of later tokens, and quantile_balancing takes "
-        "quantiles of whole microbatches; balance experts by aux_loss, seq_aux_loss, global_aux_loss or a bias",
+        "mtp_standalone": "its stage sends the hidden states of all depths",
+        "moe_expert_capacity_factor": "later tokens decide which ones an expert drops, also with the policy position",
+        "moe_router_load_balancing_type": "scores of later tokens decide; balance experts by aux_loss, "
+        "seq_aux_loss, global_aux_loss or a bias",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
     },
     ", or take a schedule without sequence slices",
@@ -420,9 +409,8 @@ SLICED = Refusals(
 SHARED_SLICES = Refusals(
     " in sequence slices that context-parallel ranks share",
     {
-        "cp_comm_type": "each rank gathers the keys of a slice and keeps them, because no exchange of Transformer Engine takes "
-        "fewer queries than keys; pass --cp-comm-type all_gather",
-        "mtp_num_layers": "Megatron hands tokens on between the ranks' parts of whole sequences; drop --mtp-num-layers",
+        "cp_comm_type": "no exchange of Transformer Engine takes fewer queries than keys; pass --cp-comm-type all_gather",
+        "mtp_num_layers": "Megatron hands tokens on between the ranks' parts of whole sequences",
     },
     ", pass --context-parallel-size 1, or take a schedule without sequence slices",
     only={"cp_comm_type": lambda kinds: {*_listed(kinds)} != {GATHERED_KEYS}},
@@ -435,39 +423,36 @@ VOCABULARY_SLICED = Refusals(
 LAYERWISE_SLICED = Refusals(
     " in sequence slices with layerwise random numbers",
     {
-        "hidden_dropout": "a slice draws a mask of its own, where stock draws one for the whole sequence, and with sequence "
-        "parallelism for other tokens of it on each rank; pass --hidden-dropout 0, or --pipemem-rng stock",
+        "hidden_dropout": "stock draws one mask for the whole sequence; pass --hidden-dropout 0, or --pipemem-rng stock",
     },
     ", or take a schedule without sequence slices",
 )
 PER_MICROBATCH = Refusals(
     " by a schedule that updates after every microbatch",
     {
-        "overlap_grad_reduce": "every microbatch waits for its own reduction before its update, so they cannot overlap",
-        "calculate_per_token_loss": "gradients would be scaled by the tokens of a whole batch, which are counted after them",
-        "clip_grad": "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
-        "fp16": "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
+        "overlap_grad_reduce": "every microbatch waits for its reduction before its update",
+        "calculate_per_token_loss": "the tokens of a batch are counted after its updates",
+        "clip_grad": "the norm is a sum over all stages, which update at different times; pass --clip-grad 0",
+        "fp16": "loss scaling skips updates of all stages together; use bf16 or fp32",
         "log_num_zeros_in_grad": "gradients are gone when the step ends",
     },
 )
 SPLIT_BACKWARD = Refusals(
     " by a schedule that splits the backward",
     {
-        "use_transformer_engine_op_fuser": "its fused operations compute their own weight gradients, and W would not run",
-        "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of the experts would run within I, and not in W",
-        "tp_comm_overlap": "operands of W lie in user buffers that the next layer overwrites (with tp_comm_bulk_dgrad and "
-        "tp_comm_overlap_ag), and Transformer Engine delays no W with tp_comm_bulk_wgrad; drop --tp-comm-overlap, or take a "
-        "schedule that does not split, like 1f1b or interleaved",
-        "mtp_use_repeated_layer": "its layers run once per depth, and W would compute the weight gradients of one run; drop "
+        "use_transformer_engine_op_fuser": "its fused operations compute their own weight gradients",
+        "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of experts would run within I",
+        "tp_comm_overlap": "the next layer overwrites operands of W in user buffers, and Transformer Engine delays no W with "
+        "tp_comm_bulk_wgrad; drop --tp-comm-overlap, or take a schedule that does not split, like 1f1b or interleaved",
+        "mtp_use_repeated_layer": "W would compute the weight gradients of one depth; drop "
         "--mtp-use-repeated-layer, or pass --transformer-impl local",
     },
 )
-_FUSED = "the fused kernels are Transformer Engine's, for a GPU"
+_FUSED = "its kernels need a GPU"
 CPU = Refusals(
     " on CPU ranks",
     {
-        "moe_token_dispatcher_type": "DeepEP, HybridEP and NCCL EP are kernels of a GPU; pass --moe-token-dispatcher-type "
-        "alltoall",
+        "moe_token_dispatcher_type": "its kernels need a GPU; pass --moe-token-dispatcher-type alltoall",
         "moe_permute_fusion": _FUSED,
         "moe_router_fusion": _FUSED,
     },

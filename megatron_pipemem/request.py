@@ -213,8 +213,7 @@ class ScheduleOptions:
 
     costs: str = _field(
         "unit",
-        "seconds of the passes, for the predicted bubble and for auto: equal (default), measured in the run, or those of a "
-        "JSON file",
+        "seconds of the passes: equal (default), measured in the run, or of a JSON file",
         "unit|profile|FILE",
     )
     options: dict[str, Any] = _field(
@@ -222,66 +221,60 @@ class ScheduleOptions:
     )
     vocab_cut: VocabularyCut = _field(
         OFF,
-        "cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in flight) "
-        "or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: off, 1 or 2, chosen by the "
-        "model's sizes and layout, the costs and the cap",
+        "cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers) or 2 (one) of arXiv 2411.05288; "
+        "auto: off, 1 or 2, whichever is fastest",
         choices=VOCABULARY,
         page="vocabulary.md",
     )
     wgrad_inputs: WgradInputs = _field(
         AUTO,
-        "inputs of linear layers that are kept until W under sequence parallelism. sharded: this rank's shard, which is "
-        "gathered again for W; gathered: the whole input; auto (default): sharded if the tensor-parallel ranks share a "
-        "node",
+        "inputs of linear layers that are kept until W under sequence parallelism. sharded: this rank's shard, gathered "
+        "again for W; gathered: the whole; auto (default): sharded if the tensor-parallel ranks share a node",
         choices=WGRAD_INPUTS,
         page="../benchmarks/notes/gpus.md#what-waits-for-w",
     )
     early_wgrad: str = _field(
         AUTO,
         "modules whose weight gradients are computed in I, so that their inputs are not kept until W; auto (default): the "
-        "second matrix of experts that are narrower than the model, and W of all modules run earlier where a rank would "
-        "otherwise hold more than any rank under 1f1b",
+        "second matrix of narrow experts, and an earlier W where a rank would hold more than any rank under 1f1b",
         f"auto|none|{','.join(EARLY_WGRAD)}",
         read=_early,
         page="../benchmarks/notes/gpus.md#what-waits-for-w",
     )
     rng: RandomStreams = _field(
         STOCK,
-        "source of initial weights and dropout. stock: Megatron's streams of every rank; layerwise: the seed, the "
-        "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
+        "source of initial weights and dropout. stock: Megatron's streams of every rank; layerwise: seed, iteration, "
+        "microbatch and layer alone, so that every schedule trains the same from step 0",
         choices=RANDOM,
         page="troubleshooting.md#my-loss-differs-from-1f1bs-at-step-1",
     )
     slice_cut: SliceCut = _field(
         TOKENS,
-        "how sequences are cut if the schedule has slices. tokens (default): slices of equally many tokens; flops: slices "
-        "whose forwards take equally many FLOPs, since later ones attend to more keys",
+        "how sequences are cut into slices. tokens (default): equally many tokens; flops: equally many FLOPs of a forward",
         choices=SLICE_CUTS,
         page="long-sequences.md",
     )
     overlap_steps: bool = _field(
         False,
-        "let every rank begin a step as soon as its own part of the previous step is done, without waiting for other "
-        "ranks; training stays the same to the bit",
+        "let every rank begin a step without waiting for other ranks; training stays the same to the bit",
         page="no-barrier.md",
     )
 
 
 CAP = Flag(
     "the most activations that a rank may hold, in activation units, or (with auto or offload) in bytes; one for all "
-    "pipeline ranks, or one per rank. A schedule that needs more is refused",
+    "pipeline ranks, or one per rank",
     "X|XGiB|XMiB|XB|X,X,...",
     read=_caps,
 )
 SENT = Flag(
-    "the activations that are copied to the host until their backward, in addition to those of the schedule itself",
+    "the activations that are copied to the host until their backward",
     "|".join(OFFLOAD),
     read=_sent,
     page="offload.md",
 )
 WEIGHTS = Flag(
-    "costs of microbatches that differ (packed or long documents): every training step then has its own order of "
-    "microbatches and its own schedule; a function is called with an item of the data iterator",
+    "costs of microbatches that differ, for an order per step; a function is called with an item of the data iterator",
     "FLOPs|tokens|FILE.json|module:function",
     page="unequal-microbatches.md",
 )
@@ -309,7 +302,7 @@ class Request(ScheduleOptions):
     memory_cap: MemoryCap | None = field(kw_only=False, default=None, metadata={"flag": CAP})
     schedule_module: str | None = _field(
         None,
-        "make the schedules of a Python file or module available, so that --pipemem-schedule can name them",
+        "a Python file or module with schedules that --pipemem-schedule can name",
         "FILE.py|package.module",
         page="adding-a-schedule.md",
     )
@@ -323,8 +316,8 @@ class Request(ScheduleOptions):
     )
     recompute: str = _field(
         "none",
-        "parts of a forward that run again before its backward: the cheap ones of every stage (norms, activation functions, "
-        "unfused attention), or all; auto: those that a memory cap needs, per stage",
+        "parts of a forward that run again before its backward: the cheap ones (norms, activation functions, unfused "
+        "attention), or all; auto: those that a memory cap needs, per stage",
         choices=RECOMPUTE,
     )
     offload_options: TransferOptions = field(
@@ -341,37 +334,36 @@ class Request(ScheduleOptions):
     )
     trace: str | None = _field(
         None,
-        "write timelines of the plan and of the last step as it ran: an HTML page, a picture, a Perfetto trace",
+        "write timelines of the plan and of the last step: an HTML page, a picture, a Perfetto trace",
         "DIR",
     )
     report: str | None = _field(
         None,
-        "write losses, predicted and counted peak bytes, predicted and measured bubbles as JSON, for pipemem report",
+        "write losses, peaks and bubbles, predicted and measured, as JSON for pipemem report",
         "FILE",
     )
     vocab_piece_tokens: int | None = _field(
         None,
-        "compute the cut head's logits for N tokens at a time, which bounds their bytes in fp32 (default: all)",
+        "compute the cut head's logits for N tokens at a time (default: all), which bounds their fp32 bytes",
         "N",
         read=_optional(COUNT.read),
     )
     single_queue: bool = _field(
         False,
-        "launch the actions of a rank in the order for one hardware queue, as is done anyway on GPUs with "
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 or --timing-log-level 2, and in the first steps on every GPU",
+        "run the order for one hardware queue, as GPUs do anyway with CUDA_DEVICE_MAX_CONNECTIONS=1",
         page="how-it-works.md#one-hardware-queue-per-rank",
     )
     layout: str = _field(
         CUT_OF_FLAGS,
-        "layers of every stage. given (default): by Megatron's flags; auto: with the shortest simulated step, computed from "
-        "the flags when the run starts, in place of all flags that cut the model, also for stock's schedules",
+        "layers of every stage. given (default): by Megatron's flags; auto: those with the shortest simulated step, in place "
+        "of all flags that cut the model, also for stock's schedules",
         choices=(CUT_OF_FLAGS, AUTO),
         page="stock-megatron.md#layers-per-stage",
     )
     message_shapes: str = _field(
         "step",
-        "how ranks learn the shapes of messages under variable_seq_lengths. step (default): all of a step at its start, from "
-        "the tokens that the first stage passes to the model; message: each from a header, which every receive waits for",
+        "how ranks learn the shapes of messages under variable_seq_lengths. step (default): all at the start of a step; "
+        "message: each from a header, which every receive waits for",
         choices=MESSAGE_SHAPES,
         page="how-it-works.md#microbatches-that-differ",
     )

@@ -3,8 +3,9 @@
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
 They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, sources of
-runs, codes of errors, refused combinations, the price of one hardware queue, pairs, CUDA graphs, rooms of the package, replaced
-functions, and the quickstart's last run. Without ``--quickstart`` the quickstart's table stays as it is.
+runs, codes of errors, refused combinations, the price of one hardware queue, pairs, CUDA graphs, what runs with each
+class of models, rooms of the package, and the quickstart's last run. Without ``--quickstart`` the quickstart's table
+stays as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.flags import flag_parser
 from megatron_pipemem.gates import GateQuestion, gates
-from megatron_pipemem.mcore.symbols import REPLACED
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.baseline import share_of_1f1b
@@ -66,7 +66,6 @@ DOCUMENTS = {
     "refusals": "refused.md",
     "queues": "../benchmarks/notes/gpus.md",
     "parts": "how-it-works.md",
-    "replaced": "how-it-works.md",
     "pairs": "experts.md",
     "graphs": "../benchmarks/notes/gpus.md",
     "quickstart": "start.md",
@@ -120,6 +119,9 @@ WORDS = {
 }
 """Names of features in the documents' list of refused combinations."""
 REFUSED_VALUES: dict[str | tuple[str, str], str] = {
+    "attention_dropout": "above 0",
+    "hidden_dropout": "above 0",
+    "clip_grad": "above 0",
     "context_parallel_size": "above 1",
     "cuda_graph_impl": "but `none`",
     ("GRAPHED", "recompute_granularity"): "`selective`",
@@ -375,8 +377,15 @@ def list_of_flags() -> str:
 
 def list_of_conflicts() -> str:
     """Return a Markdown list of the features that exclude each other."""
-    entries = ((one, ", ".join(WORDS[other] for other in excluded)) for one, excluded in CONFLICTS.items())
-    return _items((f"{WORDS[one]}, not with", others) for one, others in entries)
+    return _items(
+        (f"{WORDS[one]}, not with", ", ".join(WORDS[other] for other in _outermost(excluded)))
+        for one, excluded in CONFLICTS.items()
+    )
+
+
+def _outermost(excluded: Collection[str]) -> list[str]:
+    """Return the excluded features without those that ``offload``, which is also recomputation, covers."""
+    return [other for other in excluded if "offload" not in excluded or other not in ("host", "recomputation")]
 
 
 def list_of_refusals() -> str:
@@ -388,7 +397,9 @@ def list_of_refusals() -> str:
             options: dict[str, list[str]] = {}  # those with one reason share an entry
             for option, sentence in table.sentences.items():
                 values = REFUSED_VALUES.get((name, option), REFUSED_VALUES.get(option, ""))
-                options.setdefault(_reason(sentence, shared), []).append(f"`{option}` {values}".strip())
+                options.setdefault(_reason(option, sentence, shared), []).append(
+                    f"`{option}`{values and f' ({values})'}"
+                )
             entries = _items((", ".join(listed), reason) for reason, listed in options.items())
             heading = f"**Refused{table.feature or ' with every schedule'}**{f' (or {shared})' if shared else ''}"
             parts.append(f"{heading}\n\n{entries}")
@@ -401,28 +412,28 @@ def _shared_remedy(sentences: Collection[str]) -> str:
     return last.pop() if len(last) == 1 < len(sentences) else ""
 
 
-def _reason(sentence: str, shared: str) -> str:
-    """Return the reason of a refusal, and the remedy if it is another one than to drop the option, or than ``shared``."""
+def _reason(option: str, sentence: str, shared: str) -> str:
+    """Return the reason of a refusal, and its remedies other than another value of the option, or than ``shared``."""
     reason, _, remedy = sentence.partition("; ")
-    remedy = remedy.removesuffix(shared).removesuffix(", or ")
-    remedy = re.sub(r"^drop (it|--[\w-]+)(, or |$)", "", remedy).removesuffix(" instead")
-    return f"{reason}. Instead: {remedy}." if remedy else f"{reason}."
+    own = re.compile(rf"drop (it|--[\w-]+)$|leave it out$|pass --{option.replace('_', '-')} ")
+    remedies = [text for text in remedy.removesuffix(shared).split(", or ") if text and not own.match(text)]
+    instead = re.sub(r" in place of --[\w-]+", "", ", or ".join(remedies))
+    instead = re.sub("^--", "pass --", instead)
+    return f"{reason}. Instead: {instead}." if instead else f"{reason}."
 
 
-def list_of_replaced() -> str:
-    """Return a Markdown list of Megatron's functions that are replaced, by what they are replaced for."""
-    names: dict[str, dict[str, None]] = {}
-    for symbol in REPLACED:
-        names.setdefault("; ".join(symbol.purposes), {})[f"`{symbol.name}`"] = None
-    return _items((purposes, ", ".join(functions)) for purposes, functions in names.items())
-
-
-def table_of_classes() -> str:
-    """Return a Markdown table of what runs with each of Megatron's classes of models."""
+def list_of_classes() -> str:
+    """Return a Markdown list of the features that run with Megatron's classes of models, by their marks."""
     cells = yaml.safe_load(CLASSES.read_text(encoding="utf-8"))
-    classes = [*next(iter(cells.values()))]
-    rows = [[feature, *(_mark(row[name][0]) for name in classes)] for feature, row in cells.items()]
-    return _rows([["feature", *(f"`{name}`" if name.isidentifier() else name for name in classes)], *rows])
+    features: dict[str, list[str]] = {}
+    for feature, row in cells.items():
+        marks = {name: _mark(result[0]) for name, result in row.items()}
+        same = f"{marks[min(marks)]} with all"
+        different = ", ".join(
+            f"`{name}` {mark}" if name.isidentifier() else f"{name} {mark}" for name, mark in marks.items()
+        )
+        features.setdefault(same if len({*marks.values()}) == 1 else different, []).append(feature)
+    return _items((marks, "; ".join(listed)) for marks, listed in features.items())
 
 
 def _mark(result: str) -> str:
@@ -483,8 +494,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "refusals": list_of_refusals,
     "queues": list_of_queues,
     "parts": table_of_parts,
-    "replaced": list_of_replaced,
-    "classes": table_of_classes,
+    "classes": list_of_classes,
     "pairs": table_of_pairs,
     "graphs": table_of_graphs,
 }

@@ -52,7 +52,6 @@ NAMES = (
     "conflicts",
     "refusals",
     "parts",
-    "replaced",
     "pairs",
     "graphs",
     "classes",
