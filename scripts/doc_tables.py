@@ -2,7 +2,7 @@
 
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
-They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, sources of
+They are: bubbles in the README, schedules under two cost vectors, schedules for research, sequence slices, flags, sources of
 runs, codes of errors, refused combinations, the price of one hardware queue, pairs, CUDA graphs, what runs with each
 class of models, rooms of the package, and the quickstart's last run. Without ``--quickstart`` the quickstart's table
 stays as it is.
@@ -56,7 +56,6 @@ DOCUMENTS = {
     "classes": "what-runs-where.md",
     "bubbles": "../README.md",
     "costs": "choosing-a-schedule.md",
-    "schedules": "choosing-a-schedule.md",
     "research": "other-schedules.md",
     "slices": "long-sequences.md",
     "codes": "troubleshooting.md",
@@ -171,25 +170,20 @@ FLAGS = {
 """The flags of the documents, by their use."""
 EXPLAINED = {
     "When a run starts:": (
-        "conflicting-features",
         "enabled-too-late",
-        "needs-chunks",
         "no-launcher",
         "other-version",
         "plan-differs",
         "ranks-differ",
-        "unsupported-setting",
     ),
     "In a step:": (
         "data-iterator",
         "late-gradient",
-        "message-shape",
         "missing-gradient",
-        "other-rank-failed",
         "step-runs-again",
+        "changed-while-away",
+        "host-memory",
     ),
-    "Memory:": ("cap-unreachable", "changed-while-away", "host-memory", "over-cap"),
-    "An order of your own:": ("deadlock", "host-wait", "queue-order", "wrong-order"),
 }
 """The codes of the documents, by the situation in which users meet them. The others say no more than their messages."""
 SLICES = (1, 2, 4, 8)
@@ -271,18 +265,17 @@ def _rate(name: str, devices: int, microbatches: int, costs: Costs) -> str:
     return f"{simulate(schedule, costs).bubble_rate:.1%}"
 
 
-def table_of_schedules(*, for_research: bool) -> str:
-    measured = [*PEAKS, "bubble"] if for_research else []  # the table of costs has those of the others
-    lines = [["name", "placement", *measured, "messages", "from"]]
+def table_of_research() -> str:
+    lines = [["name", "placement", *PEAKS, "bubble", "messages", "from"]]
     for family in families():
-        if (family.name in RESEARCH) is not for_research:
+        if family.name not in RESEARCH:
             continue
         run = _family(family.name, Costs())
         units, *in_bytes = _peaks(run)
         peaks = [f"{units:.3f}", *(f"{share:.2f}" for share in in_bytes)]
         source = family.source.split(";")[0]
-        cells = [*peaks, f"{run.bubble_rate:.1%}"] if for_research else []
-        lines.append([f"`{family.name}`", family.placement, *cells, str(run.messages), source])
+        bubble = f"{run.bubble_rate:.1%}"
+        lines.append([f"`{family.name}`", family.placement, *peaks, bubble, str(run.messages), source])
     return _rows(lines)
 
 
@@ -445,13 +438,13 @@ def _mark(result: str) -> str:
 def table_of_parts() -> str:
     """Return a Markdown table of the package's rooms: the first sentence of each folder, those of the core first."""
     lines = [["room", "what it is"]]
-    for folder in (PACKAGE, PACKAGE / "tools"):
-        rooms = sorted(path for path in folder.iterdir() if (path / "__init__.py").is_file())
-        for room in sorted(rooms, key=lambda path: path.name == "tools"):
-            source = (room / "__init__.py").read_text(encoding="utf-8")
-            sentence = (ast.get_docstring(ast.parse(source)) or "").partition(". ")[0]
-            name = room.relative_to(PACKAGE).as_posix()
-            lines.append([f"`{name}`", " ".join(sentence.partition("\n\n")[0].rstrip(".:").split()).replace("``", "`")])
+    rooms = sorted(path for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
+    for room in sorted(rooms, key=lambda path: path.name == "tools"):
+        source = (room / "__init__.py").read_text(encoding="utf-8")
+        sentence = (ast.get_docstring(ast.parse(source)) or "").partition(". ")[0]
+        lines.append(
+            [f"`{room.name}`", " ".join(sentence.partition("\n\n")[0].rstrip(".:").split()).replace("``", "`")]
+        )
     return _rows(lines)
 
 
@@ -484,8 +477,7 @@ def written(text: str, blocks: Mapping[str, str]) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "bubbles": table_of_bubbles,
     "costs": table_of_costs,
-    "schedules": partial(table_of_schedules, for_research=False),
-    "research": partial(table_of_schedules, for_research=True),
+    "research": table_of_research,
     "slices": table_of_slices,
     "codes": list_of_codes,
     "flags": list_of_flags,

@@ -44,7 +44,6 @@ RECIPES = "benchmarks/notes/recipes.md"
 
 NAMES = (
     "bubbles",
-    "schedules",
     "research",
     "slices",
     "codes",
