@@ -60,6 +60,14 @@ CONTRACTS = {
         "embedding and head cut over the ranks (v-half, algorithm 2) train as stock to 1e-6",
         (f"{_TRAINING}/test_vocabulary.py::test_placements_train_as_stock[v-half-2]",),
     ),
+    "slices": Contract(
+        "sequences in slices (zb-h1) train as whole ones to 1e-6, also their further tokens",
+        (f"{_TRAINING}/test_slices.py::test_trains_as_stock[further tokens, per token]",),
+    ),
+    "graphs": Contract(
+        "passes up to the experts in CUDA graphs of their own (zb-h1, a stand-in of graphs) train as without graphs",
+        (f"{_TRAINING}/test_pass_graphs.py::test_trains_as_without_graphs[experts]",),
+    ),
     "hybrid": Contract(
         "a HybridModel trains as stock under zb-h1 and v-half",
         (

@@ -55,7 +55,8 @@ class Symbol:
 
     module: str  # dotted name
     name: str  # attribute of the module, or ``Class.attribute``
-    # names of parameters that it must have: a function without one of them does something else
+    # names of parameters that it must have: a function without one of them does something else. ``a|b`` is one of the two,
+    # if versions differ and the replacement takes both.
     parameters: tuple[str, ...] = ()
     by_name: bool = False  # modules import the function itself, so it is replaced in every module that holds it
     purposes: tuple[str, ...] = ()  # what it is replaced for, in the words of the documents; empty if it is only called
@@ -91,7 +92,8 @@ class Symbol:
         owner, attribute = self.owner()
         function = self._get(owner, attribute)
         # Compiled functions have no signature to ask for.
-        missing = set(self.parameters) - set(inspect.signature(function).parameters) if self.parameters else set()
+        present = inspect.signature(function).parameters if self.parameters else {}
+        missing = {name for name in self.parameters if present.keys().isdisjoint(name.split("|"))}
         if missing:
             raise UpstreamError(
                 "other-version",
@@ -479,12 +481,19 @@ SHARE_OF_BATCH = Symbol(
     by_name=True,
     purposes=("context parallelism in sequence slices",),
 )
+_DEPTHS = "megatron.core.transformer.multi_token_prediction"
 ROLL = Symbol(
-    "megatron.core.transformer.multi_token_prediction",
-    "roll_tensor",
-    ("tensor", "shifts", "dims", "packed_seq_params"),
-    purposes=("sequence slices",),
+    _DEPTHS, "roll_tensor", ("tensor|tensors", "shifts", "dims", "packed_seq_params"), purposes=("sequence slices",)
 )
+"""Rolls a tensor, or on ``dev`` a list of them (``sequence_fields`` are their names)."""
+SAVE_DEPTH_LOSS = Symbol(
+    _DEPTHS,
+    "MTPLossLoggingHelper.save_loss_to_tracker",
+    ("loss_sum", "num_tokens", "calculate_per_token_loss"),
+    purposes=("sequence slices",),
+    of=ModelClass(_DEPTHS, "MTPSequenceRollContext"),
+)
+"""Sums the losses of a depth, and on ``dev`` the tokens too."""
 
 # The training loop: its optimizer, its checkpoints, its log.
 _OPTIMIZER = ("config", "model_chunks")

@@ -6,7 +6,7 @@ of whole sequences are known to the stage. A loss is divided by the tokens of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -29,7 +29,6 @@ class SlicedDepths:
         self.layers = [module for module in model.modules() if isinstance(module, MultiTokenPredictionLayer)]
         self._whole: dict[str, torch.Tensor] = {}
         self._packed: Any = None
-        self._derives_labels = False
         self._names: Iterator[str] = iter(())
 
     def start(self, passed: Mapping[str, Any], part: SlicePart) -> torch.Tensor | None:
@@ -48,7 +47,6 @@ class SlicedDepths:
         self._packed, self._names = passed.get("packed_seq_params"), iter(())
         if "input_ids" not in self._whole:
             return None
-        self._derives_labels = "labels" not in self._whole
         labels = self._whole.setdefault("labels", self._whole["input_ids"])
         whole = self._whole.setdefault("loss_mask", torch.ones_like(labels))
         return _with_sum(_cut(whole, part), whole.sum())
@@ -66,11 +64,21 @@ class SlicedDepths:
         assert tensor.shape == (whole.size(0), part.end - part.begin) and tensor.dtype == whole.dtype, name
         self._whole[name], total = roll_tensor(whole, shifts=-1, dims=-1, packed_seq_params=self._packed)
         rolled = _cut(self._whole[name], part)
-        if name == "loss_mask" and self._derives_labels:
-            # Without labels Megatron takes the next tokens, and weighs losses per token by the mask that goes with them.
-            self._derives_labels = False
-            return _with_sum(rolled, total), total
-        return rolled, total
+        # Megatron weighs losses per token by the sum of a mask, which may be a rolled one.
+        return _with_sum(rolled, total) if name == "loss_mask" else rolled, total
+
+    def roll_all(
+        self, roll_tensor: Callable, tensors: Sequence[torch.Tensor], fields: Sequence[str], part: SlicePart
+    ) -> list[torch.Tensor]:
+        """Return the same as ``roll`` of several tensors, as Megatron's ``dev`` rolls them. ``fields`` are their names."""
+
+        def roll_one(whole: torch.Tensor, **place: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            (rolled,) = roll_tensor([whole], **place)
+            return rolled, rolled.sum()
+
+        # Labels that are derived from tokens have the name of the tokens.
+        self._names = iter(_OF_LOSS if "loss_mask" in fields else fields)
+        return [self.roll(roll_one, tensor, part)[0] for tensor in tensors]
 
 
 def _cut(whole: torch.Tensor, part: SlicePart) -> torch.Tensor:

@@ -39,7 +39,7 @@ from megatron_pipemem.mcore.model.language_model import is_language_model, layer
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape, counted_before, shadowed
 from megatron_pipemem.mcore.step.batches import zeros_as_output
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import ROLL, SHARE_OF_BATCH, Replacements
+from megatron_pipemem.mcore.symbols import ROLL, SAVE_DEPTH_LOSS, SHARE_OF_BATCH, Replacements
 from megatron_pipemem.model.counts import attention_share
 from megatron_pipemem.refusals import FUSED_ROTARY
 from megatron_pipemem.request import Request
@@ -182,9 +182,18 @@ class SlicedModel:
             "the parts from get_batch_on_this_cp_rank of megatron.core.utils, or pass --context-parallel-size 1",
         )
 
-    def roll(self, roll_tensor: Callable, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def roll(self, roll_tensor: Callable, tensors: Any, fields: Sequence[str]) -> Any:
         """Return the result of Megatron's ``roll_tensor`` for the slice that runs now; ``None`` if none runs."""
-        return None if self._part is None or tensor is None else self._depths.roll(roll_tensor, tensor, self._part)
+        if self._part is None or tensors is None:
+            return None
+        if isinstance(tensors, list):
+            return self._depths.roll_all(roll_tensor, tensors, fields, self._part)
+        return self._depths.roll(roll_tensor, tensors, self._part)
+
+    @property
+    def continues_sequence(self) -> bool:
+        """Whether a slice runs now that is not the first of its sequence."""
+        return self._part is not None and self._part.number > 0
 
     def _pass_on(self, module: torch.nn.Module, arguments: tuple, output: torch.Tensor):
         return None if self._part is None or self.on_output is None else self.on_output(output)
@@ -512,16 +521,22 @@ class SequenceSlices(Extension):
             step.message = replace(step.message, shape=None, shapes=shapes * len(step.tokens))
 
     def replacements(self) -> Replacements:
-        return [(ROLL, self._roll), (SHARE_OF_BATCH, self._share)]
+        return [(ROLL, self._roll), (SAVE_DEPTH_LOSS, self._save_depth_loss), (SHARE_OF_BATCH, self._share)]
 
     def _share(self, share_of_batch: Callable, batch: dict[str, Any], *place: Any, **more: Any):
         return share_of_batch(batch, *place, **more) if self._ranks is None else self._ranks.split(batch)
 
-    def _roll(self, roll_tensor: Callable, tensor: torch.Tensor, *place: Any, **more: Any):
+    def _roll(self, roll_tensor: Callable, tensors: Any, *place: Any, **more: Any):
         for model in self._models.values():
-            if (rolled := model.roll(roll_tensor, tensor)) is not None:
+            if (rolled := model.roll(roll_tensor, tensors, more.get("sequence_fields", ()))) is not None:
                 return rolled
-        return roll_tensor(tensor, *place, **more)
+        return roll_tensor(tensors, *place, **more)
+
+    def _save_depth_loss(self, save: Callable, loss: torch.Tensor, tokens: torch.Tensor, *place: Any, **more: Any):
+        # Every slice has the tokens of its whole sequence, which a sum over slices counts once.
+        if more.get("calculate_per_token_loss") and any(model.continues_sequence for model in self._models.values()):
+            tokens = torch.zeros_like(tokens)
+        return save(loss, tokens, *place, **more)
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run slices."""
