@@ -117,7 +117,7 @@ class Rule(NamedTuple):
             yield UnsupportedError(self.code, self.sentence)
 
 
-_SHARDED = "weights that are cut over more than tensor-parallel ranks are gathered in the stock schedule's order"
+_STOCK_ORDER = "it assumes the stock order of passes"
 _NO_GRAPHS = "; pass --cuda-graph-impl none"
 GRAPHS_OF_LAYERS = "transformer_engine"
 """The value of ``cuda_graph_impl`` with which Transformer Engine captures a graph per layer, microbatch and direction."""
@@ -137,16 +137,16 @@ SCHEDULES = Refusals(
         "num_distributed_optimizer_instances": "their reductions cannot start per chunk; pass "
         "--num-distributed-optimizer-instances 1",
         "defer_embedding_wgrad_compute": "the schedule decides when the head's W runs",
-        "fine_grained_activation_offloading": "it assumes the stock order of passes; pass --pipemem-offload in place of "
+        "fine_grained_activation_offloading": f"{_STOCK_ORDER}; pass --pipemem-offload in place of "
         "--fine-grained-activation-offloading",
         "cpu_offloading": "Transformer Engine offloads layers without regard to the pipeline; pass --pipemem-offload in place "
         "of --cpu-offloading-num-layers",
-        "moe_paged_stash": "it runs whole steps of the stock schedule again",
-        "num_microbatches_with_partial_activation_checkpoints": "it follows the warm-up of the stock schedule; "
-        "recompute fully or selectively on every microbatch",
+        "moe_paged_stash": _STOCK_ORDER,
+        "num_microbatches_with_partial_activation_checkpoints": f"{_STOCK_ORDER}; recompute fully or selectively on "
+        "every microbatch",
         "hybrid_context_parallel": "it has a schedule of its own",
-        "gtp_weight_remat_size": _SHARDED,
-        "expert_gtp_weight_remat_size": _SHARDED,
+        "gtp_weight_remat_size": _STOCK_ORDER,
+        "expert_gtp_weight_remat_size": _STOCK_ORDER,
         # Of Megatron versions to come.
         "sequence_packing_scheduler": "packed batches change the number of microbatches",
         "dynamic_context_parallel": "every microbatch would have context-parallel groups of its own",
@@ -164,6 +164,7 @@ UNCAPTURED = Refusals(
 _ONE_SHAPE = "a graph holds one shape"
 _DRAWN = "captured random numbers are not proved to be those of training"
 _NOT_REPLAYED = "a replay does not make the calls that keep its values"
+_NOT_PROVED = "it is not proved in graphs"
 GRAPHED = Refusals(
     " with a CUDA graph per pass",
     {
@@ -179,38 +180,38 @@ GRAPHED = Refusals(
         "enable_hyper_connections": _NOT_REPLAYED,
         "attention_dropout": f"{_DRAWN}; pass --attention-dropout 0",
         "hidden_dropout": f"{_DRAWN}; pass --hidden-dropout 0",
-        "recompute_granularity": "parts of a layer that run again are not proved in graphs; pass --recompute-granularity full",
+        "recompute_granularity": f"{_NOT_PROVED}; pass --recompute-granularity full",
         "variable_seq_lengths": _ONE_SHAPE,
         "sft": _ONE_SHAPE,
         "dataloader_inter_document_masking": _ONE_SHAPE,
         "context_parallel_size": "parts of attention run on streams of their own; pass --context-parallel-size 1",
         "tp_comm_overlap": "user buffers may be overwritten between two replays",
-        "experimental_attention_variant": "its kernels are not proved in graphs",
+        "experimental_attention_variant": _NOT_PROVED,
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={"recompute_granularity": lambda granularity: granularity == "selective"},
 )
+_OUTSIDE = "it computes on a stream of its own, outside of the graph"
 _ON_HOST = "the host reads a number of tokens before it puts them in order"
 GRAPHED_EXPERTS = Refusals(
     " with a CUDA graph per pass, which ends where tokens travel to experts",
     {
         "recompute_granularity": "a layer that runs again would run its experts within a graph; drop --recompute-granularity",
         "mtp_num_layers": "its layers take tensors from before the decoder's last experts",
-        "moe_token_dispatcher_type": "its exchanges are not proved beside captured routers; pass "
-        "--moe-token-dispatcher-type alltoall",
+        "moe_token_dispatcher_type": f"{_NOT_PROVED}; pass --moe-token-dispatcher-type alltoall",
         "moe_expert_capacity_factor": _ON_HOST,
         "moe_router_padding_for_quantization": _ON_HOST,
-        "moe_shared_expert_overlap": "shared experts compute while tokens travel, which is outside of the graph",
-        "moe_latent_size": "the projections around the experts are not proved in graphs",
+        "moe_shared_expert_overlap": _OUTSIDE,
+        "moe_latent_size": _NOT_PROVED,
         "moe_router_force_load_balancing": _DRAWN,
         "moe_router_force_biased": _DRAWN,
         "moe_input_jitter_eps": _DRAWN,
-        "moe_router_load_balancing_type": "it reads scores on the host or is not proved in graphs; pass "
+        "moe_router_load_balancing_type": f"{_NOT_PROVED}; pass "
         "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
         "moe_enable_routing_replay": _NOT_REPLAYED,
         "moe_routing_trace_path": _NOT_REPLAYED,
         "save_tokens_per_expert_interval": _NOT_REPLAYED,
-        "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of experts run on a stream of their own",
+        "overlap_dispatch_backward_with_experts_wgrad": _OUTSIDE,
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={
@@ -249,13 +250,14 @@ REORDERED = Refusals(
         "with one model chunk per rank, or interleaved, and no --pipemem-microbatch-costs",
     },
 )
+_NO_STREAM = "its generators cannot be set to the stream of a layer"
 _STREAMS = "the shards of a weight draw from random streams of their own"
 LAYERWISE = Refusals(
     " with layerwise random numbers",
     {
         "cuda_graph_impl": f"a captured graph draws from the generators of its capture{_NO_GRAPHS}",
-        "use_te_rng_tracker": "its generators cannot be set to the stream of a layer",
-        "is_inference_rng_tracker": "it keeps no streams",
+        "use_te_rng_tracker": _NO_STREAM,
+        "is_inference_rng_tracker": _NO_STREAM,
         "overlap_moe_expert_parallel_comm": "combined 1F1B runs layers in pieces of two microbatches",
         "init_model_with_meta_device": "initial weights are drawn after the model is built",
         "mtp_hsm": "hidden states are mixed by a random stream that belongs to no layer",
@@ -270,6 +272,7 @@ UNPAIRED = Refusals(
         "built",
     },
 )
+_NO_PLACE = "layers that run in pieces have no place for it"
 _IN_PIECES = "a layer that alternates with one of another microbatch"
 PAIRS = Refusals(
     " with --overlap-moe-expert-parallel-comm",
@@ -277,11 +280,11 @@ PAIRS = Refusals(
         "recompute_granularity": f"{_IN_PIECES} cannot run again as a whole; pass "
         "--recompute-granularity selective or none",
         "recompute_modules": f"{_IN_PIECES} cannot run its experts again; leave moe out of --recompute-modules",
-        "moe_shared_expert_overlap": "shared experts cannot compute within its exchanges",
-        "mtp_num_layers": "its layers do not run in pieces here",
-        "ep_overlap_early_attn_memory_release": "attention runs backward last here",
-        "enable_hyper_connections": "residual streams mix around the pieces of a layer",
-        "enable_mhc_connections": "residual streams mix around the pieces of a layer",
+        "moe_shared_expert_overlap": _NO_PLACE,
+        "mtp_num_layers": _NO_PLACE,
+        "ep_overlap_early_attn_memory_release": _NO_PLACE,
+        "enable_hyper_connections": _NO_PLACE,
+        "enable_mhc_connections": _NO_PLACE,
         "cuda_graph_impl": "a captured router leaves its experts to Megatron's own pieces; pass --cuda-graph-impl none",
         "enable_autocast": "backwards would compute in the format of their pair's forward; build the model in the format that "
         "it computes in",
@@ -301,14 +304,14 @@ VOCABULARY = Refusals(
     },
     ", or pass --pipemem-vocab-cut off",
 )
-_COUNTS = "it counts the tokens of every expert in a step, and each replica counts half"
+_COUNTS = "it counts tokens or scores of a step, and each replica sees half of them"
 _TWO_QUANTISED = "ranks cannot exchange quantised weights, so the replicas would differ"
 REPLICAS = Refusals(
     " with two replicas of the model",
     {
         "moe_router_enable_expert_bias": _COUNTS,
         "moe_router_load_balancing_type": f"{_COUNTS}; drop it",
-        "qk_clip": "it scales weights by the largest attention score, and the two replicas see different scores",
+        "qk_clip": _COUNTS,
         "init_model_with_meta_device": "the second replica copies values when it is built",
         "fp8_param": _TWO_QUANTISED,
         "fp4_param": _TWO_QUANTISED,
@@ -317,17 +320,17 @@ REPLICAS = Refusals(
 )
 _IN_FLIGHT = "the number of microbatches would change while some of them are in flight"
 _NEXT_BATCH = "it sums over one batch, and forwards of the next one run before that ends"
-_QUANTISED = "quantised weights are cached once per step and have no versions"
+_ONE_VERSION = "it knows one version of the weights"
 ASYNCHRONOUS = Refusals(
     " by asynchronous schedules",
     {
-        "use_distributed_optimizer": "its parameters are views of one buffer, so they cannot point at another version",
-        "fp8": _QUANTISED,
-        "fp4": _QUANTISED,
-        "moe_router_enable_expert_bias": "the bias has no versions",
-        "qk_clip": "it scales weights outside of the optimizer, and older versions would stay unscaled",
+        "use_distributed_optimizer": _ONE_VERSION,
+        "fp8": _ONE_VERSION,
+        "fp4": _ONE_VERSION,
+        "moe_router_enable_expert_bias": _ONE_VERSION,
+        "qk_clip": _ONE_VERSION,
         "moe_router_load_balancing_type": f"{_NEXT_BATCH}; pass --moe-router-load-balancing-type aux_loss",
-        "optimizer_cuda_graph": "it would update the same version in every step",
+        "optimizer_cuda_graph": _ONE_VERSION,
         "mtp_num_layers": _NEXT_BATCH,
         "iterations_to_skip": "the next batch is read ahead, so none can be skipped",
         "rampup_batch_size": _IN_FLIGHT,
@@ -335,6 +338,7 @@ ASYNCHRONOUS = Refusals(
     },
 )
 _TOGETHER = "all ranks agree on a number before any rank updates its weights"
+_REPLAYED = "a graph replays a step with its end"
 _ONE_COUNT = "the plan of consecutive steps is for one number of microbatches"
 OVERLAPPED = Refusals(
     " without a barrier between steps",
@@ -342,15 +346,15 @@ OVERLAPPED = Refusals(
         "rerun_mode": f"{_TOGETHER}; pass --rerun-mode disabled",
         "fp16": f"{_TOGETHER}; train in bf16 or fp32",
         "loss_scale": _TOGETHER,
-        "calculate_per_token_loss": "gradients are divided by the tokens of the step, which are counted last",
+        "calculate_per_token_loss": _TOGETHER,
         "log_num_zeros_in_grad": _TOGETHER,
-        "log_params_norm": "all ranks sum up their weights after every step",
+        "log_params_norm": _TOGETHER,
         "rampup_batch_size": _ONE_COUNT,
         "step_batch_size_schedule": _ONE_COUNT,
         "use_layer_wise_distributed_optimizer": "it gathers weights in its own step; take "
         "--use-distributed-optimizer with --optimizer adam",
-        "optimizer_cuda_graph": "the graph would replay a step that may have to be rolled back",
-        "cuda_graph_impl": f"a graph replays a step with its end{_NO_GRAPHS}",
+        "optimizer_cuda_graph": _REPLAYED,
+        "cuda_graph_impl": f"{_REPLAYED}{_NO_GRAPHS}",
     },
 )
 _OFFLOADED = "the offloaded optimizer updates copies on the host at its own pace"
@@ -364,20 +368,20 @@ DELAYED = Refusals(
 )
 _COUNTED_TWICE = "it counts every forward, and the first forwards of a step may run again"
 _WRITTEN_EARLY = "it would write the results of a step that may have to be rolled back"
-_SCALED = "the step changes scales that cannot be restored"
+_NOT_RESTORED = "its changes of a step cannot be rolled back"
+_GATHERED_EARLY = "weights would be gathered before the step is final"
 ROLLED_BACK = Refusals(
     " without a barrier between steps if gradients are clipped",
     {
-        "optimizer": "only the changes of adam and sgd can be rolled back; pass --optimizer adam, or --clip-grad 0",
-        "optimizer_cpu_offload": f"{_OFFLOADED}; drop --optimizer-cpu-offload, or pass --clip-grad 0",
-        "use_precision_aware_optimizer": "its scaled state cannot be restored; drop --use-precision-aware-optimizer, or pass "
-        "--clip-grad 0",
-        "grad_norm_skip_threshold": "a step above it must not be taken at all; leave it out, or pass --clip-grad 0",
-        "overlap_param_gather_with_optimizer_step": "weights would be gathered before the step is final",
-        "reuse_grad_buf_for_mxfp8_param_ag": "gathered weights overwrite the gradients that a repeated step needs",
-        "fp8_param_gather": _SCALED,
-        "fp4_param_gather": _SCALED,
-        "qk_clip": "its scaling of weights cannot be rolled back",
+        "optimizer": f"{_NOT_RESTORED}; pass --optimizer adam or sgd",
+        "optimizer_cpu_offload": _OFFLOADED,
+        "use_precision_aware_optimizer": _NOT_RESTORED,
+        "grad_norm_skip_threshold": "a step above it must not be taken at all; leave it out",
+        "overlap_param_gather_with_optimizer_step": _GATHERED_EARLY,
+        "reuse_grad_buf_for_mxfp8_param_ag": _GATHERED_EARLY,
+        "fp8_param_gather": _NOT_RESTORED,
+        "fp4_param_gather": _NOT_RESTORED,
+        "qk_clip": _NOT_RESTORED,
         "log_max_attention_logit": _COUNTED_TWICE,
         "moe_router_enable_expert_bias": _COUNTED_TWICE,
         "moe_router_load_balancing_type": f"{_COUNTED_TWICE}; pass --moe-router-load-balancing-type aux_loss",
@@ -386,7 +390,9 @@ ROLLED_BACK = Refusals(
         "save_activations_interval": _WRITTEN_EARLY,
         "save_tokens_per_expert_interval": _WRITTEN_EARLY,
     },
+    ", or pass --clip-grad 0",
 )
+_LATER_TOKENS = "later tokens decide where earlier ones go"
 SLICED = Refusals(
     " in sequence slices",
     {
@@ -394,8 +400,8 @@ SLICED = Refusals(
         "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the sequences",
         "mtp_use_repeated_layer": "the depths of a repeated layer would share the keys of their slices",
         "mtp_standalone": "its stage sends the hidden states of all depths",
-        "moe_expert_capacity_factor": "later tokens decide which ones an expert drops, also with the policy position",
-        "moe_router_load_balancing_type": "scores of later tokens decide; balance experts by aux_loss, "
+        "moe_expert_capacity_factor": _LATER_TOKENS,
+        "moe_router_load_balancing_type": f"{_LATER_TOKENS}; balance experts by aux_loss, "
         "seq_aux_loss, global_aux_loss or a bias",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
     },
@@ -412,7 +418,7 @@ SHARED_SLICES = Refusals(
         "cp_comm_type": "no exchange of Transformer Engine takes fewer queries than keys; pass --cp-comm-type all_gather",
         "mtp_num_layers": "Megatron hands tokens on between the ranks' parts of whole sequences",
     },
-    ", pass --context-parallel-size 1, or take a schedule without sequence slices",
+    ", or pass --context-parallel-size 1, or take a schedule without sequence slices",
     only={"cp_comm_type": lambda kinds: {*_listed(kinds)} != {GATHERED_KEYS}},
 )
 VOCABULARY_SLICED = Refusals(
@@ -427,13 +433,14 @@ LAYERWISE_SLICED = Refusals(
     },
     ", or take a schedule without sequence slices",
 )
+_APART = "it needs the gradients of all stages, which update at different times"
 PER_MICROBATCH = Refusals(
     " by a schedule that updates after every microbatch",
     {
         "overlap_grad_reduce": "every microbatch waits for its reduction before its update",
         "calculate_per_token_loss": "the tokens of a batch are counted after its updates",
-        "clip_grad": "the norm is a sum over all stages, which update at different times; pass --clip-grad 0",
-        "fp16": "loss scaling skips updates of all stages together; use bf16 or fp32",
+        "clip_grad": f"{_APART}; pass --clip-grad 0",
+        "fp16": f"{_APART}; use bf16 or fp32",
         "log_num_zeros_in_grad": "gradients are gone when the step ends",
     },
 )

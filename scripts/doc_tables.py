@@ -90,9 +90,7 @@ COMPARED: dict[str, tuple[str, dict[str, int]]] = {
 SEARCHES = {"`auto`, cap 0.625, two chunks as `v-half`": 2, "`auto`, cap 0.625, up to eight chunks": 8}
 CAP = 0.625
 SEQUENCE, TENSOR_RANKS = 4096, 8
-LAYERS = {"TE": "transformer_engine", "local": "local"}
-"""The implementations of layers whose bytes are compared, by printed name. The model is Llama-70B in bf16."""
-PEAKS = ("units", *(f"bytes, {name}" for name in LAYERS))
+PEAKS = ("units", "bytes")
 WORDS = {
     "stock": "stock's schedule",
     "asynchronous": "`pipedream` and `pipedream-2bw`",
@@ -203,33 +201,27 @@ def table_of_costs() -> str:
     rows |= {what: [_found(chunks, costs) for costs in COSTS.values()] for what, chunks in SEARCHES.items()}
     lines = [["schedule", *PEAKS, *(f"bubble at F : I : W = {ratio}" for ratio in COSTS)]]
     for name, runs in rows.items():
-        peaks = [
-            f"{max(row_peaks):.{digits}f}" for digits, *row_peaks in zip((3, 2, 2), *map(_peaks, runs), strict=True)
-        ]
+        peaks = [f"{max(row_peaks):.{digits}f}" for digits, *row_peaks in zip((3, 2), *map(_peaks, runs), strict=True)]
         lines.append([name, *peaks, *(f"{run.bubble_rate:.1%}" for run in runs)])
     return _rows(lines)
 
 
 @cache
-def _memory(implementation: str) -> Costs:
-    """Return costs with the bytes of Llama-70B, for layers of Megatron (``local``) or of Transformer Engine."""
+def _memory() -> Costs:
+    """Return costs with the bytes of Llama-70B in bf16, for Transformer Engine's layers."""
     model, cluster = replace(load("llama3-70b", Model), sequence=SEQUENCE), load("h100-80g", Cluster)
-    cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": implementation}
+    cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": "transformer_engine"}
     return from_formulas(model, typed(cut, Execution), cluster).costs()
 
 
 def _peaks(run: Timeline) -> list[float]:
-    """Return the peak in activation units, and then its share of 1F1B's bytes for each implementation of layers.
+    """Return the peak in activation units, and its share of 1F1B's bytes if the costs determine one.
 
     W of a family's schedule run earlier as with ``--pipemem-early-wgrad auto``.
     """
-    device_peaks, is_family = [run.peak], any(run.schedule.name == known.name for known in families())
-    for layers in LAYERS.values():
-        costs = _memory(layers)
-        share = share_of_1f1b(simulate(with_earlier_weights(run.schedule, costs) if is_family else run.schedule, costs))
-        if share is not None:
-            device_peaks.append(share)
-    return device_peaks
+    costs, is_family = _memory(), any(run.schedule.name == known.name for known in families())
+    share = share_of_1f1b(simulate(with_earlier_weights(run.schedule, costs) if is_family else run.schedule, costs))
+    return [run.peak] if share is None else [run.peak, share]
 
 
 def _rows(lines: Sequence[Sequence[str]]) -> str:
@@ -394,8 +386,8 @@ def list_of_refusals() -> str:
                     f"`{option}`{values and f' ({values})'}"
                 )
             entries = _items((", ".join(listed), reason) for reason, listed in options.items())
-            heading = f"**Refused{table.feature or ' with every schedule'}**{f' (or {shared})' if shared else ''}"
-            parts.append(f"{heading}\n\n{entries}")
+            feature = (table.feature or " with every schedule").strip()
+            parts.append(f"**{feature[0].upper()}{feature[1:]}**{f' (or {shared})' if shared else ''}\n\n{entries}")
     return "\n\n".join(parts)
 
 

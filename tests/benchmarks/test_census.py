@@ -16,7 +16,7 @@ import packages
 from lanes import nightly
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "choosing-a-schedule.md"
+PAGE, NOTE = ROOT / "docs" / "choosing-a-schedule.md", ROOT / "benchmarks" / "notes" / "recipes.md"
 
 
 def census(form: str) -> str:
@@ -35,8 +35,7 @@ def census(form: str) -> str:
 @nightly("advise/test_bridge.py, which reads some of the recipes")
 def test_the_table_is_current():
     printed, page = census("--markdown"), PAGE.read_text(encoding="utf-8")
-    note = (ROOT / "benchmarks" / "notes" / "recipes.md").read_text(encoding="utf-8")
-    table = note.split("<!-- recipes -->\n")[1].split("\n<!-- end of recipes -->")[0]
+    table = NOTE.read_text(encoding="utf-8").split("<!-- recipes -->\n")[1].split("\n<!-- end of recipes -->")[0]
     assert table in printed
     understood = re.search(r"It can price (\d+ of \d+): .*?Of the \d+, (\d+) gain more", page, re.DOTALL)
     assert f"\n{understood[1]} recipes" in printed and f"\n{understood[2]} gain more" in printed
@@ -45,7 +44,7 @@ def test_the_table_is_current():
 
 @nightly("mcore/test_gates.py, which asks the same gates")
 def test_the_numbers_of_accepted_recipes_are_current():
-    text = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
+    text = re.sub(r"\s+", " ", NOTE.read_text(encoding="utf-8"))
     (total,) = re.findall(r"Of the (\d+) benchmark recipes", text)
     plain, split, sliced, gathered = re.findall(
         r"(?:of|those of) (\d+)(?=, | if recipes)", text.split("benchmark recipes")[1]
