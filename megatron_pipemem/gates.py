@@ -95,6 +95,7 @@ class GateQuestion:
 
 _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: question.is_ours, refusals.SCHEDULES),
+    (lambda question: question.is_ours and not question.request.may_split, refusals.WHOLE_BACKWARD),
     (lambda question: question.is_ours and question.is_uncaptured, refusals.UNCAPTURED),
     (lambda question: question.request.graphs, refusals.GRAPHED),
     (lambda question: question.leaves_experts_out, refusals.EXPERT_MODULES),

@@ -136,7 +136,6 @@ SCHEDULES = Refusals(
         "use_torch_fsdp2": FSDP,
         "num_distributed_optimizer_instances": "their reductions cannot start per chunk; pass "
         "--num-distributed-optimizer-instances 1",
-        "defer_embedding_wgrad_compute": "the schedule decides when the head's W runs",
         "fine_grained_activation_offloading": f"{_STOCK_ORDER}; pass --pipemem-offload in place of "
         "--fine-grained-activation-offloading",
         "cpu_offloading": "Transformer Engine offloads layers without regard to the pipeline; pass --pipemem-offload in place "
@@ -442,6 +441,13 @@ PER_MICROBATCH = Refusals(
         "clip_grad": f"{_APART}; pass --clip-grad 0",
         "fp16": f"{_APART}; use bf16 or fp32",
         "log_num_zeros_in_grad": "gradients are gone when the step ends",
+    },
+)
+WHOLE_BACKWARD = Refusals(
+    " by a schedule that runs whole backwards",
+    {
+        "defer_embedding_wgrad_compute": "the head's weight gradients run within them; drop "
+        "--defer-embedding-wgrad-compute, or take a schedule that splits the backward, which defers them itself, like zb-h1",
     },
 )
 SPLIT_BACKWARD = Refusals(

@@ -99,6 +99,7 @@ QUESTIONS = {
     "LAYERWISE": (Request("stock", rng="layerwise"), Request("stock"), {"use_te_rng_tracker": True}),
     "LAYERWISE_SLICED": (Request("seq1f1b", rng="layerwise"), Request("seq1f1b"), {"hidden_dropout": 0.1}),
     "DELAYED_SCALING": (Request("1f1b", recompute="full"), Request("1f1b"), ENGINE | LATE_SCALES),
+    "WHOLE_BACKWARD": (Request("1f1b"), Request("v-half"), {"defer_embedding_wgrad_compute": True}),
     "SPLIT_BACKWARD": (Request("v-half"), Request("1f1b"), ENGINE | {"tp_comm_overlap": True}),
 }
 

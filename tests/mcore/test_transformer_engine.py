@@ -14,6 +14,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import refusals
 from megatron_pipemem.mcore.model import transformer_engine
 from megatron_pipemem.mcore.model.transformer_engine import DelayedWeightGradient, delayed_modules
+from megatron_pipemem.mcore.step.gradients import SplitBackward
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.weight_gradients import (
     ImmediateWeightGradients,
@@ -180,6 +181,15 @@ def refusal(config: SimpleNamespace, splits: bool = True, recomputes: bool = Fal
         return error.code
     assert built
     return None
+
+
+def test_the_schedule_defers_the_heads_weight_gradients_itself():
+    config = config_of(defer_embedding_wgrad_compute=True)
+    assert refusal(config, splits=False) == "unsupported-setting" and config.defer_embedding_wgrad_compute
+    assert refusal(config) is None and not config.defer_embedding_wgrad_compute
+    built_before = SimpleNamespace(context=SimpleNamespace(config=SimpleNamespace(defer_embedding_wgrad_compute=True)))
+    with refused("unsupported-setting", "enable()"):
+        SplitBackward(Request("zb-h1"), counted=False).prepare(built_before)
 
 
 def test_weight_gradients_run_late_in_pairs_and_no_graph_holds_a_backward_of_a_pair():

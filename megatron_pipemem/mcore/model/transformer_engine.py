@@ -17,6 +17,7 @@ So the gradient that a backward leaves in ``grad`` is kept with its microbatch, 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_te_version, is_te_min_version
 
+from megatron_pipemem.logs import tell
 from megatron_pipemem.mcore.refusals import OLDEST_SPLITTING, check_model
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE, Replacements
 from megatron_pipemem.request import Request
@@ -44,7 +46,11 @@ from megatron_pipemem.runtime.weight_gradients import (
     shard_of,
 )
 
+logger = logging.getLogger(__name__)
+
 MARKS_THE_PARAMETER = "2.20.2"
+DEFERS_HEAD = "defer_embedding_wgrad_compute"
+"""The setting by which Megatron's head keeps its inputs and output gradients until the stock schedule has ended."""
 
 STAYS_DELAYED = (
     "the Transformer Engine modules of this model were built to delay their weight gradients, which only this plugin "
@@ -63,6 +69,9 @@ def replacements(request: Request) -> Replacements:
 
     def build_model(original: Callable, model, config, *args, **kwargs) -> None:
         check_model(config, request)
+        if splits and getattr(config, DEFERS_HEAD, False):
+            setattr(config, DEFERS_HEAD, False)  # the head, which is built next, would keep its inputs twice
+            tell(logger, "%s is off: the schedule itself runs W of the head later", DEFERS_HEAD)
         delays = splits or (late and is_te_min_version(OLDEST_SPLITTING))
         if delays and getattr(config, "transformer_impl", None) == "transformer_engine":
             config.delay_wgrad_compute = True

@@ -116,6 +116,12 @@ class SplitBackward(Extension):
         return replaced
 
     def prepare(self, step: Step) -> None:
+        if self._request.may_split and getattr(step.context.config, transformer_engine.DEFERS_HEAD, False):
+            raise UnsupportedError(
+                "unsupported-setting",
+                f"this model's head was built with {transformer_engine.DEFERS_HEAD}, and nothing runs its weight gradients "
+                "after the step; call enable() before the model is built",
+            )
         if self._request.may_split and self._request.wgrad_inputs == AUTO:
             self._compare_hosts(step.groups)
         self._note(attach_ddp_hooks(step.chunks), GRADIENT_READY)
