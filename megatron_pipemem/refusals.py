@@ -336,7 +336,7 @@ ASYNCHRONOUS = Refusals(
         "step_batch_size_schedule": _IN_FLIGHT,
     },
 )
-_TOGETHER = "all ranks agree on a number before any rank updates its weights"
+_TOGETHER = "all ranks agree on a number before any rank goes on"
 _REPLAYED = "a graph replays a step with its end"
 _ONE_COUNT = "the plan of consecutive steps is for one number of microbatches"
 OVERLAPPED = Refusals(

@@ -407,18 +407,12 @@ def _reason(option: str, sentence: str, shared: str) -> str:
     return f"{reason}. Instead: {instead}." if instead else f"{reason}."
 
 
-def list_of_classes() -> str:
-    """Return a Markdown list of the features that run with Megatron's classes of models, by their marks."""
+def table_of_classes() -> str:
+    """Return a Markdown table of what runs with each of Megatron's classes of models."""
     cells = yaml.safe_load(CLASSES.read_text(encoding="utf-8"))
-    features: dict[str, list[str]] = {}
-    for feature, row in cells.items():
-        marks = {name: _mark(result[0]) for name, result in row.items()}
-        same = f"{marks[min(marks)]} with all"
-        different = ", ".join(
-            f"`{name}` {mark}" if name.isidentifier() else f"{name} {mark}" for name, mark in marks.items()
-        )
-        features.setdefault(same if len({*marks.values()}) == 1 else different, []).append(feature)
-    return _items((marks, "; ".join(listed)) for marks, listed in features.items())
+    classes = [*next(iter(cells.values()))]
+    rows = [[feature, *(_mark(row[name][0]) for name in classes)] for feature, row in cells.items()]
+    return _rows([["feature", *(f"`{name}`" if name.isidentifier() else name for name in classes)], *rows])
 
 
 def _mark(result: str) -> str:
@@ -478,7 +472,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "refusals": list_of_refusals,
     "queues": list_of_queues,
     "parts": table_of_parts,
-    "classes": list_of_classes,
+    "classes": table_of_classes,
     "pairs": table_of_pairs,
     "graphs": table_of_graphs,
 }
