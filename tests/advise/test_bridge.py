@@ -28,7 +28,7 @@ from megatron_pipemem.tools.advise.shell import training_command
 from megatron_pipemem.tools.config.cluster import Cluster
 from megatron_pipemem.tools.config.loading import known_model, load
 from megatron_pipemem.tools.megatron import bridge_recipe
-from megatron_pipemem.tools.megatron.bridge_recipe import _change, _changed, _provider
+from megatron_pipemem.tools.megatron.bridge_recipe import _change, _changed, _provider, evaluated
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from tests.watching.refusals import refused
@@ -113,6 +113,17 @@ def test_settings_are_what_differs_from_megatron():
     assert _changed(settings) == {"bias": False, "heads": 2, "position": "none"}
     settings.known_model = "llama"
     assert _changed(settings) == {"heads": 2}
+
+
+def test_defaults_of_a_mixed_precision_are_not_those_of_megatron():
+    """Megatron-Bridge's default recipe of fp8 is tensorwise, Megatron's is delayed, and both leave it out."""
+    fields = [("fp8", str, None), ("fp8_recipe", str, "tensorwise"), ("num_layers_at_end_in_bf16", int, 0)]
+    precision = make_dataclass("Precision", fields)
+    for fp8, expected in (("hybrid", {"fp8": "hybrid", "fp8_recipe": "tensorwise", fields[2][0]: 0}), (None, {})):
+        config = recipe_config()
+        config.mixed_precision = precision(fp8=fp8)
+        values = evaluated(lambda config=config: config)["values"]
+        assert {name: value for name, value in values.items() if name != "seq_length"} == expected
 
 
 def test_a_vision_tower_is_priced_with_the_images_of_the_recipe(recipes):

@@ -26,6 +26,10 @@ from megatron_pipemem.tools.megatron.asking import MARK
 
 _SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "train")
 _MEGATRON = ("megatron.core.", "megatron.training.")
+_OF_PRECISION = ("grad_reduce_in_fp32", "fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+"""Settings of a mixed precision that replace those of ``ddp`` and ``model``, and whose defaults are not Megatron's. All but
+the first need fp8.
+"""
 
 
 def recipes() -> dict[str, Callable[[], Any]]:
@@ -54,9 +58,10 @@ def evaluated(recipe: Callable[[], Any], changes: Sequence[str] = ()) -> dict[st
     values: dict[str, Any] = {}
     for name in _SECTIONS:
         values |= _changed(getattr(config, name, None))
-    in_fp32 = getattr(config.mixed_precision, "grad_reduce_in_fp32", None)  # it replaces the setting of ``ddp``
-    if in_fp32 is not None:
-        values["grad_reduce_in_fp32"] = in_fp32
+    for name in _OF_PRECISION if values.get("fp8") else _OF_PRECISION[:1]:
+        value = getattr(config.mixed_precision, name, None)
+        if value is not None:
+            values[name] = value
     provider, peft, tokenizer = (getattr(config, name, None) for name in ("model", "peft", "tokenizer"))
     values["seq_length"] = getattr(provider, "seq_length", None)
     return {
