@@ -32,8 +32,8 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "replicas": lambda request: request.replicas > 1,
     "single queue": lambda request: request.single_queue,
     "period": lambda request: request.searches_period,
-    "searched slices": lambda request: max(request.slice_counts) > 1,
-    "slices": lambda request: request.slices > 1,
+    "searched slices": lambda request: request.searches and request.may_cut,
+    "slices": lambda request: request.may_cut,
     "pairs": lambda request: request.pairs,
     "layerwise": lambda request: request.rng == LAYERWISE,
     "graphs": lambda request: request.graphs,
@@ -278,7 +278,7 @@ def check_barriers(name: str, barriers: int, vocab_cut: str) -> None:
 
 def _check_slice_cut(request: Request) -> None:
     """Raise an UnsupportedError if ``--pipemem-slice-cut`` is given and the schedule has no sequence slices."""
-    if request.slice_cut != TOKENS and request.slices == 1:
+    if request.slice_cut != TOKENS and not request.may_cut:
         raise UnsupportedError(
             "no-slices",
             f"--pipemem-slice-cut {request.slice_cut} says how sequences are cut into slices, and schedule "

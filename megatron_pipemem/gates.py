@@ -65,9 +65,9 @@ class GateQuestion:
         return self.schedule_request.may_be_captured and not self.request.is_asynchronous
 
     @property
-    def slices(self) -> int:
-        """The slices of a microbatch; 1 as long as a search may choose their number."""
-        return 1 if self.schedule_request.searches else self.schedule_request.slices
+    def is_cut(self) -> bool:
+        """Whether microbatches are cut into slices; false as long as a search may decide that."""
+        return self.schedule_request.may_cut and not self.schedule_request.searches
 
     @property
     def reorders_forwards(self) -> bool:
@@ -117,13 +117,13 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: is_updated_per_microbatch(question.request), refusals.PER_MICROBATCH),
     (lambda question: question.schedule_request.replicas > 1, refusals.REPLICAS),
     (lambda question: question.request.barriers, refusals.VOCABULARY),
-    (lambda question: question.slices > 1, refusals.SLICED),
-    (lambda question: question.slices > 1, refusals.FUSED_ROTARY),
-    (lambda question: question.slices > 1 and question.shares_sequences, refusals.SHARED_SLICES),
-    (lambda question: question.slices > 1, refusals.AVERAGED_PARTS),
-    (lambda question: question.slices > 1 and question.request.barriers, refusals.VOCABULARY_SLICED),
+    (lambda question: question.is_cut, refusals.SLICED),
+    (lambda question: question.is_cut, refusals.FUSED_ROTARY),
+    (lambda question: question.is_cut and question.shares_sequences, refusals.SHARED_SLICES),
+    (lambda question: question.is_cut, refusals.AVERAGED_PARTS),
+    (lambda question: question.is_cut and question.request.barriers, refusals.VOCABULARY_SLICED),
     (lambda question: question.request.rng == LAYERWISE, refusals.LAYERWISE),
-    (lambda question: question.slices > 1 and question.request.rng == LAYERWISE, refusals.LAYERWISE_SLICED),
+    (lambda question: question.is_cut and question.request.rng == LAYERWISE, refusals.LAYERWISE_SLICED),
     (
         lambda question: question.uses_transformer_engine and question.schedule_request.may_recompute,
         refusals.DELAYED_SCALING,

@@ -439,14 +439,14 @@ class Request(ScheduleOptions):
         return slice_counts(self.options.get("slices", 1)) if self.searches else (1,)
 
     @property
-    def slices(self) -> int:
-        """Return the number of sequence slices of a microbatch, or the largest one that a search may choose."""
+    def may_cut(self) -> bool:
+        """Return whether microbatches are cut into parts, or may be by a search."""
         if self.file is not None:
-            return self.file.units.parts
+            return not self.file.units.are_whole
         if self.family is None:
-            return max(self.slice_counts)
+            return max(self.slice_counts) > 1
         requested = self.options.get("slices", self.family.slices)
-        return requested if isinstance(requested, int) else 1  # the family refuses a value of another type
+        return isinstance(requested, int) and requested > 1  # the family refuses a value of another type
 
     @property
     def searches(self) -> bool:
@@ -537,7 +537,7 @@ class Request(ScheduleOptions):
     def _has_equal_passes(self) -> bool:
         others = (self.may_offload, self.may_recompute, self.cuts_vocabulary, self.is_asynchronous, self.searches)
         unequal = (
-            self.slices > 1,
+            self.may_cut,
             self.microbatch_costs is not None,
             self.overlap_steps,
             self.replicas > 1,

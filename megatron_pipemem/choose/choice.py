@@ -49,7 +49,8 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     """
     check_conflicts(request)
     if (
-        max(request.slice_counts) > 1
+        request.searches
+        and request.may_cut
         and request.in_bytes
         and (knowledge.is_measuring or knowledge.counted_bytes is not None)
     ):

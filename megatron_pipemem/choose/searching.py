@@ -97,7 +97,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     try:
         find_within_caps(caps, find, tries)
     except UnsupportedError as error:
-        if request.memory_cap is None or max(request.slice_counts) > 1:
+        if request.memory_cap is None or request.may_cut:
             raise
         why = str(error)
     notes = ""

@@ -71,7 +71,7 @@ FEATURES = (
         "overlap_steps", lambda request: request.overlap_steps and not request.is_asynchronous, Position.PLANNING
     ),
     FeatureSpec("replicas", lambda request: request.replicas > 1),
-    FeatureSpec("slices", lambda request: request.slices > 1),
+    FeatureSpec("slices", lambda request: request.may_cut),
     FeatureSpec("graphs", lambda request: request.graphs),
     FeatureSpec("pairs", lambda request: request.pairs),
     FeatureSpec("vocabulary", lambda request: request.cuts_vocabulary),

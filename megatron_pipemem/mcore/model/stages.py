@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -277,7 +277,12 @@ class ChunkStage:
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def recast[S: ChunkStage](self, kind: type[S], **changes: Any) -> S:
-        """Return a stage of the class ``kind`` with the fields of this one and ``changes``."""
+        """Return a stage of the class ``kind`` with the fields of this one and ``changes``.
+
+        If this one's class has methods of its own, the new class has them too, below those of ``kind``.
+        """
+        if not issubclass(kind, type(self)):
+            kind = make_dataclass(kind.__name__, (), bases=(kind, type(self)))
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return kind(**arguments | changes)
 

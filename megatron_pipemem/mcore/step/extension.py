@@ -386,6 +386,8 @@ class Step:
     own_plan: Choice | None = None
 
     # Set by extensions before anything runs.
+    # ``(first token, end)`` of each part of a microbatch, on this context-parallel rank; ``None`` for whole microbatches
+    bounds: Sequence[tuple[int, int]] | None = None
     counts_bytes: bool = False  # whether an extension needs the bytes that are held
     times_actions: bool = False  # whether an extension needs the times of actions
     buffers: list[torch.Tensor] = field(default_factory=list)  # permanent tensors in addition to those of the chunks

@@ -485,7 +485,6 @@ class SequenceSlices(Extension):
         self._request = request
         self._gates = StepGates()
         self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
-        self._bounds: list[tuple[int, int]] = []
         self._ranks: ContextRanks | None = None
 
     def prepare(self, step: Step) -> None:
@@ -510,8 +509,8 @@ class SequenceSlices(Extension):
         multiple = lcm(step.groups.tp.size() if config.sequence_parallel else 1, 2 if size > 1 else 1)
         share = attention_share(model_of_chunk(unwrap_model(step.chunks[0]), s * size, mtp_num_layers=0))
         tokens = slice_tokens(s, step.program.schedule.units.parts, self._request.slice_cut, share, multiple=multiple)
-        self._bounds = list(pairwise(accumulate(tokens, initial=0)))  # [2, 3] -> [(0, 2), (2, 5)]
-        self._ranks = ContextRanks(step.groups.cp, self._bounds) if size > 1 else None
+        step.bounds = list(pairwise(accumulate(tokens, initial=0)))  # [2, 3] -> [(0, 2), (2, 5)]
+        self._ranks = ContextRanks(step.groups.cp, step.bounds) if size > 1 else None
         for chunk in step.chunks:
             self._models[chunk].ranks = self._ranks
         shapes = [step.message_shape(b, num_tokens) for num_tokens in tokens]
@@ -540,7 +539,7 @@ class SequenceSlices(Extension):
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Replace the stages of the step by stages that run slices."""
-        if not step.program.schedule.units.are_whole:
+        if step.bounds is not None:
             ledger = step.observation.ledger
 
             def hold(tensor: torch.Tensor) -> None:
@@ -552,13 +551,13 @@ class SequenceSlices(Extension):
 
             for stage, runner in step.stages.items():
                 sliced = self._models[runner.model]
-                step.stages[stage] = runner.recast(SlicedStage, sliced=sliced, bounds=self._bounds, hold=hold)
+                step.stages[stage] = runner.recast(SlicedStage, sliced=sliced, bounds=step.bounds, hold=hold)
         return ()
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         with ExitStack() as stack:
-            for chunk in step.chunks if not step.program.schedule.units.are_whole else ():
+            for chunk in () if step.bounds is None else step.chunks:
                 stack.enter_context(self._models[chunk].hooked())
             stack.callback(setattr, self, "_ranks", None)
             yield

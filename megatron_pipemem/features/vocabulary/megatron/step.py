@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.slices.megatron.step import SlicedStage
 from megatron_pipemem.features.vocabulary.megatron.build import (
     ArrivingEmbedding,
     DepartingHead,
@@ -201,7 +200,8 @@ class LastStage(ChunkStage):
                     "parallelism the losses are not known yet; change them in the loss function, or pass "
                     "--pipemem-vocab-cut off",
                 )
-            self._awaiting[microbatch] = loss_function, output.dtype, head.further
+            # The parts of a microbatch have one loss, by the function of the last one.
+            self._awaiting[self._number(microbatch)] = loss_function, output.dtype, head.further
             head.further = None
             return output, loss_function
 
@@ -246,7 +246,7 @@ class LastStage(ChunkStage):
 
     def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
         leaf = torch.cat([normalised.losses for normalised in scored]).requires_grad_(not self.step.forward_only)
-        further = self._awaiting[microbatch][2]
+        _, _, further = self._awaiting[self._number(microbatch)]
         losses = leaf if further is None else further(leaf, torch.cat([normalised.hits for normalised in scored]))
         loss = self._finish_forward(microbatch, losses.t().contiguous())
         if self.step.forward_only:
@@ -270,7 +270,7 @@ class LastStage(ChunkStage):
         ``output`` has the token losses, ``[b, s]``, or logits, ``[b, s, vocabulary]``. Return the averaged loss.
         """
         step: StepContext = self.step
-        loss_function, dtype, _ = self._awaiting.pop(microbatch)
+        loss_function, dtype, _ = self._awaiting.pop(self._number(microbatch))
         if step.config.timers is not None:
             step.config.timers("forward-compute", log_level=2).start()
         with self.as_chunk(), torch.set_grad_enabled(not step.forward_only):
@@ -287,25 +287,6 @@ class LastStage(ChunkStage):
                 True,
             )
         step.num_tokens += num_tokens
-        return output
-
-
-@dataclass
-class SlicedFirstStage(FirstStage, SlicedStage):
-    """A ``FirstStage`` that runs one slice of each sequence after the other."""
-
-
-@dataclass
-class SlicedLastStage(LastStage, SlicedStage):
-    """A ``LastStage`` that runs one slice of each sequence after the other.
-
-    The loss function runs after the last slice of a sequence.
-    """
-
-    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
-        output = super().forward(microbatch, input, will_recompute)
-        if (microbatch + 1) % len(self.bounds):
-            del self._awaiting[microbatch]
         return output
 
 
@@ -330,8 +311,8 @@ class VocabularySteps(Extension):
     """The extension that runs the passes of a cut vocabulary. It does nothing in steps whose program has no such
     passes.
 
-    Its process groups are kept between steps. It must come after the extension of sequence slices, because it replaces
-    the first and last of the sliced stages.
+    Its process groups are kept between steps. It must come after the extension of sequence slices, because it adds to
+    the first and last of their stages.
     """
 
     def __init__(self) -> None:
@@ -350,9 +331,7 @@ class VocabularySteps(Extension):
         channels = self._channels[group]
         ends = (0, placement.num_stages - 1)
         calls: list[list[Call | None] | None] = []
-        sliced = [runner for runner in step.stages.values() if isinstance(runner, SlicedStage)]
-        kinds = (SlicedFirstStage, SlicedLastStage) if sliced else (FirstStage, LastStage)
-        for stage, kind in zip(ends, kinds, strict=True):
+        for stage, kind in zip(ends, (FirstStage, LastStage), strict=True):
             runner = step.stages.get(stage)
             calls.append(None)
             if runner is None:
@@ -371,8 +350,8 @@ class VocabularySteps(Extension):
             may_want_logits=step.forward_only,
             depths=getattr(context.config, "mtp_num_layers", None) or 0,
         )
-        if sliced:
-            batch = batch.cut(sliced[0].bounds)
+        if step.bounds is not None:
+            batch = batch.cut(step.bounds)
         last = step.stages.get(ends[1])
         assert last is None or isinstance(last, LastStage)
         if last is not None:
@@ -386,7 +365,7 @@ class VocabularySteps(Extension):
             last,
             not step.forward_only,
             step.observation.ledger,
-            step.program.schedule.units.parts,
+            step.program.schedule.units,
         )
         return [passes]
 

@@ -29,6 +29,7 @@ from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
 from megatron_pipemem.runtime.weight_gradients import Arriving
 from megatron_pipemem.schedule.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class Batch:
     def cut(self, bounds: Sequence[tuple[int, int]]) -> Batch:
         """Return the batch with every sequence cut into slices. ``bounds`` has ``(first token, end)`` of each slice."""
 
-        def slices(of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        def parts(of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             return [sequences[:, begin:end] for sequences in of for begin, end in bounds]
 
-        return replace(self, tokens=slices(self.tokens), labels=None if self.labels is None else slices(self.labels))
+        return replace(self, tokens=parts(self.tokens), labels=None if self.labels is None else parts(self.labels))
 
     def empty_for_head(self, microbatch: int, *further: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory, ``[(1 + depths) * s, b, *further]``, one prediction depth after the other."""
@@ -128,7 +129,7 @@ class VocabularyPasses:
     last_stage: HeadStage | None  # ``None`` if another device has the last stage
     trains: bool
     ledger: ActivationLedger | None = None
-    slices: int = 1
+    units: Units = WHOLE
 
     def __post_init__(self) -> None:
         self._first, self._last = self.placement.devices[0], self.placement.devices[-1]
@@ -355,7 +356,7 @@ class VocabularyPasses:
 
     def _joined(self, microbatch: int) -> range:
         """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored."""
-        return range(microbatch - self.slices + 1, microbatch + 1)
+        return range(self.units.first(microbatch), microbatch + 1)
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
