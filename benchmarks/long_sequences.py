@@ -143,7 +143,7 @@ def _in_short(plans: Sequence[Planned | None]) -> str:
         return "nothing fits" if plans else "too short"
     cut = planned.run.parallelism
     sizes = [f"{key}{getattr(cut, key)}" for key in ("tp", "pp", "cp") if getattr(cut, key) > 1]
-    sliced = [f"n={planned.slices}"] if planned.slices > 1 else []
+    sliced = [f"n={planned.units.parts}"] if planned.units.parts > 1 else []
     return f"{planned.seconds:.3g}: {' '.join(sizes + sliced)}"
 
 

@@ -208,6 +208,10 @@ class Family:
         check_whole(f"{self.name}: slices", parts, least=1)
         return self.build(num_devices, Units.equal(num_microbatches, parts), **options)
 
+    def runs(self, units: Units) -> bool:
+        """Return whether the family orders whole microbatches by default, or takes a number of parts, as these units need."""
+        return self.slices == 1 if units.are_whole else "slices" in self.options
+
     def schedule(self, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
         """Return the schedule of a step, built unless the last one had equal arguments.
 

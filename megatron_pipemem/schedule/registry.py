@@ -29,6 +29,7 @@ from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import AUTO, STOCK, check_whole
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.units import WHOLE, Units
 
 ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
 
@@ -183,14 +184,10 @@ def megatrons_own(chunks: int | None) -> str:
     return "1f1b" if (chunks or 1) == 1 else "interleaved"
 
 
-def synchronous_families(sliced: bool = False) -> Iterator[Family]:
-    """Yield the synchronous families with one replica that do not offload.
-
-    They are those that do not cut microbatches by default; with ``sliced``, those with the option ``slices``.
-    """
+def synchronous_families(units: Units = WHOLE) -> Iterator[Family]:
+    """Yield the synchronous families with one replica that do not offload and run such units."""
     for family in families():
-        fits = "slices" in family.options if sliced else family.slices == 1
-        if fits and not (family.offloads or family.asynchronous or family.replicas > 1):
+        if family.runs(units) and not (family.offloads or family.asynchronous or family.replicas > 1):
             yield family
 
 

@@ -190,11 +190,9 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
         exploration.take_first(clock)
         if exploration.has_orders:
             break
-    unsliced = tuple(synchronous_families()) if clock.seconds else ()
-    sliced = tuple(synchronous_families(sliced=True)) if clock.seconds else ()
     for number, exploration in enumerate(explorations):
         clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
-        exploration.take_families(unsliced if exploration.units.are_whole else sliced, clock)
+        exploration.take_families(tuple(synchronous_families(exploration.units)) if clock.seconds else (), clock)
     return [exploration for exploration in explorations if exploration.has_orders]
 
 

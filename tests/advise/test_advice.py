@@ -137,15 +137,15 @@ def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     assert "same memory, slices" not in advise(run).proposals
     advice = advise(run, may_slice=True)
     way = advice.proposals["same memory, slices"]
-    assert way.slices > 1 and refusal(way.run) is None
+    assert way.units.parts > 1 and refusal(way.run) is None
     assert way.peak <= advice.today.peak * (1 + SAME_MEMORY)
-    whole = [proposal.seconds for proposal in advice.proposals.values() if proposal.slices == 1]
+    whole = [proposal.seconds for proposal in advice.proposals.values() if proposal.units.are_whole]
     assert whole and way.seconds < min(whole) * (1 - LEAST_SLICED_GAIN)
     flag = "variable-seq-lengths"
     unequal = advise(replace(run, flags=run.flags | {flag: True}), may_slice=True)
-    assert "same memory, slices" not in unequal.proposals and flag in unequal.unsliced and advice.unsliced is None
+    assert "same memory, slices" not in unequal.proposals and flag in unequal.why_whole and advice.why_whole is None
     allowed = {key: [getattr(sizes, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
-    named = {"schedule": [way.order.name], "slices": [way.slices], "slice_cut": ["tokens"]}
+    named = {"schedule": [way.order.name], "slices": [way.units.parts], "slice_cut": ["tokens"]}
     limits = Limits({**allowed, **named, "recompute": [run.schedule.recompute], "variant": ["plain"]})
     (planned,) = plan(run, memory=1e13, limits=limits, search_seconds=0).plans
     assert (way.seconds, way.peak_bytes) == (planned.seconds, planned.peak_bytes)

@@ -30,7 +30,7 @@ from megatron_pipemem.tools.planner.slices import (
     LEAST_SLICED_GAIN,
     SHORTEST_SLICE,
     doubt_of,
-    run_slices,
+    part_tokens,
     sliced_step,
     why_not_sliced,
     with_slices,
@@ -176,7 +176,11 @@ def test_slices_that_gain_little_are_proposed_to_nobody():
         assert [facts(way) for way in free.plans[sliced_plans:]] == [facts(way) for way in whole.plans][
             : 5 - sliced_plans
         ]
-        assert sum(way.slices > 1 for way in free.plans) == sliced_plans < sum(way.slices > 1 for way in named.plans)
+        assert (
+            sum(way.units.parts > 1 for way in free.plans)
+            == sliced_plans
+            < sum(way.units.parts > 1 for way in named.plans)
+        )
         most = whole.plans[0].seconds * (1 - LEAST_SLICED_GAIN)
         assert all(way.seconds < most for way in free.plans[:sliced_plans]) and free.rejected[LITTLE] > 0
         assert named.plans[sliced_plans].seconds > most
@@ -227,7 +231,7 @@ def test_slices_of_equal_flops_take_as_long_forward():
     """Up to what the planner thinks linear layers lose, and attention does not."""
     run = replace(sliced(8), model=LONG)
     run = replace(run, schedule=replace(run.schedule, slice_cut="flops"))
-    tokens, share = run_slices(run, 8), attention_share(LONG)
+    tokens, share = part_tokens(run, 8), attention_share(LONG)
     assert tokens == slice_tokens(2**16, 8, "flops", share, multiple=2) and tokens[0] > 2 * tokens[-1]
     step = sliced_step(run, Placement.linear(2), layers=(4, 4))
     forward = step.costs.forward
@@ -296,7 +300,7 @@ def test_a_plan_combines_slices_with_context_parallelism():
         plan(run, memory=1e13, limits=Limits(limits | more), top=1, search_seconds=0.0).plans[0]
         for more in ({}, {"slices": [1]})
     )
-    assert free.slices in (2, 4, 8) and free.seconds < whole.seconds * (1 - LEAST_SLICED_GAIN)
+    assert free.units.parts in (2, 4, 8) and free.seconds < whole.seconds * (1 - LEAST_SLICED_GAIN)
     flags = " ".join(planned_flags(free.run))
     assert "--context-parallel-size 2" in flags and "--cp-comm-type all_gather" in flags
     assert "cp-comm-type" not in " ".join(planned_flags(whole.run))

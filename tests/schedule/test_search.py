@@ -72,7 +72,7 @@ def check(result: SearchResult, slices: int, costs: Costs, cap: float) -> None:
 
 
 def family_timelines(placement: Placement, m: int, n: int, costs: Costs) -> Iterator[Timeline]:
-    for family in synchronous_families(sliced=n > 1):
+    for family in synchronous_families(Units.equal(m, n)):
         options = {"slices": n} if n > 1 else {}
         if "chunks" in family.options:
             options["chunks"] = placement.num_chunks

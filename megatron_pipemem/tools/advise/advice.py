@@ -90,7 +90,7 @@ class Advice:
     best: Way | None  # the schedule of the answer; None if the run should stay as it is
     # why Megatron cannot cut the model as the run asks; ``today`` then has a layout with which the run starts
     fails: str | None = None
-    unsliced: str | None = None  # why sequences cannot be cut into slices, if slices might help
+    why_whole: str | None = None  # why sequences cannot be cut into slices, if slices might help
     bound_by_host: str | None = None  # the seconds of host and device, if the host is slower by measured prices
 
     @property
@@ -133,7 +133,7 @@ def advise(
     if excess:  # a device may have more than these prices say that the run needs
         run = replace(run, cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + 2 * today.peak / GIB))
     refused: dict[str, tuple[str, list[str]]] = {}
-    counts, unsliced = proposed_slices(run) if may_slice else ((), None)
+    counts, why_whole = proposed_slices(run) if may_slice else ((), None)
     bare = _without_recomputation(today, slowdown)
     layouts: Layouts = {}
     ways = {
@@ -157,7 +157,7 @@ def advise(
     elif fails is not None:
         verdict = "layout"
     bound = bound_by_host(today, slowdown)
-    return Advice(today, stock, needless, proposals, refused, excess, verdict, best, fails, unsliced, bound)
+    return Advice(today, stock, needless, proposals, refused, excess, verdict, best, fails, why_whole, bound)
 
 
 def tuned_stock(today: Way, slowdown: MeasuredSlowdown | None) -> Way | None:
@@ -340,7 +340,7 @@ def _proposals(
         # That slices, pairs or a cut vocabulary are refused, a user who has not asked for them need not know.
         way = _first(fitting, key, {} if kind in (cut[0], CUT, PAIRED, "more memory") else refused)
         recomputes = way is not None and way.run.schedule.recompute == today.run.schedule.recompute
-        if way is None or (way.order in proposed and way.slices == 1 and kind not in (CUT, PAIRED) and recomputes):
+        if way is None or (way.order in proposed and way.units.are_whole and kind not in (CUT, PAIRED) and recomputes):
             continue
         if kind == smaller[0] or way.seconds < fastest - AS_FAST * today.seconds:
             fastest = min(fastest, way.seconds)

@@ -37,7 +37,7 @@ from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, w
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
-from megatron_pipemem.tools.planner.slices import doubt_of, run_slices
+from megatron_pipemem.tools.planner.slices import doubt_of
 from megatron_pipemem.tools.planner.ways import gibibytes
 from megatron_pipemem.tools.report.terminal import FittingTable
 
@@ -288,7 +288,7 @@ def _table(rows: Mapping[str, Way]) -> FittingTable:
 
 
 def _name(way: Way) -> str:
-    length = f" of {min(run_slices(way.run, way.slices)):,} tokens" if way.slices > 1 else ""
+    length = "" if way.units.are_whole else f" of {min(way.tokens):,} tokens"
     algorithm = way.variant.removeprefix("vocabulary-")
     cut = "" if algorithm == way.variant else f", vocabulary cut by Algorithm {algorithm}"
     return f"{way.name}{length}{cut}{', W earlier' * way.has_earlier_weights}"
@@ -309,7 +309,7 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
         and f"{advice.fails}, so Megatron stops at the start; to start it: {_addition(reading, advice.today)}",
         "too large": advice.excess
         and f"today's run takes {gibibytes(advice.excess)} GiB more than a device has: compared without that limit",
-        "no slices": advice.unsliced,
+        "no slices": advice.why_whole,
         "host": advice.bound_by_host,
         "in doubt": doubt_of([run, *(way.run for way in advice.proposals.values())]),
         "one queue": advice.one_queue,
@@ -399,7 +399,7 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
         "answer": advice.verdict,
         "best": next((kind for kind, way in ways.items() if way is not None and way is advice.best), None),
         "fails": advice.fails,
-        "unsliced": advice.unsliced,
+        "unsliced": advice.why_whole,
         "one_queue": advice.one_queue,
         "bound_by_host": advice.bound_by_host,
         "excess_bytes": advice.excess,
@@ -415,7 +415,7 @@ def _way_facts(way: Way, reading: Reading, advice: Advice) -> dict[str, Any]:
     return {
         "schedule": way.order.name,
         "chunks": way.step.placement.num_chunks,
-        "slices": way.slices,
+        "slices": way.units.parts,
         "stock": way.is_stock,
         "layers": list(way.step.layers),
         "seconds": way.seconds,

@@ -48,7 +48,7 @@ from megatron_pipemem.tools.planner.host import bound_by_host
 from megatron_pipemem.tools.planner.planning import plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import as_it_stands
-from megatron_pipemem.tools.planner.slices import doubt_of, run_slices
+from megatron_pipemem.tools.planner.slices import doubt_of
 from megatron_pipemem.tools.planner.space import (
     KEYS,
     OF_REPLICAS,
@@ -245,9 +245,8 @@ def _name(way: Way, is_own: bool = False) -> str:
     name = f"stock {way.schedule}" if is_stock else way.schedule
     if chunks is not None:
         name += f" v={chunks}"
-    if (choice.slices or 1) > 1:
-        tokens = min(run_slices(way.run, way.slices))
-        name += f" n={choice.slices} of {tokens:,} tokens"
+    if not way.units.are_whole:
+        name += f" n={way.units.parts} of {min(way.tokens):,} tokens"
         name += " or more, by FLOPs" if choice.slice_cut == FLOPS else ""
     if way.has_earlier_weights:
         name += ", W earlier"

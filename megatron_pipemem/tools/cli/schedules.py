@@ -146,8 +146,6 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
         yield "needs", need
     if chosen.offloads:
         yield "offload", "activations are held in host memory for a time"
-    if chosen.slices > 1:
-        yield "slices", f"every sequence runs in {chosen.slices} slices; -o slices changes the number"
     for flag, text in _options(chosen):
         yield f"  {flag}", text
     yield "p, m, v", "devices, microbatches, chunks per device; F, I, W, B: seconds of one device's share of the model"

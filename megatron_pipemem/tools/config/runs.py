@@ -268,6 +268,11 @@ class Run:
         """The units of a pipeline's step: its microbatches, each whole or in slices."""
         return Units.equal(self.parallelism.microbatches, self.schedule.slices or 1)
 
+    def with_parts(self, parts: int) -> Run:
+        """Return the run with so many parts of every microbatch. If it has several, its schedule is chosen later."""
+        choice = replace(self.schedule, slices=parts, name=AUTO) if parts > 1 else replace(self.schedule, slices=None)
+        return replace(self, schedule=choice)
+
     @property
     def schedule_options(self) -> dict[str, Any]:
         """Options of the schedule, with chunks and slices. A schedule file keeps its own, so these are not added."""

@@ -23,7 +23,7 @@ from megatron_pipemem.tools.planner.balance import laid_out
 from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.planning import check_asynchronous
 from megatron_pipemem.tools.planner.run_prices import request_of, schedule_of
-from megatron_pipemem.tools.planner.slices import run_slices
+from megatron_pipemem.tools.planner.slices import part_tokens
 from megatron_pipemem.tools.planner.space import check_stock_groups
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -159,7 +159,7 @@ def _schedules(run: Run) -> None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_cut)
         check_replicas(schedule.placement)
         if not schedule.units.are_whole:
-            run_slices(run, schedule.units.parts)
+            part_tokens(run, schedule.units.parts)
     _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
 
 

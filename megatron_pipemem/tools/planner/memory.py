@@ -73,8 +73,9 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
 def _least(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     """Return the least bytes of any order with these stages."""
-    choice = replace(run.schedule, vocab_cut=request.vocab_cut, slices=None)
-    step = run_step(replace(run, schedule=choice), placement, layers)
+    whole = run.with_parts(1)
+    choice = replace(whole.schedule, vocab_cut=request.vocab_cut)
+    step = run_step(replace(whole, schedule=choice), placement, layers)
     kept = tuple(least_held(placement, run.parallelism.microbatches, step.costs))
     if request.offload != OFF:  # the activations of one stage at a time
         kept = tuple(max(step.saved_bytes[stage] for stage in owned) for owned in placement.stages)

@@ -393,14 +393,14 @@ class _Planner:
 
     def _run_order(self, group: CandidateGroup, order: Order) -> Way | None:
         """Return the plan of an order; ``None`` if it does not fit into the memory."""
-        cut, slices = group.run.parallelism, group.run.units.parts
-        if slices == 1 and "costs" not in family(order.name).options:
+        cut, units = group.run.parallelism, group.run.units
+        if units.are_whole and "costs" not in family(order.name).options:
             return self._plan(
                 FamilyCandidate(group, order), None, self._measured(group, order, moves_weights(group.run))
             )
 
         way = self._plan_of_variant(FamilyCandidate(group, order), cut.microbatches)
-        if way is None or slices == 1:
+        if way is None or units.are_whole:
             return way
         return replace(way, passes=None)  # its name and the number of slices are enough
 

@@ -36,7 +36,6 @@ from megatron_pipemem.tools.planner.replay import (
     replay,
     shortest,
 )
-from megatron_pipemem.tools.planner.slices import with_slices
 from megatron_pipemem.tools.planner.step import PlannedStep
 from megatron_pipemem.tools.planner.variants import HOST_MEMORY, paired_price, paired_timeline, run_step, variant_of
 from megatron_pipemem.tools.planner.ways import Way
@@ -102,7 +101,8 @@ class RunPrices:
         self.placement = published.placement
         self.is_plain = not (self._adds_passes or published.units.parts > 1 or request.is_asynchronous)
         """Whether the schedule is synchronous, of whole microbatches, and without added passes."""
-        cut_run = _with_slices(run, published.units.parts)
+        # The step is priced with whole microbatches if parts cannot be priced.
+        cut_run = run.with_parts(published.units.parts)
         copies: Offload = AUTO if published.offloads or request.offload != OFF else OFF
         choice = replace(cut_run.schedule, vocab_cut=request.vocab_cut, offload=copies)
         self._cut = replace(cut_run, schedule=choice)
@@ -200,13 +200,6 @@ def _replay(run: Run, request: Request, count: int) -> Replay:
     if request.family is not None and options <= {"chunks"} and request.memory_cap is None:
         return replay(request.schedule, run.parallelism.pp, count, request.options.get("chunks"))
     return Replay(schedule_of(own, request))
-
-
-def _with_slices(run: Run, slices: int) -> Run:
-    """Return the run with that many slices, for ``run_step``, which prices whole microbatches if it cannot price slices."""
-    if slices == 1:
-        return replace(run, schedule=replace(run.schedule, slices=None))
-    return with_slices(run, slices, run.schedule.slice_cut)
 
 
 def _searched_order(run: Run, request: Request, microbatches: int) -> Schedule:

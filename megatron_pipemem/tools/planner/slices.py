@@ -29,7 +29,7 @@ from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.refusals import GATHERED_KEYS, KEYS_FLAG, flag_values
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.options import AUTO, TOKENS, SliceCut
+from megatron_pipemem.schedule.options import TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.config.runs import Parallelism, Run
 from megatron_pipemem.tools.planner import prices
@@ -80,7 +80,7 @@ def proposed_slices(run: Run) -> tuple[tuple[int, ...], str | None]:
 def doubt_of(runs: Iterable[Run]) -> str | None:
     """Return a sentence if one of the runs has slices that are shorter than those whose kernels were timed."""
     counts_of_runs = [(run, run.units.parts) for run in runs]
-    lengths = [min(run_slices(run, count)) // run.parallelism.cp for run, count in counts_of_runs if count > 1]
+    lengths = [min(part_tokens(run, count)) // run.parallelism.cp for run, count in counts_of_runs if count > 1]
     if not lengths or min(lengths) >= SHORTEST_SLICE:
         return None
     return (
@@ -91,7 +91,8 @@ def doubt_of(runs: Iterable[Run]) -> str | None:
 
 def with_slices(run: Run, slices: int, cut: SliceCut = TOKENS) -> Run:
     """Return a run with that many slices, whose schedule is chosen later."""
-    return replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices, slice_cut=cut))
+    sliced = run.with_parts(slices)
+    return replace(sliced, schedule=replace(sliced.schedule, slice_cut=cut))
 
 
 def why_not_sliced(run: Run) -> str | None:
@@ -114,16 +115,16 @@ def why_not_sliced(run: Run) -> str | None:
         settings: dict[str, object] = {"attention-dropout": model.dropout, "apply-rope-fusion": fuses}
         settings |= {"context-parallel-size": cut.cp, KEYS_FLAG: GATHERED_KEYS}
         check_gates(GateQuestion(Request("seq1f1b"), flag_values(settings | run.flags)))
-        run_slices(run, slices)
+        part_tokens(run, slices)
     except UnsupportedError as error:
         return f"{error}"
     return None
 
 
-def run_slices(run: Run, slices: int) -> tuple[int, ...]:
-    """Return the number of tokens of each slice of a run's sequences; raise an UnsupportedError if they are too short."""
+def part_tokens(run: Run, parts: int) -> tuple[int, ...]:
+    """Return the number of tokens of each part of a run's sequences; raise an UnsupportedError if they are too short."""
     share, multiple = counts.attention_share(run.model), _multiple(run.parallelism)
-    return slice_tokens(run.model.sequence, slices, run.schedule.slice_cut, share, multiple=multiple)
+    return slice_tokens(run.model.sequence, parts, run.schedule.slice_cut, share, multiple=multiple)
 
 
 def _multiple(cut: Parallelism) -> int:
@@ -158,7 +159,7 @@ def sliced_step(
     The costs have one value per stage and slice. The values of a stage's slices are consecutive.
     """
     whole, model = price(run, placement, layers, slowdown, shared_ends), run.model
-    tokens = run_slices(run, run.units.parts)
+    tokens = part_tokens(run, run.units.parts)
     short = {
         length: price(
             replace(run, model=replace(model, sequence=length)), placement, whole.layers, slowdown, shared_ends

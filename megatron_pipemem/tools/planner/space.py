@@ -17,7 +17,6 @@ from megatron_pipemem.model.model import Execution, Recompute
 from megatron_pipemem.refusals import flag_values
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, STOCK, TOKENS, SliceCut
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families, synchronous_families
@@ -211,11 +210,12 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     rank. ``rejected`` counts those left out, by reason, except those that the limits exclude.
     """
     by_placement: dict[Placement, list[Order]] = {}
-    pp, layers, slices = run.parallelism.pp, run.model.layers, run.units.parts
+    pp, layers = run.parallelism.pp, run.model.layers
     stock = _stock_orders(run) if is_stocks(run) else None
-    named, sliced = limits.allowed.get("schedule", ()), tuple(synchronous_families(sliced=True))
-    for family in families():
-        if not (_runs_whole(family) if slices == 1 else family in sliced) or not limits.admits(schedule=family.name):
+    named = limits.allowed.get("schedule", ())
+    whole = (family for family in families() if family.runs(run.units) and not family.asynchronous)
+    for family in whole if run.units.are_whole else synchronous_families(run.units):
+        if not limits.admits(schedule=family.name):
             continue
         if stock is not None and family.name not in stock:
             continue
@@ -232,7 +232,7 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
             if not limits.admits(chunks=chunks or family.chunks):
                 continue
             try:
-                placement = family.placement_on(pp, family_options(chunks, slices))
+                placement = family.placement_on(pp, family_options(chunks, run.units.parts))
             except PipememError:
                 rejected[f"{family.name} has no schedule for the number of pipeline ranks or chunks"] += 1
                 continue
@@ -286,11 +286,6 @@ def check_stock_groups(run: Run) -> None:
             f"{cut.pp * max(1, round(cut.microbatches / cut.pp))}, by another global batch, or take schedule interleaved of "
             "this package, which runs any number",
         )
-
-
-def _runs_whole(family: Family) -> bool:
-    """Return whether a family is synchronous and does not cut microbatches into slices."""
-    return not (family.asynchronous or family.slices > 1)
 
 
 def _names() -> list[str]:

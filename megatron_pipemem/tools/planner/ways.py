@@ -22,11 +22,13 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.units import Units
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.replay import Order, OrderPrice, family_schedule, measured, shortest
+from megatron_pipemem.tools.planner.slices import part_tokens
 from megatron_pipemem.tools.planner.space import hides_messages
 from megatron_pipemem.tools.planner.step import PlannedStep, mfu, price
 from megatron_pipemem.tools.planner.variants import IN_PAIRS, PLAIN, Variant
@@ -63,8 +65,13 @@ class Way:
         return self.order.name
 
     @property
-    def slices(self) -> int:
-        return self.run.units.parts
+    def units(self) -> Units:
+        return self.run.units
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of each part of a sequence; one number if sequences are whole."""
+        return (self.run.model.sequence,) if self.units.are_whole else part_tokens(self.run, self.units.parts)
 
     @property
     def is_stock(self) -> bool:
@@ -78,7 +85,7 @@ class Way:
             ("stock " if self.is_stock else "")
             + self.order.name
             + (f" v={self.order.chunks}" if self.order.chunks else "")
-            + (f" slices={self.slices}" if self.slices > 1 else "")
+            + ("" if self.units.are_whole else f" slices={self.units.parts}")
             + " in pairs" * self.run.pairs
         )
 
@@ -123,9 +130,9 @@ class Way:
         if not (self._is_family and moves_weights(self.run) and self.variant in (PLAIN, IN_PAIRS.name)):
             return False
         cut, order, costs = self.run.parallelism, self.order, self.step.costs
-        priced = costs if self.slices == 1 and "costs" in family(order.name).options else None
+        priced = costs if self.units.are_whole and "costs" in family(order.name).options else None
         count = shortest(cut.pp, cut.microbatches)
-        published = family_schedule(order.name, cut.pp, count, order.chunks, priced, self.slices)
+        published = family_schedule(order.name, cut.pp, count, order.chunks, priced, self.units.parts)
         return with_earlier_weights(published, costs) is not published
 
     @property
@@ -244,7 +251,7 @@ def facts(way: Way) -> dict[str, Any]:
         "hides_messages": way.hides_messages,
         "variant": way.variant,
         "recompute": way.run.schedule.recompute,
-        "slices": way.slices,
+        "slices": way.units.parts,
         "slice_cut": way.run.schedule.slice_cut,
         **{key: getattr(cut, key) for key in ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "microbatches")},
         "layers": list(way.step.layers),
