@@ -88,7 +88,7 @@ INTERLEAVED = built_in(
     name="interleaved",
     build=interleaved,
     summary="Stock Megatron's virtual pipeline: a smaller bubble than 1F1B, more memory and v times the messages.",
-    peak=Formula("(2p-2+n+(v-1)g)/(pvn), g = n ceil(p/n)", _peak),
+    peak=Formula("(2p-2+n+(v-1)g)/(pvn) with g = n ceil(p/n)", _peak),
     bubble=Formula("(p-1)(F+B)/(vn)", _bubble),
     source="arXiv 2104.04473, section 2.2",
     options={
@@ -162,7 +162,7 @@ SLIMPIPE = Family(
     name="slimpipe",
     build=slimpipe,
     summary="All devices together hold one microbatch; slices and chunks divide the bubble. For causal models.",
-    peak=Formula("(1 + 2(p-1)/(vn))/p, v = 1: (1 + (p-1)/n)/p", _peak_of_slimpipe),
+    peak=Formula("(1 + 2(p-1)/(vn))/p; for v = 1 (1 + (p-1)/n)/p", _peak_of_slimpipe),
     bubble=Formula("(p-1)(F+B)/(vn)", lambda p, v, n, f, b, **_: (p - 1) * (f + b) / (v * n)),
     source="arXiv 2504.14519",
     outclassed_by="interleaved runs the same slices in the same order",
@@ -277,8 +277,10 @@ GIS_H = built_in(
     name="gis-h",
     build=gis_h,
     summary="With many chunks half of GIS's memory, and a bubble that grows with the number of chunks.",
-    peak=Formula("(floor((p+1)/2)(v-1)+p)/(pv)", lambda p, m, v, **_: min((p + 1) // 2 * (v - 1) + p, m * v) / (p * v)),
-    bubble=Formula("((p-1)(F+I) + (v-1)p/2(F+I-W))/v", _bubble_of_halves),
+    peak=Formula(
+        "(p + (v-1) floor((p+1)/2)) / (pv)", lambda p, m, v, **_: min((p + 1) // 2 * (v - 1) + p, m * v) / (p * v)
+    ),
+    bubble=Formula("(p-1)(F+I)/v + (p/2)(F+I-W)(v-1)/v", _bubble_of_halves),
     source="arXiv 2503.01328",
     options={**_GIS_OPTIONS, "group_size": "microbatches through a chunk before the next chunk (default ceil(p/2))"},
     placement="interleaved",

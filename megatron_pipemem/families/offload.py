@@ -129,13 +129,15 @@ PO_H = built_in(
     name="po-h",
     build=partial(pipe_offload, "po-h", 2),
     summary="Offloads the longer-lived half of the chunks: on many devices a quarter of 1F1B's peak or less.",
-    peak=Formula("up to (v+2)/(8v) + 3/(pv), k <= 1", lambda p, v, **_: (v + 2) / (8 * v) + 3 / (p * v), at_most=True),
+    peak=Formula(
+        "up to (v+2)/(8v) + 3/(pv) if k <= 1", lambda p, v, **_: (v + 2) / (8 * v) + 3 / (p * v), at_most=True
+    ),
     **_DECLARED,
 )
 PO_F = built_in(
     name="po-f",
     build=partial(pipe_offload, "po-f", 1),
     summary="Offloads all chunks: a device holds the activations of a few chunks, whatever the number of chunks.",
-    peak=Formula("up to 4/(pv), k <= 1", lambda p, v, **_: 4 / (p * v), at_most=True),
+    peak=Formula("up to 4/(pv) if k <= 1", lambda p, v, **_: 4 / (p * v), at_most=True),
     **_DECLARED,
 )

@@ -112,7 +112,10 @@ ZBV = built_in(
     build=zbv,
     summary="1F1B's memory; if F, I and W are equally long, no bubble between a device's first and last pass.",
     peak=PEAK_OF_PARTS,
-    bubble=Formula("F = I = W: 0 per device, (p-1)F/(2n) over all", lambda p, f, n, **_: (p - 1) * f / (2 * n)),
+    bubble=Formula(
+        "(p-1)F/(2n) if F = I = W, all of it outside of a device's first and last pass",
+        lambda p, f, n, **_: (p - 1) * f / (2 * n),
+    ),
     source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
     in_parts=True,
     placement="v",
@@ -124,7 +127,7 @@ V_HALF = built_in(
     summary="On many devices half of 1F1B's memory, and half of its bubble if F, I and W are equally long; if W is short and "
     "microbatches are many, a longer bubble than 1F1B's.",
     peak=Formula("(floor((p+2)/2)+n-1)/(pn)", lambda p, m, n, **_: min((p + 2) // 2 + n - 1, m * n) / (p * n)),
-    bubble=Formula("F = I = W: max(3p-5-2n, 2p-3)F/(2n), p odd: max(3p-2-2n, 2p-2)F/(2n)", _bubble_of_v_half),
+    bubble=Formula("if F = I = W: max(3p-5-2n, 2p-3) F/(2n); for odd p max(3p-2-2n, 2p-2) F/(2n)", _bubble_of_v_half),
     source="arXiv 2405.15362, section 3 and appendix",
     in_parts=True,
     placement="v",
@@ -135,7 +138,9 @@ V_MIN = built_in(
     build=v_min,
     summary="On many devices a third of 1F1B's memory; if F, I and W are unequal, a bubble in every microbatch.",
     peak=Formula("(floor((p+4)/3)+n-1)/(pn)", lambda p, m, n, **_: min((p + 4) // 3 + n - 1, m * n) / (p * n)),
-    bubble=Formula("F = I = W: max(4p-3-2n, 3p-3)F/(2n), p divisible by 3: max(4p-5-2n, 3p-5)F/(2n)", _bubble_of_v_min),
+    bubble=Formula(
+        "if F = I = W: max(4p-3-2n, 3p-3) F/(2n); for p divisible by 3 max(4p-5-2n, 3p-5) F/(2n)", _bubble_of_v_min
+    ),
     source="arXiv 2405.15362, section 3 and appendix",
     in_parts=True,
     placement="v",

@@ -74,7 +74,10 @@ ZB_H2 = built_in(
     build=zb_h2,
     summary="Up to twice 1F1B's memory; if F, I and W are equally long, devices never idle between their first and last pass.",
     peak=Formula("(2p+n-2)/(pn)", lambda p, m, n, **_: min(2 * p + n - 2, m * n) / (p * n)),
-    bubble=Formula("F = I = W: 0 per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
+    bubble=Formula(
+        "(p-1)F/n if F = I = W, all of it outside of a device's first and last pass",
+        lambda p, f, n, **_: (p - 1) * f / n,
+    ),
     source="arXiv 2401.10241, section 2.2",
     in_parts=True,
     placement="linear",

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("megatron.training")
 
 from megatron_pipemem.tools.advise.reading import Reading
-from megatron_pipemem.tools.cli.advise import _CLUSTER, _read
+from megatron_pipemem.tools.cli.advise import _read
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER
 from tests.watching.refusals import refused
 
 POSITIONAL = """
@@ -42,7 +43,7 @@ def script(tmp_path, monkeypatch):
 
     def read(text: str, *words: str, name: str = "train.sh", **variables: str) -> Reading:
         (tmp_path / name).write_text(text, encoding="utf-8")
-        return _read([name, *words], variables, _CLUSTER, None, None, None)
+        return _read([name, *words], variables, DEFAULT_CLUSTER, None, None, None)
 
     return read
 

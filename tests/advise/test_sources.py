@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("megatron.training")
 
 from megatron_pipemem.tools.advise.reading import Reading
-from megatron_pipemem.tools.cli.advise import _CLUSTER, _read
+from megatron_pipemem.tools.cli.advise import _read
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER
 from tests.watching.refusals import refused
 
 CASES = Path(__file__).with_name("cases")
@@ -21,7 +22,7 @@ def in_folder(monkeypatch):
 
 
 def read(*source: str, **variables: str) -> Reading:
-    return _read([*source], variables, _CLUSTER, None, None, None)
+    return _read([*source], variables, DEFAULT_CLUSTER, None, None, None)
 
 
 # layers, tp, pp, devices, global batch

@@ -166,3 +166,25 @@ def test_help_of_run_lists_the_flags_without_torch_or_megatron():
     assert done.returncode == 0, done.stderr
     flags = [flag.name for flag in flags_of(Request).values()]
     assert len(flags) > 12 and set(flags) <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "schedules --all",
+        "schedules v-half",
+        "schedules gis-h",
+        "simulate v-half -p 8 -m 32",
+        "simulate v-half zb-h1 1f1b -p 8 -m 32",
+        "simulate seq1f1b -p 8 -m 4 -o slices=16 --attention-share .6 --slice-cut flops",
+        "show zbv 1f1b -p 4 -m 8",
+        "profile --model llama3-8b --formulas",
+        "layout llama3-8b -p 4",
+    ],
+)
+def test_no_line_is_wider_than_the_terminal(pipemem, monkeypatch, words, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = pipemem(*words.split())
+    assert done.exit_code == 0
+    assert [line for line in done.stdout.splitlines() if len(line) > columns and not line.startswith("paste: ")] == []

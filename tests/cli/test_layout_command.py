@@ -12,7 +12,7 @@ from refusals import check_refusal, refused
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.model import layout
 from megatron_pipemem.model.model import Model, Sublayer
-from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.planner.balance import AS_GOOD, balance
@@ -44,6 +44,29 @@ def test_a_run_is_weighed_with_its_memory_and_its_own_layout(pipemem, pipemem_js
     said = pipemem("layout", RUNS / "98b-40xa100.yaml", "-m", 20).stdout
     assert "--pipemem-schedule v-half" in said and "GiB" in said
     assert "is the best layout found; Megatron needs a layout flag for it, because" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (("llama3-8b", "-p", 4), DEFAULT_CLUSTER),
+        (("llama3-8b", "-p", 4, "--cluster", "b200"), "b200"),
+        ((RUNS / "98b-40xa100.yaml", "-m", 20), "a100-80g as the run changes it"),
+    ],
+)
+def test_the_cluster_whose_prices_were_taken_is_named(pipemem, pipemem_json, ask, named):
+    assert pipemem_json("layout", *ask)["cluster"] == named
+    said = " ".join(pipemem("layout", *ask).stdout.split())
+    assert f"priced for {named}" in said and "--cluster NAME" in said
+
+
+def test_flags_to_paste_stay_on_one_line(pipemem, pipemem_json, monkeypatch):
+    ask = ("layout", "llama3-8b", "-p", 8, "-v", 2)
+    flags = pipemem_json(*ask)["layouts"]["best"]["flags"]
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = pipemem(*ask).stdout.splitlines()
+    assert f"paste: {flags}" in lines and len(flags) > 60
+    assert max(len(line.rstrip()) for line in lines if not line.startswith("paste")) <= 60
 
 
 def test_the_name_of_a_run_is_enough(pipemem_json):

@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.display import listening
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.cpu import activate
 from megatron_pipemem.tools.planner.profile import Profile, from_formulas
@@ -41,6 +41,7 @@ SMALL_GPT, SMALL_LLAMA = (
     replace(model, hidden=64, ffn=ffn, vocabulary=200, sequence=32) for model, ffn in ((GPT, None), (LLAMA, 176))
 )
 A100 = load("a100-80g", Cluster)
+LETTERS = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
 
 
 def _stages_of(costs: PartCosts, *layers: int) -> Costs:
@@ -76,14 +77,21 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
     done = pipemem("profile", "--model", "llama3-8b", "--tp", 4, "--formulas", "--output", path, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(path.read_text()) == json.loads(done.stdout)
-    profile = Profile.from_json(path)
-    assert profile == from_formulas(load("llama3-8b", Model), Execution(tp=4), A100)
+    profile, cluster = Profile.from_json(path), load(DEFAULT_CLUSTER, Cluster)
+    assert profile == from_formulas(load("llama3-8b", Model), Execution(tp=4), cluster)
     costs = read_costs(path)
-    assert costs == profile.costs(A100.inter_node)
+    assert costs == profile.costs(cluster.inter_node if cluster.nodes > 1 else cluster.intra_node)
     timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8), costs)
     assert DrawnRun(timeline).time_unit == "seconds"
     flops = 32 * layer_flops(profile.model, profile.execution).total
-    assert timeline.makespan > 8 * flops / 4 / A100.flops
+    assert timeline.makespan > 8 * flops / 4 / cluster.flops
+
+
+@pytest.mark.parametrize(("options", "named"), [((), DEFAULT_CLUSTER), (("--cluster", "b200"), "b200")])
+def test_the_cluster_of_formulas_is_named_and_letters_are_explained(options, named):
+    said = " ".join(pipemem("profile", "--model", "llama3-8b", "--tp", 4, "--formulas", *options).stdout.split())
+    assert f"cluster {named} (--cluster NAME" in said
+    assert all(f"{letter}: {word}" in said for letter, word in LETTERS.items())
 
 
 @pytest.mark.parametrize(

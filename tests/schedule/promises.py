@@ -44,7 +44,7 @@ def assert_bubble_as_promised(family: Family, schedule: Schedule) -> None:
     those for equal passes.
     """
     v = schedule.placement.num_chunks // schedule.placement.replicas
-    only_equal = family.bubble.startswith("F = I = W: ") or "costs" in family.options
+    only_equal = "if F = I = W" in family.bubble or "costs" in family.options
     for shares in [(1, 1, 1)] if only_equal else [(1, 1, 1), (1, 1.5, 0.5)]:
         costs = [share * v for share in shares]
         promised = family.bubble.compute(**letters(schedule, *costs))

@@ -14,12 +14,12 @@ from megatron_pipemem.model import cut_flags, layout
 from megatron_pipemem.request import Request, ScheduleOptions
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.tools.advise.reading import Context, named, read_flags
-from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.launch.command import planned_flags
 from megatron_pipemem.tools.megatron.known_flags import known_flags
-from megatron_pipemem.tools.planner.balance import PRICED_FOR, at_start
+from megatron_pipemem.tools.planner.balance import at_start
 from megatron_pipemem.values import whole_number
 
 _REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence says something else
@@ -64,7 +64,7 @@ def with_best_layout(request: Request, arguments: Sequence[str]) -> list[str]:
     longer = balance.even.seconds / balance.best.seconds - 1
     tell(
         logger,
-        f"layout auto: --{flag} '{text}', {balance.best.seconds:.3g} s a step by the prices of {PRICED_FOR}; "
+        f"layout auto: --{flag} '{text}', {balance.best.seconds:.3g} s a step by the prices of {DEFAULT_CLUSTER}; "
         f"layers divided evenly take {longer:.1%} longer",
     )
     return [*cut_flags.without_flags(arguments, cut_flags.REPLACED_BY_LAYOUT), f"--{flag}={text}"]
@@ -80,7 +80,7 @@ def _run_of(request: Request, flag_values: Mapping[str, Any], flag_table: Mappin
     for kind in ("tensor-model", "pipeline-model", "context"):
         ranks *= whole_number(flag_values.get(name := f"{kind}-parallel-size"), name) or 1
     devices = int(os.environ.get("WORLD_SIZE", ranks))
-    run = read_flags(flag_values, {}, "", Context(flag_table, load(PRICED_FOR, Cluster), devices)).run
+    run = read_flags(flag_values, {}, "", Context(flag_table, load(DEFAULT_CLUSTER, Cluster), devices)).run
     options = {option.name: getattr(request, option.name) for option in fields(ScheduleOptions)}
     choice = replace(
         run.schedule,

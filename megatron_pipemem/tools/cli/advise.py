@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
@@ -32,7 +33,7 @@ from megatron_pipemem.tools.advise.reading import Context, Reading, named_cluste
 from megatron_pipemem.tools.advise.shell import command_of_words, training_command
 from megatron_pipemem.tools.cli.common import Shown, print_answer
 from megatron_pipemem.tools.cli.options import Json, check_output
-from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.megatron.known_flags import known_flags
@@ -40,8 +41,6 @@ from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
 from megatron_pipemem.tools.planner.slices import doubt_of
 from megatron_pipemem.tools.planner.ways import gibibytes
 from megatron_pipemem.tools.report.terminal import FittingTable
-
-_CLUSTER = "h100-80g"
 
 
 def advise_command(
@@ -63,7 +62,7 @@ def advise_command(
         typer.Option(
             metavar="NAME|FILE",
             help="Cluster whose device speed and memory the comparison assumes; by default that whose device the script "
-            f"or recipe names, else {_CLUSTER}.",
+            f"or recipe names, else {DEFAULT_CLUSTER}.",
         ),
     ] = None,
     vocabulary: Annotated[
@@ -146,7 +145,7 @@ def advise_words(words: list[str], devices: int | None) -> None:
     ``devices`` is ``None`` if the command gives the number.
     """
     with readable("the command"):
-        reading = read_program(words, Context(known_flags(), load(_CLUSTER, Cluster), devices))
+        reading = read_program(words, Context(known_flags(), load(DEFAULT_CLUSTER, Cluster), devices))
     advice = reading.consumer.advise(reading.run)
     print_answer(None, _shown(reading, advice, measured=False), as_json=False)
 
@@ -179,7 +178,9 @@ def _read(
     if cluster is None:
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         named = named_cluster(" ".join([*source, text]))
-    context = Context(known_flags(), load(cluster or named or _CLUSTER, Cluster), gpus, vocabulary, images, source[0])
+    context = Context(
+        known_flags(), load(cluster or named or DEFAULT_CLUSTER, Cluster), gpus, vocabulary, images, source[0]
+    )
     reading = _read_on(context, source, path, variables)
     if named is None:
         return reading
@@ -238,7 +239,7 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     """
     sentence, way = _answer(reading, advice)
     yield [("answer", sentence)]
-    yield from [] if way is None else _words_to_copy(reading, way)
+    yield from [] if way is None else map(Text, _words_to_copy(reading, way))
     rows = {"today": advice.today}
     if advice.stock is not None and advice.stock.gain(advice.today) >= WORTH_A_ROW:
         rows["tuned stock"] = advice.stock
@@ -251,7 +252,7 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     where = f"{reading.consumer.where}: " if reading.consumer.where is not None else ""
     for kind, other in rows.items():
         if other is not way and other is not advice.today:
-            yield f"{kind}: {where if call(other) is not None else ''}{_addition(reading, other)}"
+            yield Text(f"{kind}: {where if call(other) is not None else ''}{_addition(reading, other)}")
     yield ""
     yield _facts_of_run(reading, advice, measured)
 

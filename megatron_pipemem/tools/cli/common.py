@@ -32,7 +32,10 @@ _NAME_COLUMNS = 20
 
 
 type Shown = list[tuple[str, str]] | Path | RenderableType
-"""A part of an answer for people: names with texts (``print_facts``), a line, a path, or a table or picture of rich."""
+"""A part of an answer for people: names with texts (``print_facts``), a path, a table or picture of rich, or text.
+
+Text is a ``str``, which is wrapped on a terminal, or a ``rich.text.Text`` to copy, whose lines stay whole.
+"""
 
 
 def print_answer(answer: object, shown: Iterable[Shown], as_json: bool) -> None:
@@ -47,8 +50,10 @@ def print_answer(answer: object, shown: Iterable[Shown], as_json: bool) -> None:
     for part in shown:
         if isinstance(part, list):
             print_facts(out, part)
-        elif isinstance(part, str | Path):
+        elif isinstance(part, Path):
             print_lines(part)
+        elif isinstance(part, str):
+            _print_wrapped(out, part)
         elif isinstance(part, Text):
             out.print(part, soft_wrap=True)
         else:
@@ -73,12 +78,26 @@ def console() -> Console:
 
 def print_facts(out: Console, facts: Iterable[tuple[str, str]]) -> None:
     """Print each name with its text in a line. On a terminal, a long text is wrapped in its own column."""
-    fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAME_COLUMNS - 1)
     for name, fact in facts:
-        lines = [fact] if fits is None else wrap(fact, fits, break_long_words=False, break_on_hyphens=False) or [""]
-        for line in lines:
+        for line in _wrapped(out, fact, _NAME_COLUMNS + 1):
             out.print(f"{name:<{_NAME_COLUMNS}} {line}".rstrip(), soft_wrap=True, markup=False)
             name = ""
+
+
+def _wrapped(out: Console, text: str, indent: int = 0) -> list[str]:
+    """Return the lines of a text beside ``indent`` columns. In a file or a pipe it is one line."""
+    if out.width == _WIDTH_OF_FILES:
+        return [text]
+    return wrap(text, max(20, out.width - indent), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _print_wrapped(out: Console, text: str) -> None:
+    """Print each line of a text, wrapped on a terminal under its own indentation."""
+    for line in text.split("\n"):
+        words = line.lstrip()
+        indent = len(line) - len(words)
+        for part in _wrapped(out, words, indent):
+            out.print(" " * indent + part, soft_wrap=True, markup=False)
 
 
 def print_lines(*lines: object) -> None:

@@ -34,7 +34,7 @@ from megatron_pipemem.tools.cli.common import (
 )
 from megatron_pipemem.tools.cli.options import PORT, Json, Yes, at_least_one, check_output
 from megatron_pipemem.tools.cli.report import show
-from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.console import Console
@@ -227,7 +227,7 @@ def init(
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks among the data-parallel ones.")] = 1,
     schedule: Annotated[str, typer.Option(help="One of `pipemem schedules`, or `stock`.")] = "v-half",
-    cluster: Annotated[str, typer.Option(help="A cluster by name or YAML file.")] = "h100-80g",
+    cluster: Annotated[str, typer.Option(help="A cluster by name or YAML file.")] = DEFAULT_CLUSTER,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Run file. Default: MODEL.yaml in this folder.")
     ] = None,

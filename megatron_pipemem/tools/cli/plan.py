@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
@@ -37,7 +38,8 @@ from megatron_pipemem.tools.cli.options import (
     check_size,
     takes_group,
 )
-from megatron_pipemem.tools.cli.profile import DEFAULT_CLUSTER, ClusterName, CutOptions, SequenceLength, check_runs_own
+from megatron_pipemem.tools.cli.profile import ClusterName, CutOptions, SequenceLength, check_runs_own, cluster_name
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER
 from megatron_pipemem.tools.config.keys import PLACES
 from megatron_pipemem.tools.config.loading import load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.tools.config.runs import OVERLAPS, Run
@@ -362,7 +364,7 @@ def layout_command(
         pipemem layout configs/runs/98b-40xa100.yaml
     """
     of = _file_of(of)
-    run = _run_of(of, overrides or (), {
+    raw = _raw_of(of, overrides or (), {
         **_of_cut(context, of, cut),
         "pp": devices,
         "chunks": chunks,
@@ -371,7 +373,8 @@ def layout_command(
         "pipemem_vocab_cut": vocab_cut,
         "cluster": cluster,
         "seq_length": sequence,
-    }, microbatches)  # fmt: skip
+    })  # fmt: skip
+    run = _run_of(of, raw, microbatches)
     parts = run.parallelism
     check_size(parts.pp, parts.microbatches, parts.chunks or 2, yes)
     check_stock_groups(run)
@@ -382,11 +385,13 @@ def layout_command(
     answer = {
         "of": of,
         "schedule": run.schedule.name,
+        "cluster": cluster_name(raw.get("cluster")),
         **{key: getattr(parts, key) for key in ("pp", "chunks", "tp", "dp", "cp", "ep", "microbatches")},
         "even_is_as_good": comparison.even_is_as_good,
         "layouts": layouts,
     }
-    print_answer(answer, _shown_layouts(run, comparison, layouts), as_json)
+    priced = [("priced for", f"{answer['cluster']}; --cluster NAME prices other devices")]
+    print_answer(answer, (*_shown_layouts(run, comparison, layouts), priced), as_json)
 
 
 def _file_of(of: str) -> str:
@@ -424,19 +429,24 @@ _PRECISIONS = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": 
 """Keys of a run file by the values of ``--precision``."""
 
 
-def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
-    """Return the run that a run file or a model describes, together with the options.
+def _raw_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a run file, or those of a run of a model, changed by the options."""
+    raw = read_raw(of) if _is_run(of) else {"model": of, "cluster": DEFAULT_CLUSTER}
+    for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
+        override(raw, key, value)
+    return raw
+
+
+def _run_of(of: str, raw: Mapping[str, Any], microbatches: int | None) -> Run:
+    """Return the run that the keys ``raw`` of a run file or a model describe.
 
     A model needs a number of pipeline ranks, and has 8 microbatches per rank by default.
     """
     is_run = _is_run(of)
-    raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
-    for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
-        override(raw, key, value)
     run = typed(raw, Run, Path(of) if is_run else None)
     parts = run.parallelism
     if not is_run:
-        if changes["pp"] is None and parts.pp == 1:
+        if "pp" not in raw and parts.pp == 1:
             raise UnsupportedError(
                 "missing-option", "the number of pipeline ranks is missing; give --devices, as in --devices 8"
             )
@@ -501,7 +511,8 @@ def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]
             "" if one.rank_bytes is None else gibibytes(max(one.rank_bytes)),
         )
     yield table
-    yield [("paste", best.flags), ("even split", _verdict(run, comparison, best.rank_bytes is not None))]
+    yield Text(f"paste: {best.flags}")
+    yield [("even split", _verdict(run, comparison, best.rank_bytes is not None))]
     empty, ranks = sum(not seconds for seconds in best.rank_seconds), len(best.rank_seconds)
     if empty:
         yield [("empty ranks", f"{empty} of {ranks} have no layer; fewer pipeline ranks do the same work")]

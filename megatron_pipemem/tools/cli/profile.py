@@ -19,15 +19,16 @@ from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.tools.cli.common import Shown, print_answer, report_note, showing
 from megatron_pipemem.tools.cli.options import Json, takes_group
-from megatron_pipemem.tools.config.cluster import Cluster
-from megatron_pipemem.tools.config.loading import load, typed
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
+from megatron_pipemem.tools.config.loading import load, locate, read_raw, typed
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.prices import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.tools.planner.profile import Bandwidths, Part, Profile, from_formulas
 from megatron_pipemem.tools.report.terminal import FittingTable
 
-DEFAULT_CLUSTER = "a100-80g"
-ClusterName = Annotated[str | None, typer.Option(help="A cluster by name or YAML file.")]
+ClusterName = Annotated[
+    str | None, typer.Option(help=f"A cluster by name or YAML file. Default: the run's, else {DEFAULT_CLUSTER}.")
+]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens per sequence, if not the model's.")]
 
 
@@ -67,6 +68,13 @@ def check_runs_own(context: typer.Context, cut: CutOptions) -> None:
                 "conflicting-options",
                 f"{parameter.opts[0]} is set by the run; change the run, or give a model in place of the run",
             )
+
+
+def cluster_name(cluster: object) -> str:
+    """Return the name of a run file's cluster, which may be a mapping that changes another cluster."""
+    if not isinstance(cluster, dict):
+        return str(cluster or "the run's cluster")
+    return f"{cluster['base']} as the run changes it" if "base" in cluster else "the run's own cluster"
 
 
 MIB = 1 << 20
@@ -113,9 +121,11 @@ def profile(
         loaded_run = load(run, Run)
         shape, execution = loaded_run.model, loaded_run.execution
         machine = load(cluster, Cluster) if cluster else loaded_run.cluster
+        named = cluster_name(cluster or read_raw(locate(str(run), Run)).get("cluster"))
     else:
         assert model is not None, "it is one of the two"
-        shape, machine = load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
+        named = cluster or DEFAULT_CLUSTER
+        shape, machine = load(model, Model), load(named, Cluster)
         execution = typed(asdict(cut), Execution)
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
@@ -126,7 +136,7 @@ def profile(
             prices = replace(prices, bandwidths=_bandwidths())
     result = prices.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
     result["profile"]["offload_ratio"] = ratios = _ratios(prices, machine)
-    print_answer(result, _shown(prices, ratios, run or model), as_json)
+    print_answer(result, _shown(prices, ratios, run or model, named), as_json)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
@@ -183,7 +193,7 @@ def _ratios(prices: Profile, cluster: Cluster) -> dict[str, float]:
     }
 
 
-def _shown(prices: Profile, ratios: dict[str, float], name: object) -> Iterator[Shown]:
+def _shown(prices: Profile, ratios: dict[str, float], name: object, cluster: str) -> Iterator[Shown]:
     columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
     table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {prices.source}")
     rows: list[tuple[str, Part]] = [
@@ -201,19 +211,23 @@ def _shown(prices: Profile, ratios: dict[str, float], name: object) -> Iterator[
             f"{part.parameters:,}",
         )
     yield table
-    yield "saved: activations kept from F to I; MiB released at I: the part of them that I frees, and W frees the rest"
+    yield (
+        "F: forward; I: input gradient; W: weight gradient; saved: activations kept from F to I; MiB released at I: the part "
+        "of them that I frees, and W frees the rest"
+    )
     measured = prices.source == "measured"
-    seconds = "of computing alone, on" if measured else "by the planner's formulas, messages within layers included, at"
-    yield f"seconds {seconds} {prices.device}"
-    yield (
-        f"message between two stages: {prices.message_bytes / MIB:.2f} MiB; optimizer: "
-        f"{prices.optimizer_seconds * 1e9:.3f} ns per parameter"
-    )
-    yield (
-        f"k of a layer (arXiv 2503.01328): {ratios['as_is']:.2f}, {ratios['cheap_recomputed']:.2f} with norms and activation "
-        "recomputed; k up to 1 means that computing hides all offload"
-    )
-    if (rates := prices.bandwidths) is not None:
+    of_cluster = f"cluster {cluster} (--cluster NAME prices another)"
+    seconds = f"computing alone, on {prices.device}" if measured else f"formulas, at {prices.device}, for {of_cluster}"
+    rates = prices.bandwidths
+    recomputed = f"{ratios['cheap_recomputed']:.2f} with norms and activation functions recomputed"
+    link = f"; link of {of_cluster}" if rates is None and measured else ""
+    yield [
+        ("seconds", seconds),
+        ("message", f"{prices.message_bytes / MIB:.2f} MiB between two stages"),
+        ("optimizer", f"{prices.optimizer_seconds * 1e9:.3f} ns per parameter"),
+        ("k of a layer", f"{ratios['as_is']:.2f}, {recomputed}; up to 1, computing hides all offload{link}"),
+    ]
+    if rates is not None:
         yield (
             f"host link, GB/s: D2H {rates.d2h:.1f}, H2D {rates.h2d:.1f}, both {rates.both:.1f} each way; while computing "
             f"{rates.d2h_computing:.1f}, {rates.h2d_computing:.1f}, {rates.both_computing:.1f}"

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
@@ -130,7 +129,7 @@ def _explained(chosen: Family, devices: int | None, microbatches: int | None) ->
     costs = with_channel(Costs(), None)
     fitted: dict[str, Any] = {"costs": costs} if "costs" in chosen.options else {}
     timeline = simulate(build_schedule(chosen.name, num_devices=p, num_microbatches=m, **fitted), costs)
-    yield Text(f"{chosen.name}: {chosen.summary}", style="bold")
+    yield f"{chosen.name}: {chosen.summary}"
     yield [*_facts(chosen), ("", "")]
     yield TerminalTimeline(timeline)
 
@@ -139,7 +138,7 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
     chunks = "" if chosen.chunks is None else f", {chosen.chunks} chunk{'s' if chosen.chunks > 1 else ''} per device"
     yield "placement", f"{chosen.placement}{chunks}"
     yield "backward", _backward(chosen)
-    yield "peak", f"{chosen.peak} ({UNITS})"
+    yield "peak", f"{chosen.peak}, in {UNITS}"
     yield "idle time", chosen.bubble
     yield "source", chosen.source
     for need in _needs(chosen):
@@ -148,7 +147,12 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
         yield "offload", "activations are held in host memory for a time"
     for flag, text in _options(chosen):
         yield f"  {flag}", text
-    yield "p, m, v", "devices, microbatches, chunks per device; F, I, W, B: seconds of one device's share of the model"
+    yield "p, m, v, n", "devices, microbatches, chunks per device, slices of a sequence"
+    passes = "forward, input gradient, weight gradient, I and W at once"
+    yield (
+        "F, I, W, B",
+        f"{passes}: seconds of one device's share of the model; idle time: of the busiest device in a step",
+    )
 
 
 def _backward(chosen: Family) -> str:

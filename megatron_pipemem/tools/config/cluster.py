@@ -9,6 +9,8 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.values import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part, refuse_if
 
 GIB = 1 << 30
+DEFAULT_CLUSTER = "h100-80g"
+"""The name of the cluster that prices a model or a run whose devices are not known."""
 
 
 @dataclass(frozen=True)

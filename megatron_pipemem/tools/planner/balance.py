@@ -29,7 +29,7 @@ from megatron_pipemem.schedule.display import shortened, tell
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.tools.config import run_layout
-from megatron_pipemem.tools.config.cluster import Cluster
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
@@ -249,17 +249,13 @@ def _requested_layout(run: Run, text: str | None, stages: int) -> tuple[int, ...
     return counts
 
 
-PRICED_FOR = "h100-80g"
-"""The cluster by whose prices a run computes its layout. Only their ratios matter, and the memory of a device."""
-
-
 def at_start(run: Run) -> Balance:
     """Return the layouts that a run with ``--pipemem-layout auto`` compares when it starts.
 
-    A run does not know its cluster, so the prices are those of ``PRICED_FOR``, for as many nodes and devices.
+    A run does not know its cluster, so the prices are those of ``DEFAULT_CLUSTER``, for as many nodes and devices.
     """
     nodes, devices = run.cluster.nodes, run.cluster.devices_per_node
-    cluster = load(PRICED_FOR, Cluster).sized(nodes, devices)
+    cluster = load(DEFAULT_CLUSTER, Cluster).sized(nodes, devices)
     return balance(replace(without_layout(run), cluster=cluster))
 
 
