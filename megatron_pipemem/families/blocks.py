@@ -370,8 +370,9 @@ class _Plan:
         if start != planned:
             self._busy[device].difference_update(range(planned, planned + length))
             self._busy[device].update(range(start, start + length))
-            for slot in range(start, planned):
-                self._activations[device][slot] += _CHANGE[pass_.kind]
+            if change := _CHANGE[pass_.kind]:
+                activations = self._activations[device]
+                activations[start:planned] = [activation + change for activation in activations[start:planned]]
         self.placed.append((start, pass_))
         self._ends[pass_].append(start + length)
         if pass_.kind is Kind.I:

@@ -38,6 +38,8 @@ class Walk(NamedTuple):
 
     nodes: list[int]  # every node comes after the nodes that it waits for
     reached: list[int]  # per lane, the number of its nodes that run
+    depths: list[int]
+    """Per node, the number of nodes on the longest path of waits that ends with it; 0 if it cannot run."""
 
 
 @dataclass(eq=False)
@@ -65,28 +67,33 @@ class Graph:
 
     def walk(self) -> Walk:
         """Return the nodes that can run: those of every lane, up to the first that waits for a node that never runs."""
-        waits, done = self.waits, bytearray(len(self.waits) + 1)  # the last is NEVER
+        waits, depths = self.waits, [0] * (len(self.waits) + 1)  # the last is NEVER
         nodes: list[int] = []
-        reached = [0] * len(self.lanes)
-        waiting: dict[int, list[int]] = {}
-        runnable = list(range(len(self.lanes)))
+        waiting: dict[int, list[Iterator[int]]] = {}
+
+        def run(lane: Sequence[int]) -> Iterator[int]:
+            """Run the nodes of a lane, and yield each node that it has to wait for."""
+            depth = 0
+            for node in lane:
+                for needed, _ in waits[node]:
+                    while not depths[needed]:
+                        yield needed
+                    if depths[needed] > depth:
+                        depth = depths[needed]
+                depth += 1
+                depths[node] = depth
+                nodes.append(node)
+                if node in waiting:
+                    runnable.extend(waiting.pop(node))
+
+        runnable = list(map(run, self.lanes))
         while runnable:
             lane = runnable.pop()
-            before = len(nodes)
-            for node in self.lanes[lane][reached[lane] :]:
-                for needed, _ in waits[node]:
-                    if not done[needed]:
-                        waiting.setdefault(needed, []).append(lane)
-                        break
-                else:
-                    done[node] = True
-                    nodes.append(node)
-                    if node in waiting:
-                        runnable += waiting.pop(node)
-                    continue
+            for needed in lane:
+                waiting.setdefault(needed, []).append(lane)
                 break
-            reached[lane] += len(nodes) - before
-        return Walk(nodes, reached)
+        depths.pop()  # of NEVER
+        return Walk(nodes, [sum(map(bool, map(depths.__getitem__, lane))) for lane in self.lanes], depths)
 
     def by_urgency(self, urgency: Callable[[int], Any]) -> Iterator[int]:
         """Yield all nodes that can run: each time, of all nodes whose needed nodes have been yielded, the most urgent.

@@ -66,7 +66,7 @@ class Horizons:
         if error := dependencies.stuck():
             raise error
         self._lanes = dependencies.lanes
-        self._latest_needs = LatestNeeds(dependencies.graph, dependencies.walk.nodes)
+        self._latest_needs = LatestNeeds(dependencies.graph, dependencies.walk.depths)
 
     def place(self, device: int, position: int, other: int, least: int = 0) -> int:
         """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``.

@@ -22,7 +22,7 @@ model: that all launches start, and that any one host may wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, permutations
@@ -44,22 +44,13 @@ class LatestNeeds:
     with the same two lanes go on where the previous one has ended. They take less time if their nodes come in running
     order, because then no node is searched twice.
 
-    The nodes of a lane are consecutive numbers. ``nodes`` are all nodes, in an order in which they can run.
+    The nodes of a lane are consecutive numbers. ``depths`` are those of the graph's ``Walk``: a node is deeper than all
+    nodes that it needs.
     """
 
-    def __init__(self, graph: Graph, nodes: Iterable[int]) -> None:
-        self._waits, self._lane_of = graph.waits, graph.lane_of
+    def __init__(self, graph: Graph, depths: Sequence[int]) -> None:
+        self._waits, self._lane_of, self._depth = graph.waits, graph.lane_of, depths
         self._first = [lane[0] if lane else 0 for lane in graph.lanes]
-        # The length of the longest path to a node: a node is deeper than all nodes that it waits for.
-        self._depth = depth = [0] * len(graph.waits)
-        deepest = [0] * len(graph.lanes)
-        for node in nodes:
-            lane = graph.lane_of[node]
-            least = deepest[lane]
-            for needed, _ in graph.waits[node]:
-                if depth[needed] > least:
-                    least = depth[needed]
-            depth[node] = deepest[lane] = least + 1
         self._searches: dict[tuple[int, int], tuple[int, int, int, dict[int, int]]] = {}
 
     def after(self, node: int, needed_lane: int, bound: int) -> int:
@@ -132,7 +123,7 @@ def refused_waits(program: Program, dependencies: Dependencies) -> Iterator[tupl
     device's post of a sum over replicas. It depends on ``later``, an action of the post's own device. The host must
     not wait between ``post`` and ``later``.
     """
-    yield from _refused_waits(program, dependencies, LatestNeeds(dependencies.graph, dependencies.walk.nodes))
+    yield from _refused_waits(program, dependencies, LatestNeeds(dependencies.graph, dependencies.walk.depths))
 
 
 def _refused_waits(
@@ -262,7 +253,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
         for post in posts:
             waits[post], seconds[post], meeting_of[post] = ((meeting, 0),), 0.0, meeting
     graph = Graph([*lanes, *([meeting] for meeting in range(len(actions), len(waits)))], waits, range(len(waits)))
-    nodes, reached = graph.walk()
+    nodes, reached, _ = graph.walk()
     if len(nodes) < len(waits):
 
         def awaited(device: int) -> tuple[int, int]:
@@ -290,7 +281,7 @@ def check_starts(program: Program, dependencies: Dependencies) -> None:
     same program, so they can all run it as one of them does, and reach each sum together.
     """
     graph = _graph_of_starts(program, dependencies)
-    nodes, reached = graph.walk()
+    _, reached, depths = graph.walk()
     for device, (lane, count) in enumerate(zip(dependencies.lanes[: dependencies.num_devices], reached, strict=False)):
         if count < len(lane):
             raise ScheduleError(
@@ -299,7 +290,7 @@ def check_starts(program: Program, dependencies: Dependencies) -> None:
                 "channel that needs a later launch of the device; lower the schedule for single queues",
                 at=(device, count, dependencies.actions[lane[count]]),
             )
-    for end, other, later in _refused_waits(program, dependencies, LatestNeeds(graph, nodes)):
+    for end, other, later in _refused_waits(program, dependencies, LatestNeeds(graph, depths)):
         raise _fault(dependencies, end, other, later)
 
 

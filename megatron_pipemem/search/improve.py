@@ -29,7 +29,7 @@ def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
     """Return the timetable of these orders in which every pass starts as early as possible; ``None`` for a deadlock."""
     passes = problem.passes
     graph = Graph(orders, passes.waits, passes.price, passes.device)
-    nodes, _ = graph.walk()
+    nodes = graph.walk().nodes
     if len(nodes) < len(passes.waits):
         return None
     times = Times(graph, problem.ticks, passes.lags, zero=0)

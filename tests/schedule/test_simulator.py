@@ -114,11 +114,14 @@ def test_a_walk_runs_what_can_run_and_nothing_before_what_it_waits_for(graph, se
     lanes, waits = graph
     lags = [0, 3]
     graph = Graph(lanes, waits, range(len(waits)))
-    nodes, reached = graph.walk()
+    nodes, reached, depths = graph.walk()
     assert set(nodes) == plainly(lanes, waits) and len(set(nodes)) == len(nodes)
     assert [lane[:count] for lane, count in zip(lanes, reached, strict=True)] == [
         [node for node in lane if node in nodes] for lane in lanes
     ]
+    places = Times(graph, [1] * len(waits), [0, 0], zero=0)
+    places.run(graph.steps(nodes))
+    assert depths == places.ends
     place = {node: at for at, node in enumerate(nodes)}
     assert all(place[needed] < place[node] for node in nodes for needed, _ in waits[node])
     times = Times(graph, seconds, lags, zero=0)

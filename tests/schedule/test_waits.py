@@ -443,7 +443,7 @@ def test_the_latest_needs_are_those_of_the_closure(schedule: Schedule, chance: r
         before = [node - 1] * (node not in {lane[0] for lane in graph.lanes if lane})
         for needed in (*before, *(needed for needed, _ in graph.waits[node])):
             needs[node] |= {needed} | needs[needed]
-    latest_needs = LatestNeeds(graph, nodes)
+    latest_needs = LatestNeeds(graph, dependencies.walk.depths)
     for _ in range(30):
         lane = chance.choice([lane for lane in graph.lanes if lane])
         bound, node = chance.randrange(lane[0] - 1, lane[-1] + 1), chance.choice(nodes)
@@ -468,8 +468,8 @@ def test_lowering_and_proof_look_at_few_waits_per_action(name: str, monkeypatch:
             looked += 1
             return super().__getitem__(node)
 
-    def count(self: LatestNeeds, graph: Graph, nodes: list[int]) -> None:
-        start(self, graph, nodes)
+    def count(self: LatestNeeds, graph: Graph, depths: list[int]) -> None:
+        start(self, graph, depths)
         self._waits = Counted(graph.waits)
 
     start = LatestNeeds.__init__
