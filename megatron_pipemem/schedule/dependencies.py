@@ -339,8 +339,9 @@ class Dependencies:
         self.impossible: list[int] = []
         self._rules: dict[tuple[Kind, int, Hashable], tuple[int, list[_Need]]] = {}
         self.pairs = sorted(self._nodes[kind, stage][microbatch] for kind, stage, microbatch in pairs)
+        self._lane_of = [lane for lane, nodes in enumerate(self.lanes) for _ in nodes]
         waits, prices = self._edges()
-        self.graph = Graph(self.lanes, self._joined(waits), prices)
+        self.graph = Graph(self.lanes, self._joined(waits), prices, self._lane_of)
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
@@ -365,16 +366,18 @@ class Dependencies:
     def _numbered(self) -> list[range]:
         """Return the nodes of every lane, and add a node for every collective to ``actions``."""
         lanes, first = self.nodes.lanes, len(self.actions)
+        if all(kind not in COLLECTIVES for kind, _ in self._nodes):
+            return lanes
         for kind, _, microbatch in [action for action in self.actions if action.kind in COLLECTIVES]:
             nodes = self._nodes.setdefault((kind, EVERYWHERE), {})
             if microbatch not in nodes:
                 nodes[microbatch] = len(self.actions)
                 self.actions.append(Action(kind, EVERYWHERE, microbatch))
-        return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
+        return [*lanes, range(first, len(self.actions))]
 
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
         """Return for every node its waits, and the index of its price in ``kinds`` (-1 for actions on memory)."""
-        lane_of = [lane for lane, nodes in enumerate(self.lanes) for _ in nodes]
+        lane_of = self._lane_of
         waits: list[list[tuple[int, int]]] = [[]] * len(lane_of)  # most nodes wait for nothing, and share one list
         prices = [-1] * len(lane_of)
         for (kind, stage), nodes in list(self._nodes.items()):
