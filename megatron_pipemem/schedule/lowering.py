@@ -46,11 +46,21 @@ from operator import itemgetter
 from typing import Any
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COLLECTIVES, COMPLETING, EVERYWHERE, MEMORY, ORDERED, SENDS, Action, Kind
+from megatron_pipemem.schedule.action import (
+    COLLECTIVES,
+    COMPLETING,
+    EVERYWHERE,
+    KIND_AND_STAGE,
+    MEMORY,
+    ORDERED,
+    SENDS,
+    Action,
+    Kind,
+)
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Graph
-from megatron_pipemem.schedule.messages import Edge, Message, Router
+from megatron_pipemem.schedule.messages import Edge, Message, RoutedUnit, Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -90,57 +100,54 @@ class _Messages:
     def __init__(self, schedule: Schedule, horizons: Horizons) -> None:
         self._orders, self._pairs, self._horizons = schedule.orders, schedule.pairs, horizons
         self._router = Router(schedule.placement)
-        self._emitted: dict[int, list[tuple[int, Message]]] = {}
+        self._emitted: dict[int, list[RoutedUnit]] = {}
 
     def added_to(self, device: int) -> Order:
         """Return the order of a device with its messages."""
         order, pairs = self._orders[device], self._pairs
         # The position of the first action of a pair, for its second action; else the position itself.
         starts = [max(at - (order[at - 1] in pairs), 0) for at in range(len(order))] if pairs else range(len(order))
-        consumers = {
-            receive: start
-            for start, action in zip(starts, order, strict=True)
-            if (receive := self._router.awaited(action)) is not None
-        }
-        posted: dict[int, list[Action]] = {}
+        consumers: dict[tuple[Kind, int, int], int] = {}
+        for position, route, unit in self._router.awaited_by(order):
+            consumers[route.receive, route.destination, unit] = starts[position]
+        receives: list[tuple[Action, ...]] = [()] * len(order)  # posted before every action
         for source in sorted(source for source, destination in self._router.edges if destination == device):
             for position, receive in self._receives(source, device, consumers):
-                posted.setdefault(starts[position], []).append(receive)
-        sends: dict[int, list[Action]] = {}
-        for position, message in self._emitted_by(device):
-            sends.setdefault(position + (order[position] in pairs), []).append(message.send)
-        lowered: list[Action] = []
-        for position, action in enumerate(order):
-            lowered += posted.get(position, ())
-            lowered.append(action)
-            lowered += sends.get(position, ())
-        return tuple(lowered)
+                receives[starts[position]] += (receive,)
+        # Posted after every action. The last is for a forward that is wrongly paired with nothing.
+        sends: list[tuple[Action, ...]] = [()] * (len(order) + 1)
+        for position, route, unit in self._emitted_by(device):
+            sends[position + (order[position] in pairs)] += (Action(route.send, route.source, unit),)
+        rows = ((*before, action, *after) for before, action, after in zip(receives, order, sends, strict=False))
+        return tuple(chain.from_iterable(rows))
 
-    def _receives(self, source: int, device: int, consumers: Mapping[Action, int]) -> Iterator[tuple[int, Action]]:
+    def _receives(
+        self, source: int, device: int, consumers: Mapping[tuple[Kind, int, int], int]
+    ) -> Iterator[tuple[int, Action]]:
         """Yield the receives of an edge, each with its position. ``consumers`` has the positions of their consumers."""
-        messages = [(made, message) for made, message in self._emitted_by(source) if message.edge[1] == device]
-        for made, message in messages:
-            if message.receive not in consumers:
+        order, pairs, place = self._orders[source], self._pairs, self._horizons.place
+        messages = [message for message in self._emitted_by(source) if message[1].edge[1] == device]
+        receives = [Action(route.receive, route.destination, unit) for _, route, unit in messages]
+        for (made, _, _), receive in zip(messages, receives, strict=True):
+            if receive not in consumers:
                 raise ScheduleError(
                     "unmet-need",
                     "no device runs the action that needs the result of this one; validate() shows the action to add",
-                    at=(source, made, self._orders[source][made]),
+                    at=(source, made, order[made]),
                 )
-        place = self._horizons.place
-        ahead = _ahead_of([consumers[message.receive] for _, message in messages], self._orders[device])
-        for (made, message), position in zip(messages, ahead, strict=True):
-            sent = made + (self._orders[source][made] in self._pairs)
+        ahead = _ahead_of([consumers[receive] for receive in receives], self._orders[device])
+        for (made, _, _), receive, position in zip(messages, receives, ahead, strict=True):
+            sent = made + (order[made] in pairs)
             position = place(source, sent + 1, device, position)
             # The backward of a pair sends after its forward, whose receive may not depend on the backward.
             while place(device, position, source, made + 1) > made + 1:
                 position -= 1
-            yield position, message.receive
+            yield position, receive
 
-    def _emitted_by(self, device: int) -> list[tuple[int, Message]]:
-        """Return the messages that a device sends, each with the position of its producer."""
+    def _emitted_by(self, device: int) -> list[RoutedUnit]:
+        """Return the messages that a device sends."""
         if device not in self._emitted:
-            messages = enumerate(map(self._router.emitted, self._orders[device]))
-            self._emitted[device] = [(position, message) for position, message in messages if message is not None]
+            self._emitted[device] = list(self._router.emitted_by(self._orders[device]))
         return self._emitted[device]
 
 
@@ -168,18 +175,16 @@ def add_gradient_reductions(actions: Order) -> Order:
     If the send of a message follows the last gradient, the reduction comes after the send, because the next device
     waits for the message. Stages without backwards get no reduction.
     """
-    last = {action.stage: position for position, action in enumerate(actions) if action.kind in COMPLETING}
-    lowered: list[Action] = []
-    complete: Action | None = None
-    for position, action in enumerate(actions):
-        if complete and action.kind not in SENDS:
-            lowered.append(complete)
-            complete = None
-        lowered.append(action)
-        if last.get(action.stage) == position:
-            complete = Action(Kind.REDUCE_GRAD, action.stage)
-    if complete:
-        lowered.append(complete)
+    last_of_kind = dict(zip(map(KIND_AND_STAGE, actions), range(1, 1 + len(actions)), strict=True))
+    ends: dict[int, int] = {}  # by stage, the position after its last weight gradient
+    for (kind, stage), end in last_of_kind.items():
+        if kind in COMPLETING:
+            ends[stage] = max(end, ends.get(stage, 0))
+    lowered = list(actions)
+    for stage, end in sorted(ends.items(), key=itemgetter(1), reverse=True):
+        while end < len(actions) and actions[end].kind in SENDS:
+            end += 1
+        lowered.insert(end, Action(Kind.REDUCE_GRAD, stage))
     return tuple(lowered)
 
 

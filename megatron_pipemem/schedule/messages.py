@@ -6,12 +6,12 @@ Functions that check a rule raise a ScheduleError for the first violation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COMPLETING, ORDERED, Action, Kind
+from megatron_pipemem.schedule.action import COMPLETING, KIND_AND_STAGE, ORDERED, Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import ActionNodes, Order, Program, Schedule, come_before
 
@@ -35,6 +35,10 @@ class Route(NamedTuple):
     source: int
     receive: Kind
     destination: int
+
+
+RoutedUnit = tuple[int, Route, int]
+"""A message: the position of the action that emits it or waits for it, its route, and its unit."""
 
 
 class Router:
@@ -63,6 +67,14 @@ class Router:
         """Return kind and stage of the actions whose result is sent to another device."""
         return self._emits.keys()
 
+    def emitted_by(self, order: Order) -> Iterator[RoutedUnit]:
+        """Yield the messages with the results of an order's actions, in the order of these actions."""
+        return _routed(order, self._emits)
+
+    def awaited_by(self, order: Order) -> Iterator[RoutedUnit]:
+        """Yield the messages that an order's actions need, in the order of these actions."""
+        return _routed(order, self._awaits)
+
     def emitted(self, action: Action) -> Message | None:
         """Return the message with the result of a compute action; ``None`` if the result stays on the device."""
         kind, stage, microbatch = action
@@ -83,6 +95,13 @@ class Router:
         kind, stage, microbatch = action
         route = self._awaits.get((kind, stage))
         return None if route is None else Action(route.send, route.source, microbatch)
+
+
+def _routed(order: Order, routes: Mapping[tuple[Kind, int], Route]) -> Iterator[RoutedUnit]:
+    """Yield the messages of an order's actions. ``routes`` has those of every kind and stage of actions."""
+    for position, route in enumerate(map(routes.get, map(KIND_AND_STAGE, order))):
+        if route is not None:
+            yield position, route, order[position][2]
 
 
 Places = dict[Action, tuple[int, int]]
