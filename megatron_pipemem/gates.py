@@ -132,6 +132,10 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
         lambda question: question.uses_transformer_engine and question.schedule_request.may_split,
         refusals.SPLIT_BACKWARD,
     ),
+    (
+        lambda question: question.uses_transformer_engine and question.schedule_request.may_split,
+        refusals.QUANTISED_USER_BUFFERS,
+    ),
     (lambda question: question.on_cpu, refusals.CPU),
 )
 """The tables that are asked, each with the runs that it is for. The first refusal is the one that a user sees."""

@@ -403,6 +403,7 @@ SLICED = Refusals(
         "moe_router_load_balancing_type": f"{_LATER_TOKENS}; balance experts by aux_loss, "
         "seq_aux_loss, global_aux_loss or a bias",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
+        "tp_comm_overlap": "user buffers have the shape of whole sequences; drop --tp-comm-overlap",
     },
     ", or take a schedule without sequence slices",
     only={
@@ -455,11 +456,14 @@ SPLIT_BACKWARD = Refusals(
     {
         "use_transformer_engine_op_fuser": "its fused operations compute their own weight gradients",
         "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of experts would run within I",
-        "tp_comm_overlap": "the next layer overwrites operands of W in user buffers, and Transformer Engine delays no W with "
-        "tp_comm_bulk_wgrad; drop --tp-comm-overlap, or take a schedule that does not split, like 1f1b or interleaved",
         "mtp_use_repeated_layer": "W would compute the weight gradients of one depth; drop "
         "--mtp-use-repeated-layer, or pass --transformer-impl local",
     },
+)
+QUANTISED_USER_BUFFERS = Rule(
+    lambda value_of: value_of("tp_comm_overlap") and (value_of("fp8") or value_of("fp4")),
+    "what W gets of quantised tensors in user buffers is not proved to outlive them; drop --tp-comm-overlap, or take a "
+    "schedule that does not split the backward, like 1f1b or interleaved",
 )
 _FUSED = "its kernels need a GPU"
 CPU = Refusals(

@@ -114,7 +114,7 @@ class Symbol:
 
     def _tested(self) -> str:
         if self._is_of_te:
-            return "install a version of the support matrix, or pass --pipemem-wgrad-inputs gathered, which needs none of it"
+            return "install a version of the support matrix"
         return f"megatron_pipemem is tested with megatron-core {', '.join(TESTED_VERSIONS)}; install one of these"
 
     @property
@@ -454,13 +454,20 @@ TRANSFORMER_ENGINE = (
         purposes=_SPLIT,
     ),
     Symbol(
+        "transformer_engine.pytorch.module.base",
+        "fill_userbuffers_buffer_for_all_gather",
+        ("comm", "local_tensor", "quantizer", "process_group"),
+        by_name=True,
+        purposes=_SPLIT,
+    ),
+    Symbol(
         "transformer_engine.pytorch.module._common",
         "WeightGradStore.put",
         ("self", "tensor_list", "func"),
         purposes=_SPLIT,
     ),
 )
-"""Functions by which Transformer Engine gathers tensors and keeps them for W, if it is installed."""
+"""Functions by which Transformer Engine gathers tensors, also into user buffers, and keeps them for W, if it is installed."""
 
 # The losses of multi-token prediction, where the head is cut over the pipeline.
 PROCESS_MTP_LOSS = tuple(

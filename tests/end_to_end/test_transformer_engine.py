@@ -220,6 +220,26 @@ def test_gathered_tensors_wait_for_w_if_a_run_asks_for_it(equals):
     assert gathered.counted_peaks[-1] > 1.05 * shards.counted_peaks[-1]
 
 
+BF16 = "--bf16"
+USER_BUFFERS = ("--tp-comm-overlap", "--tp-comm-bootstrap-backend", "gloo")
+GATHERED = ("--pipemem-wgrad-inputs", "gathered")
+# Schedule, flags of ours: W gets copies or shards of what layers gather into the buffers.
+BUFFERED = {"1f1b": (), "zb-h1": GATHERED, "v-half": ()}
+BUFFERED_CASES = [*product([NEW], ["zb-h1", "v-half"]), (NEW, "1f1b"), *product([OLD, MIDDLE], BUFFERED)]
+
+
+@pytest.mark.parametrize(
+    ("version", "schedule"),
+    rest_nightly(
+        BUFFERED_CASES, BUFFERED_CASES[:2], "whole backwards, which are Transformer Engine's; the newest version"
+    ),
+)
+def test_layers_with_user_buffers_train_as_others(equals, version, schedule):
+    nbytes = None if schedule == "1f1b" else "exact"  # older versions cannot be watched with whole backwards
+    ours = (*USER_BUFFERS, *BUFFERED[schedule])
+    equals(schedule, *DEFAULTS, *TP_AND_SP, BF16, ours=ours, version=version, nbytes=nbytes)
+
+
 def test_early_weights_of_grouped_experts_hold_less_for_w(equals):
     narrow = ("--moe-ffn-hidden-size", "32", "--moe-shared-expert-intermediate-size", "64")
     flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *narrow)

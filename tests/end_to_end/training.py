@@ -145,6 +145,8 @@ def run(case: dict) -> dict:
         destroy_moe_metrics_tracker()  # it is as long as the first model was deep
         MTPLossLoggingHelper.tracker.clear()
         activation_logging._LOGGER = None  # it keeps the folder of its first run
+        if (base := sys.modules.get("transformer_engine.pytorch.module.base")) is not None:
+            base.destroy_ub()
         for buffers in StaticBufferLoader.static_buffers.values():
             buffers.clear()
         for backend in ("FLASH", "FUSED", "UNFUSED"):  # Megatron refuses another than that of the case before

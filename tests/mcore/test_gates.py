@@ -100,7 +100,12 @@ QUESTIONS = {
     "LAYERWISE_SLICED": (Request("seq1f1b", rng="layerwise"), Request("seq1f1b"), {"hidden_dropout": 0.1}),
     "DELAYED_SCALING": (Request("1f1b", recompute="full"), Request("1f1b"), ENGINE | LATE_SCALES),
     "WHOLE_BACKWARD": (Request("1f1b"), Request("v-half"), {"defer_embedding_wgrad_compute": True}),
-    "SPLIT_BACKWARD": (Request("v-half"), Request("1f1b"), ENGINE | {"tp_comm_overlap": True}),
+    "SPLIT_BACKWARD": (Request("v-half"), Request("1f1b"), ENGINE | {"mtp_use_repeated_layer": True}),
+    "QUANTISED_USER_BUFFERS": (
+        Request("v-half"),
+        Request("1f1b"),
+        ENGINE | {"tp_comm_overlap": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    ),
 }
 
 
@@ -201,7 +206,7 @@ def test_a_chosen_schedule_says_more_than_the_request():
     with refused("unsupported-setting", "--attention-dropout"):
         check_gates(GateQuestion(request, dropout, sliced))
     splits, whole = (build_schedule(name, num_devices=4, num_microbatches=8) for name in ("zb-h1", "1f1b"))
-    overlapped = {**ENGINE, "tp_comm_overlap": True}.get
+    overlapped = {**ENGINE, "tp_comm_overlap": True, "fp8": "hybrid"}.get
     check_gates(GateQuestion(request, overlapped, whole))
     with refused("unsupported-setting", "--tp-comm-overlap"):
         check_gates(GateQuestion(request, overlapped, splits))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_pipemem.mcore.step.gradients import SplitBackward
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.weight_gradients import (
     ImmediateWeightGradients,
+    LateWeightGradients,
     WeightGradientQueue,
     collecting,
 )
@@ -51,6 +53,13 @@ class Quantized:
     def update_usage(self, columnwise_usage):
         self.columnwise = columnwise_usage
 
+    def prepare_for_saving(self):
+        rows, self.rows = self.rows, None
+        return [rows, None], self
+
+    def restore_from_saved(self, tensors):
+        self.rows, _ = tensors
+
 
 class Quantizer:
     """One whose usages are changed between I and W."""
@@ -63,9 +72,11 @@ class Quantizer:
 
 @pytest.fixture
 def kept(monkeypatch):
-    """``kept(tensors, queue)``: what a module keeps for W of tensors gathered like this, given as ``(shard, quantizer)``."""
+    """``kept(tensors, queue)``: what a module keeps for W of tensors gathered like this, given as ``(shard, quantizer)``.
+
+    With ``comm``, they are gathered into its buffer. Without ``shards``, the gathered tensors are kept.
+    """
     monkeypatch.setattr(transformer_engine, "get_te_version", lambda: Version("2.20.2"))
-    (_, gather), (_, keep) = transformer_engine.sharded_replacements(lambda group: True)
     usages = []
 
     def twice(shard, group, async_op=False, quantizer=None):
@@ -77,10 +88,24 @@ def kept(monkeypatch):
         whole = torch.cat([shard] * 2)
         return (whole if quantizer is None else Quantized(whole)), None
 
-    def of_module(gathers, queue):
+    monkeypatch.setitem(
+        sys.modules, "transformer_engine.pytorch.distributed", SimpleNamespace(gather_along_first_dim=twice)
+    )
+
+    def into_buffer(comm, shard, quantizer, group):
+        comm[:] = torch.cat([shard] * 2)
+        return (comm if quantizer is None else Quantized(comm)), shard if quantizer is None else Quantized(shard)
+
+    def of_module(gathers, queue, comm=None, shards=True):
         stored = []
+        (_, gather), (_, fill), (_, keep) = transformer_engine.sharded_replacements(lambda group: shards)
         with collecting(queue):
-            tensors = [gather(twice, shard, "group", quantizer=quantizer)[0] for shard, quantizer in gathers]
+            tensors = [
+                gather(twice, shard, "group", quantizer=quantizer)[0]
+                if comm is None
+                else fill(into_buffer, comm, shard, quantizer, "group")[0]
+                for shard, quantizer in gathers
+            ]
             keep(lambda store, tensors, func: stored.append(tensors), None, [*tensors, ("experts",)], None)
         return stored[0], tensors, usages
 
@@ -118,6 +143,23 @@ def test_other_tensors_stay_gathered(kept, queue):
     assert tensors[:-1] == gathered
 
 
+@pytest.mark.parametrize("queue", [WeightGradientQueue(), LateWeightGradients()], ids=type)
+@pytest.mark.parametrize("shards", [True, False])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_was_gathered_into_a_user_buffer_outlives_it(kept, queue, shards, quantised):
+    """The next layer gathers into the same buffer before W."""
+    buffer, quantizer = torch.zeros(4), Quantizer() if quantised else None
+    tensors, _, _ = kept([(torch.tensor([1.0, 2.0]), quantizer)], queue, buffer, shards)
+    buffer.fill_(torch.nan)
+    work = delayed_work(tensors)
+    is_shard = shards and type(queue) is WeightGradientQueue
+    assert [tensor.numel() for tensor in work.tensors] == [2 if is_shard else 4]
+    work.begin()
+    work.run()
+    (values,) = transformer_engine.data_of(tensors[0])
+    assert values.tolist() == [1, 2, 1, 2]
+
+
 class Stored(torch.nn.Linear):
     """As a module of Transformer Engine that has kept ``tensors`` for its W, or nothing."""
 
@@ -135,7 +177,7 @@ def test_tensors_in_megatrons_buffers_are_copied_when_they_are_kept(monkeypatch)
     buffers = SimpleNamespace(buffer={("mpu", torch.float32): shared})
     monkeypatch.setattr(transformer_engine.parallel_state, "_GLOBAL_MEMORY_BUFFER", buffers)
     monkeypatch.setattr(transformer_engine, "get_te_version", lambda: Version("2.20.2"))
-    _, (_, keep) = transformer_engine.sharded_replacements(lambda group: True)
+    *_, (_, keep) = transformer_engine.sharded_replacements(lambda group: True)
     with collecting(WeightGradientQueue()):
         keep(lambda store, tensors, func: stored.extend(tensors), None, [own, shared[1:3]], None)
     shared.fill_(7)
@@ -225,9 +267,18 @@ def test_a_transformer_engine_that_hides_what_it_keeps_is_refused(installed):
     assert refusal(config_of()) is None
 
 
-def test_gradients_that_are_kept_elsewhere_are_refused():
-    kept = config_of(tp_comm_overlap=True)
-    assert refusal(kept) == "unsupported-setting" and refusal(kept, splits=False) is None
+def test_no_reduction_overlaps_a_weight_gradient_that_is_delayed(caplog):
+    """Transformer Engine refuses both together."""
+    overlapped = {"tp_comm_overlap": True, "tp_comm_bulk_wgrad": True, "tp_comm_bulk_dgrad": True}
+    for splits, logged in ((True, [transformer_engine.NO_BULK_WGRAD]), (False, [])):
+        caplog.clear()
+        config = config_of(**overlapped)
+        with caplog.at_level("INFO", transformer_engine.logger.name):
+            assert [refusal(config, splits), refusal(config, splits)] == [None, None]
+        assert config.tp_comm_bulk_wgrad != splits and config.tp_comm_bulk_dgrad
+        assert caplog.messages == logged, "told once for all chunks"
+    fp8 = config_of(fp8="hybrid", **overlapped)
+    assert refusal(fp8) == "unsupported-setting" and refusal(fp8, splits=False) is None
 
 
 def test_delayed_scaling_is_not_recomputed():

@@ -59,6 +59,13 @@ STAYS_DELAYED = (
 )
 """Logged when the plugin is disabled for such a model."""
 
+NO_BULK_WGRAD = (
+    "tp_comm_bulk_wgrad is off: the reduce-scatter of input gradients would overlap the weight gradient of the same layer, "
+    "which is delayed here; the other parts of --tp-comm-overlap are as asked for (--tp-comm-overlap-rs-dgrad overlaps the "
+    "same reduce-scatter with the input gradient instead)"
+)
+"""Logged when a model with user buffers is built to delay its weight gradients."""
+
 
 def replacements(request: Request) -> Replacements:
     """Return the replacements that check models when they are built, and set ``delay_wgrad_compute`` where needed.
@@ -75,6 +82,9 @@ def replacements(request: Request) -> Replacements:
         delays = splits or (late and is_te_min_version(OLDEST_SPLITTING))
         if delays and getattr(config, "transformer_impl", None) == "transformer_engine":
             config.delay_wgrad_compute = True
+            if getattr(config, "tp_comm_overlap", False) and config.tp_comm_bulk_wgrad:
+                tell(logger, NO_BULK_WGRAD)
+                config.tp_comm_bulk_wgrad = False
         original(model, config, *args, **kwargs)
 
     def build_ddp(original: Callable, ddp, config, ddp_config, module, *args, **kwargs) -> None:
@@ -299,17 +309,32 @@ class _Queued(list):
     """The tensors that Transformer Engine keeps for a weight gradient that is in one of our queues."""
 
 
-def _own(kept: Any) -> Any:
-    """Return a copy of a tensor in Megatron's global buffers, which later layers overwrite; any other object as it is.
+_SHARED = "_pipemem_shared"
+"""Attribute of a tensor in a user buffer."""
 
-    The allgather dispatcher of experts returns a gradient there.
+
+def _own(kept: Any) -> Any:
+    """Return a copy of a tensor in a buffer that later layers overwrite; any other object as it is.
+
+    Such buffers are the user buffers into which Transformer Engine gathers, and Megatron's global ones, in which the allgather
+    dispatcher of experts returns a gradient. The copy is made where a weight gradient that is not delayed would read the
+    tensor, so it sees the same values.
     """
+    if not (hasattr(kept, _SHARED) or _is_in_global_buffer(kept)):
+        return kept
+    if not is_quantised(kept):
+        return kept.clone()
+    tensors, emptied = kept.prepare_for_saving()
+    emptied.restore_from_saved([tensor if tensor is None else tensor.clone() for tensor in tensors])
+    return emptied
+
+
+def _is_in_global_buffer(kept: Any) -> bool:
     shared = parallel_state._GLOBAL_MEMORY_BUFFER  # ``None`` in programs that bring their own process groups
     buffers = () if shared is None else shared.buffer.values()
     if not buffers or not isinstance(kept, torch.Tensor) or is_quantised(kept):
-        return kept
-    is_shared = any(buffer.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr() for buffer in buffers)
-    return kept.clone() if is_shared else kept
+        return False
+    return any(buffer.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr() for buffer in buffers)
 
 
 def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
@@ -317,35 +342,49 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
 
     W gathers the shard again. Without Transformer Engine the result is empty. ``keeps`` returns whether shards are kept
     for a tensor-parallel group. Transformer Engine's backward gathers the input of a column-parallel layer and the
-    output gradient of a row-parallel layer. A shard can be kept if it was quantised before the gather. A gather that
-    quantises would choose other scaling factors in W, so its whole result is kept.
+    output gradient of a row-parallel layer, with TP overlap into a user buffer. A shard can be kept if it was quantised
+    before the gather. A gather that quantises would choose other scaling factors in W, so its whole result is kept. Of a
+    whole tensor in a buffer that later layers overwrite, a copy is kept.
     """
+    if not get_te_version().release[0]:
+        return []
+    gather_symbol, fill_symbol, put_symbol = TRANSFORMER_ENGINE
+
+    def note_shard(gathered: Any, shard: Any, process_group: dist.ProcessGroup, quantizer: Any) -> None:
+        if not ((quantizer is None or is_quantised(shard)) and defers() and keeps(process_group)):
+            return
+        usage = () if quantizer is None else (quantizer.rowwise_usage, quantizer.columnwise_usage)
+
+        def gather_again(shard: Any) -> Arriving:
+            if usage:
+                quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
+            gathers = getattr(*gather_symbol.owner())
+            gathered_again, arrival = gathers(shard, process_group, async_op=True, quantizer=quantizer)
+            return Arriving(gathered_again, arrival, shard)
+
+        remember(gathered, Shard(_without_graph(shard), gather_again))
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):
         gathered, work = original(inp, process_group, async_op=async_op, quantizer=quantizer, **others)
-        is_repeatable = gathered is not inp and not others and (quantizer is None or is_quantised(inp))
-        if is_repeatable and defers() and keeps(process_group):
-            usage = () if quantizer is None else (quantizer.rowwise_usage, quantizer.columnwise_usage)
-
-            def gather_again(shard: Any) -> Arriving:
-                if usage:
-                    quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
-                gathered_again, arrival = original(shard, process_group, async_op=True, quantizer=quantizer)
-                return Arriving(gathered_again, arrival, shard)
-
-            remember(gathered, Shard(_without_graph(inp), gather_again))
+        if gathered is not inp and not others:
+            note_shard(gathered, inp, process_group, quantizer)
         return gathered, work
 
-    def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
-        if defers():
-            # The tensors of experts are lists, and are not gathered.
-            tensor_list = [
-                tensor if isinstance(tensor, (list, tuple)) else shard_of(tensor) or _own(tensor)
-                for tensor in tensor_list
-            ]
-        original(store, tensor_list, func)
+    def fill(original: Callable, comm: Any, local_tensor: Any, quantizer: Any, process_group):
+        gathered, shard = original(comm, local_tensor, quantizer, process_group)
+        if gathered is not shard:
+            setattr(gathered, _SHARED, True)
+            note_shard(gathered, shard, process_group, quantizer)
+        return gathered, shard
 
-    return list(zip(TRANSFORMER_ENGINE, (gather, keep), strict=True)) if get_te_version().release[0] else []
+    def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
+        # The tensors of experts are lists, and are not gathered.
+        kept = [
+            tensor if isinstance(tensor, (list, tuple)) else shard_of(tensor) or _own(tensor) for tensor in tensor_list
+        ]
+        original(store, kept, func)
+
+    return [(gather_symbol, gather), (fill_symbol, fill), (put_symbol, keep)]
 
 
 def _is_computed(module: Any, name: str) -> bool:

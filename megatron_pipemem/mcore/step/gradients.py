@@ -68,11 +68,11 @@ def sharded_replacements(
     """Return the replacements by which linear layers keep this rank's shard of a gathered tensor until W.
 
     The tensor is an input or an output gradient, and W gathers it again. ``wgrad_inputs`` is one of
-    ``options.WGRAD_INPUTS``; for ``gathered`` there are no replacements. With ``auto``, shards are kept for process
-    groups whose ranks are on one host.
+    ``options.WGRAD_INPUTS``; for ``gathered`` the layers keep the whole tensor, or a copy if it is in a shared buffer. With
+    ``auto``, shards are kept for process groups whose ranks are on one host.
     """
     if wgrad_inputs == GATHERED:
-        return []
+        return transformer_engine.sharded_replacements(lambda group: False)
     keeps = on_one_host if wgrad_inputs == AUTO else lambda group: True
     return [(GATHER_GRADIENT, sharded_gradients(keeps)), *transformer_engine.sharded_replacements(keeps)]
 
@@ -112,7 +112,8 @@ class SplitBackward(Extension):
             replaced.append((LINEAR, countable_linear))
         if splits:
             replaced.append((LOOKUP, split_embedding))
-            replaced += sharded_replacements(self._request.wgrad_inputs, self._is_on_one_host)
+        if splits or late:
+            replaced += sharded_replacements(self._request.wgrad_inputs if splits else GATHERED, self._is_on_one_host)
         return replaced
 
     def prepare(self, step: Step) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from te_stand_in import kernels
+from te_stand_in import kernels, user_buffers
 
 NAME = "transformer_engine_torch"
 
@@ -83,6 +83,11 @@ def module() -> ModuleType:
     for name, kernel in inspect.getmembers(kernels, inspect.isfunction):
         if not name.startswith("_"):
             setattr(made, name, kernel)
+    for name in ("CommOverlap", "CommOverlapHelper", "CommOverlapP2P", "CommOverlapType"):
+        setattr(made, name, getattr(user_buffers, name))
+    made.bulk_overlap_ag_with_external_gemm = user_buffers.bulk_overlap_ag_with_external_gemm
+    made.device_supports_multicast = lambda: True
+    made.ubuf_built_with_mpi = lambda: False
     made.get_fused_attn_backend = get_fused_attn_backend
     made.get_cublasLt_version = lambda: 130000
     made.get_cudnn_version = lambda: 91300

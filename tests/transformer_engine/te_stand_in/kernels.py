@@ -10,6 +10,7 @@ from enum import IntEnum
 import torch
 
 from megatron_pipemem.tools.cpu.upstream import shares
+from te_stand_in import user_buffers
 
 
 class DType(IntEnum):
@@ -30,7 +31,7 @@ _TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kB
 
 def generic_gemm(
     A, transa, B, transb, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, workspace, workspace_size,
-    accumulate, use_split_accumulator, **_,
+    accumulate, use_split_accumulator, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, **_,
 ):  # fmt: skip
     """Compute cuBLAS's ``op(A) @ op(B)`` in column-major order, which is ``op(B) @ op(A)`` here.
 
@@ -39,10 +40,20 @@ def generic_gemm(
             gradient).
         out: written to, or added to with ``accumulate``; ``None`` makes a new tensor.
         bias: added, or with ``grad`` a sign that its gradient is wanted.
+        comm_overlap: the communicator of a collective that overlaps the product (``user_buffers.overlapped``).
 
     Returns:
-        The product, the bias's gradient or ``None``, and two ``None`` for what nobody here asks for.
+        The product, the bias's gradient or ``None``, ``None``, and the result of a reduce-scatter if there is one.
     """
+    if comm_overlap is not None:
+        product, *others, _ = user_buffers.overlapped(
+            lambda: generic_gemm(
+                A, transa, B, transb, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, workspace,
+                workspace_size, accumulate, use_split_accumulator,
+            ),
+            comm_overlap, comm_type, extra_output, bulk_overlap,
+        )  # fmt: skip
+        return product, *others, extra_output
     if gelu or quantizer is not None:
         raise NotImplementedError("no GELU and no quantized output within a GEMM on CPU ranks")
     if transa:
