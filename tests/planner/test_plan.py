@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from commands import pipemem
@@ -31,18 +33,19 @@ from megatron_pipemem.tools.config.cluster import GIB, HostChannel
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.tools.launch.feasibility import feasible, refused_settings
+from megatron_pipemem.tools.planner import planning
 from megatron_pipemem.tools.planner import variants as variants_module
 from megatron_pipemem.tools.planner.early_wgrad import moves_weights
 from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
-from megatron_pipemem.tools.planner.planning import WAITS, plan
+from megatron_pipemem.tools.planner.planning import WAITS, PlanningInterrupted, plan
 from megatron_pipemem.tools.planner.prices import layer
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
 from megatron_pipemem.tools.planner.space import Limits, cuts, orders
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant, run_step
-from megatron_pipemem.tools.planner.ways import facts, gibibytes
+from megatron_pipemem.tools.planner.ways import Way, facts, gibibytes
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 
@@ -316,6 +319,53 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     assert max(predicted_memory(run).device_bytes) == pytest.approx(max(best["peak_bytes"]))
     launched = pipemem("launch", target, "--print", "--node-rank", "0", "--master-addr", "h")
     assert launched.exit_code == 0 and f"--pipemem-schedule {best['schedule']}" in launched.stdout
+
+
+def test_an_interrupt_keeps_the_plans_found_before_it(tmp_path, monkeypatch):
+    limits = {"schedule": ["v-half", "1f1b"], "variant": ["plain"], "pp": [4], "tp": [1]}
+    whole = plan(RUN, limits=Limits(limits), top=5, search_seconds=0).plans
+    source, target = tmp_path / "run.yaml", tmp_path / "best.yaml"
+    source.write_text(CONFIG)
+    left = []  # of the plans before the interrupt
+
+    def popped(queue):
+        if not left:
+            raise KeyboardInterrupt
+        entry = heapq.heappop(queue)
+        if isinstance(entry[2], Way):
+            left.pop()
+        return entry
+
+    monkeypatch.setattr(planning, "heapq", SimpleNamespace(heappop=popped, heappush=heapq.heappush))
+    left[:] = range(2)
+    with pytest.raises(PlanningInterrupted) as stopped:
+        plan(RUN, limits=Limits(limits), top=5, search_seconds=0)
+    answer = stopped.value.answer
+    seconds = [way.seconds for way in answer.plans]
+    assert seconds[:2] == [way.seconds for way in whole[:2]] and seconds == sorted(seconds)
+    assert answer.considered == len(seconds) + answer.rejected.total() and answer.rejected[planning.UNSEEN] > 0
+    only = [word for key, values in limits.items() for word in ("--only", f"{key}={','.join(map(str, values))}")]
+    for expected in (2, 0):  # without a plan there is no answer
+        left[:] = range(expected)
+        done = pipemem("plan", source, "--output", target, "--json", *only)
+        assert done.exit_code == 130 and not target.exists()
+        assert bool(done.stdout) == bool(expected)
+        if expected:
+            answer = json.loads(done.stdout)
+            assert answer["interrupted"] and len(answer["plans"]) >= expected and answer["output"] == []
+
+
+def test_the_answer_has_the_limit_of_memory_and_the_next_step(tmp_path):
+    source, target = tmp_path / "run.yaml", tmp_path / "best.yaml"
+    source.write_text(CONFIG)
+    limits = ["--only", "schedule=1f1b", "--only", "variant=plain", "--only", "pp=4", "--only", "tp=1"]
+    assert json.loads(pipemem("plan", source, "--json", "--memory", "8GiB", *limits).stdout)["memory_bytes"] == 8 * GIB
+    said, written = (
+        " ".join(pipemem("plan", source, "--memory", "8GiB", *limits, *more).stdout.split())
+        for more in ((), ("--output", target))
+    )
+    assert "at most 8.0 GiB" in said and "--output best.yaml" in said and "pipemem launch best.yaml" in said
+    assert f"pipemem launch {target}" in written
 
 
 def test_a_searched_order_is_written_beside_its_run(tmp_path):

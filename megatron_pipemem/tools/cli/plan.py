@@ -15,6 +15,7 @@ import typer
 from rich.text import Text
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.exits import INTERRUPTED
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.flags import words
 from megatron_pipemem.model import layout
@@ -47,7 +48,7 @@ from megatron_pipemem.tools.launch.feasibility import refused_settings
 from megatron_pipemem.tools.planner.balance import AS_GOOD, Balance, balance, laid_out
 from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
 from megatron_pipemem.tools.planner.host import bound_by_host
-from megatron_pipemem.tools.planner.planning import plan
+from megatron_pipemem.tools.planner.planning import PlanningInterrupted, plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from megatron_pipemem.tools.planner.slices import doubt_of
@@ -125,16 +126,26 @@ def plan_command(
     NOT_NEGATIVE.read("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
     slowdown = None if profile is None else measured_slowdown_of(profile, run)
+    answer = today = stock = kept = other = None
+    is_interrupted = False
     with showing("planning"):
-        answer = plan(run, nbytes, limits, top, search_seconds, slowdown, refused_settings)
-        today = _as_it_stands(run, slowdown)
-        stock = None if today is None else tuned_stock(today, slowdown)
-        kept, other = _with_and_without(
-            run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, slowdown, refused_settings)
-        )
+        try:
+            answer = plan(run, nbytes, limits, top, search_seconds, slowdown, refused_settings)
+            today = _as_it_stands(run, slowdown)
+            stock = None if today is None else tuned_stock(today, slowdown)
+            kept, other = _with_and_without(
+                run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, slowdown, refused_settings)
+            )
+        except KeyboardInterrupt as interrupt:
+            if answer is None:
+                if not isinstance(interrupt, PlanningInterrupted):
+                    raise
+                answer = interrupt.answer
+            is_interrupted, output = True, None  # the best so far need not be the best
     one_queue = None if all(is_stocks(way.run) for way in answer.plans) else one_queue_of(run.flags)
     first = next(iter(answer.plans), None) if today is None else today
     host = None if first is None else bound_by_host(first, slowdown)
+    limit = run.cluster.memory_bytes if nbytes is None else nbytes
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     result = {
         "today": today and facts(today),
@@ -146,18 +157,38 @@ def plan_command(
         "rejected": dict(answer.rejected.most_common()),
         "considered": answer.considered,
         "seconds": answer.seconds,
+        "memory_bytes": limit,
+        "interrupted": is_interrupted,
         "output": [*files],
     }
     doubt = doubt_of(way.run for way in (*answer.plans, *([] if today is None else [today])))
-    too_large = _too_large(today, stock, run.cluster.memory_bytes if nbytes is None else nbytes)
+    too_large = _too_large(today, stock, limit)
     notes = (too_large, host, one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
-    print_answer(result, _shown(answer, today, stock, [note for note in notes if note is not None]), as_json)
+    steps = [
+        ("memory", f"at most {gibibytes(limit)} GiB of a device; --memory XGiB gives another limit"),
+        *(
+            [("interrupted", "this was found so far; faster plans may be missing, and no file was written")]
+            if is_interrupted
+            else []
+        ),
+        *([("next", _next_step(output))] if answer.plans else []),
+    ]
+    print_answer(result, (*_shown(answer, today, stock, list(filter(None, notes))), steps), as_json)
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
             print_lines(path)
+    if is_interrupted:
+        raise typer.Exit(INTERRUPTED)
     if not answer.plans:
         raise UnsupportedError("nothing-fits", f"{run_file}: no plan is possible; {_advice(answer.rejected)}")
+
+
+def _next_step(output: Path | None) -> str:
+    """Return the commands that start the best plan, which ``--output`` writes."""
+    path = output or Path("best.yaml")
+    written = "" if output is not None else f"add --output {path}, which writes the first plan; then "
+    return f"{written}pipemem launch {path}, or --pipemem-plan {path} on a command of your own"
 
 
 def _too_large(today: Way | None, stock: Way | None, memory: float) -> str | None:

@@ -147,12 +147,21 @@ LITTLE = f"slices make the step less than {LEAST_SLICED_GAIN:.0%} shorter than t
 SLOWER = "slower than the listed plans, by a lower bound or by simulated time"
 WAITS = "two replicas of the model need a barrier between steps, and the run has overlap_steps"
 NO_PAIRS = "no pair of a forward and a backward makes the step of the schedule shorter"
+UNSEEN = "not looked at before the interrupt"
 UNTRIED = "offload that takes long to plan was not tried, and could be faster; narrow the choice by --only"
 _LARGEST_SEARCH = 60_000  # most passes of a step for which a search is tried
 _SEARCHES = 3
 _EFFORT = 20_000  # passes times chunks for which copies are planned while other ways are left
 _ROUNDING = 1e-12  # of the sum of some thousand times, at most
 _WORTH_SEARCHING = 0.005  # least possible gain of a better order, as a share of the time
+
+
+class PlanningInterrupted(KeyboardInterrupt):
+    """An interrupt while plans were searched for. ``answer`` has the plans that were found before it, at least one."""
+
+    def __init__(self, answer: Answer):
+        super().__init__()
+        self.answer = answer
 
 
 def plan(
@@ -169,19 +178,32 @@ def plan(
     ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` is the time limit for
     each of at most three searches of an order; 0 for no search. ``slowdown`` has the ratios of measured to predicted
     seconds. ``refusal`` returns the error by which a start refuses a run's flags for its schedule; it is asked once for
-    runs with the same flags and schedule.
+    runs with the same flags and schedule. An interrupt is raised as ``PlanningInterrupted`` if a plan was found before it.
     """
     started = time.perf_counter()
     memory = run.cluster.memory_bytes if memory is None else memory
     limits = limits or Limits()
     limits.check(run)
+    searched: list[Way] = []
     with rare_collection():
         planner = _Planner(run, memory, limits, slowdown, refusal)
-        plans = planner.best(top)
-        if search_seconds > 0 and limits.admits(schedule=AUTO):
-            plans += planner.search(plans, search_seconds)
+        try:
+            plans = planner.best(top)
+            if search_seconds > 0 and limits.admits(schedule=AUTO):
+                for way in planner.search(plans, search_seconds):
+                    searched.append(way)  # one by one, so that an interrupt keeps those before it
+        except KeyboardInterrupt:
+            plans = planner.so_far(top)
+            if not plans:
+                raise
+            raise PlanningInterrupted(_answer(planner, plans + searched, top, started, UNSEEN)) from None
+    return _answer(planner, plans + searched, top, started, SLOWER)
+
+
+def _answer(planner: _Planner, plans: list[Way], top: int, started: float, in_queue: str) -> Answer:
+    """Return the answer with the ``top`` fastest plans. ``in_queue`` is the reason to reject what the queue still has."""
     plans = sorted(plans, key=lambda way: way.seconds)[:top]
-    rejected = planner.rejected + Counter({SLOWER: _count(planner.queue), UNTRIED: _count(planner.aside)})
+    rejected = planner.rejected + Counter({in_queue: _count(planner.queue), UNTRIED: _count(planner.aside)})
     return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
 
 
@@ -205,6 +227,8 @@ class _Planner:
         self._proposes_slices = "slices" not in limits.allowed and not run.schedule.slices
         self.queue: list[Entry] = []
         self.aside: list[Entry] = []
+        self.plans: list[Way] = []  # the fastest first
+        self.sliced: list[Way] = []  # plans with slices, until the fastest plan without slices is known
         self._effort: float = _EFFORT
         self._times: dict[object, OrderPrice] = {}
         for cut in cuts(run, limits, self.rejected):
@@ -218,8 +242,7 @@ class _Planner:
 
         Plans with slices that were not requested are kept if they are enough faster than the fastest plan without slices.
         """
-        plans: list[Way] = []
-        sliced: list[Way] = []  # until the fastest plan without slices is known
+        plans, sliced = self.plans, self.sliced
         while (self.queue or self.aside) and len(plans) < count:
             if not self.queue:
                 self.queue, self.aside, self._effort = self.aside, [], float("inf")
@@ -232,7 +255,8 @@ class _Planner:
                 if proposed:
                     sliced.append(entry)
                 else:
-                    plans = plans or self._worth_slicing(sliced, entry.seconds)
+                    if not plans:
+                        plans += self._worth_slicing(sliced, entry.seconds)
                     plans.append(entry)
                 continue
             tell(partial(_standing, len(plans), count, len(self.queue), bound))
@@ -244,7 +268,16 @@ class _Planner:
                 self._vary(entry)
             else:
                 self._price(entry)
-        plans = plans or sliced
+        if not plans:
+            plans += sliced
+        self.rejected[SLOWER] += len(plans[count:])
+        return plans[:count]
+
+    def so_far(self, count: int) -> list[Way]:
+        """Return the ``count`` fastest plans that are priced, after an interrupt. Others may be faster."""
+        waiting = [entry for *_, entry in self.queue if isinstance(entry, Way)]
+        self.queue = [item for item in self.queue if not isinstance(item[-1], Way)]
+        plans = sorted([*(self.plans or self.sliced), *waiting], key=lambda way: way.seconds)
         self.rejected[SLOWER] += len(plans[count:])
         return plans[:count]
 
