@@ -45,7 +45,7 @@ from megatron_pipemem.tools.planner.replay import family_options, family_schedul
 from megatron_pipemem.tools.planner.space import Limits, cuts, orders
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant, run_step
-from megatron_pipemem.tools.planner.ways import Way, facts, gibibytes
+from megatron_pipemem.tools.planner.ways import Way, facts, gibibytes, gibibytes_more
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 
@@ -144,6 +144,14 @@ def test_bytes_in_tables_are_rounded_up(nbytes):
     text = gibibytes(nbytes)
     assert nbytes <= float(text) * GIB
     assert float(text) * GIB <= nbytes * 1.11 + (nbytes > GIB) * 0.11 * GIB
+
+
+@pytest.mark.parametrize(
+    ("more", "base", "shown"),
+    [(40.09, 20.01, "20.0"), (40.01, 20.09, "20.0"), (40.11, 20.01, "20.1"), (1.5, 0.123, "1.37")],
+)
+def test_a_difference_in_gib_is_that_of_the_numbers_in_the_table(more, base, shown):
+    assert gibibytes_more(more * GIB, base * GIB) == shown
 
 
 def test_two_copies_of_the_model_hold_it_twice_and_are_added_up():

@@ -33,13 +33,13 @@ from megatron_pipemem.tools.advise.reading import Context, Reading, named_cluste
 from megatron_pipemem.tools.advise.shell import command_of_words, training_command
 from megatron_pipemem.tools.cli.common import Shown, print_answer
 from megatron_pipemem.tools.cli.options import Json, check_output
-from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
+from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, GIB, Cluster
 from megatron_pipemem.tools.config.loading import load, read_raw, settings_of, write_yaml
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
 from megatron_pipemem.tools.planner.slices import doubt_of
-from megatron_pipemem.tools.planner.ways import gibibytes
+from megatron_pipemem.tools.planner.ways import gibibytes, gibibytes_more
 from megatron_pipemem.tools.report.terminal import FittingTable
 
 
@@ -309,7 +309,8 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
         "fails": advice.fails
         and f"{advice.fails}, so Megatron stops at the start; to start it: {_addition(reading, advice.today)}",
         "too large": advice.excess
-        and f"today's run takes {gibibytes(advice.excess)} GiB more than a device has: compared without that limit",
+        and f"today's run takes {gibibytes(advice.today.peak)} GiB, and has {cluster.memory_bytes / GIB:.1f} of a device: "
+        "compared without that limit",
         "no slices": advice.why_whole,
         "host": advice.bound_by_host,
         "in doubt": doubt_of([run, *(way.run for way in advice.proposals.values())]),
@@ -381,11 +382,11 @@ def _reason(best: Way, advice: Advice) -> str:
     if advice.verdict == "pairs":
         return f"hide the travel of experts' tokens, {today.step.exchange_share:.0%} of the work: "
     if best.gain(today) < AS_FAST and best is not advice.stock:
-        return f"for {gibibytes(saved)} GiB less, "
+        return f"for {gibibytes_more(today.peak, best.peak)} GiB less, "
     if advice.excess and saved > 0 and best.peak <= today.peak - advice.excess:
         return "the fastest that fits: "
     if saved < -SAME_MEMORY * today.peak:
-        return f"as fast as any that fits with room, within 1%, in {gibibytes(-saved)} GiB more: "
+        return f"as fast as any that fits with room, within 1%, in {gibibytes_more(best.peak, today.peak)} GiB more: "
     return ""
 
 

@@ -282,6 +282,13 @@ def gibibytes(nbytes: float) -> str:
     return text
 
 
+def gibibytes_more(nbytes: float, base: float) -> str:
+    """Return the difference of two numbers of bytes in GiB, as the texts of ``gibibytes`` show them."""
+    texts = gibibytes(nbytes), gibibytes(base)
+    digits = max(len(text.partition(".")[2]) for text in texts)
+    return f"{float(texts[0]) - float(texts[1]):.{digits}f}"
+
+
 def _heading(way: Way) -> str:
     return (
         f"# Planned: {way.seconds:.4g} s a step, {way.mfu:.1%} MFU, ranks idle {way.idle_rate:.1%}, at most "
