@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.stream import draw_steps
 from megatron_pipemem.tools.report.terminal import TerminalTimeline
 
 
@@ -26,7 +27,7 @@ def test_golden(run):
         "device 0 |F0--F1--        B0------    B1------| 1",
         "device 1 |    F0--B0------F1--B1------        | 0.5",
         "          0     time (F of a device = 1)     9",
-        " F forward    B full backward",
+        " F forward    B full backward   number: microbatch",
     ]
 
 
@@ -116,3 +117,23 @@ def test_a_run_much_longer_than_the_others_has_its_own_time_axis(run):
     (note,) = [line for line in pictures[1] if line.startswith("own time axis")]
     seconds = [timeline.makespan / count for timeline, count in zip((others[0], gems), columns, strict=True)]
     assert float(note.split()[7]) == pytest.approx(seconds[1] / seconds[0], rel=0.02)
+
+
+@pytest.mark.parametrize(("width", "squeezed"), [(40, True), (200, False)])
+def test_a_mark_stands_before_each_next_step_of_every_device(run, width, squeezed):
+    picture = lines(draw_steps(run("zb-h2", 3, 3), 3), width)
+    rows = [line.split("|")[1] for line in picture if line.startswith("device")]
+    assert len(rows) == 3 and len({len(row) for row in rows}) == 1 and max(map(len, picture)) <= width
+    steps = [row.split("│") for row in rows]
+    assert [len(row) for row in steps] == [3] * 3
+    if not squeezed:
+        numbers = [[[*map(int, re.findall(r"F(\d+)", step))] for step in row] for row in steps]
+        assert numbers == [[[0, 1, 2], [3, 4, 5], [6, 7, 8]]] * 3
+    assert "│ next step" in " ".join(picture)
+
+
+@pytest.mark.parametrize(("name", "options", "of"), [("1f1b", {}, "microbatch"), ("seq1f1b", {"slices": 2}, "slice")])
+def test_numbers_are_explained_where_there_are_some(run, name, options, of):
+    timeline = run(name, 2, 4, **options)
+    wide, narrow = (" ".join(lines(timeline, width)) for width in (120, 24))
+    assert f"number: {of}" in wide and "number:" not in narrow and "next step" not in wide

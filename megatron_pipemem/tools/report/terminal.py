@@ -155,7 +155,7 @@ class TerminalTimeline:
     A letter gives the kind of an action: upper case for the first chunk, lower case for later ones. The number of its
     microbatch follows if there is room, then dashes until the action ends. Blanks are idle time. If the timeline is too
     long for the width, a column covers several actions. Blanks and letters then have the same shares of a row as idle
-    time and each kind of action have of the time.
+    time and each kind of action have of the time. A column of its own marks the start of each step but the first.
     """
 
     timeline: Timeline
@@ -172,7 +172,8 @@ class TerminalTimeline:
         peaks = [f" {drawn.memory_text(peak)}" for peak in timeline.peaks]
         widest = max(len(f" {DrawnRun(run).memory_text(peak)}") for run in runs for peak in run.peaks)
         header = "peak"
-        room = max(10, options.max_width - margin - max(len(header) + 1, widest) - 2)
+        marks = timeline.steps - 1 if any(drawn.step_starts) else 0
+        room = max(10, options.max_width - margin - max(len(header) + 1, widest) - 2 - marks)
         shared = [run for run in runs if run.makespan <= common_end(runs)]
         scale, squeezed = _columns_per_second(shared, room)
         common = scale
@@ -180,17 +181,18 @@ class TerminalTimeline:
             scale, squeezed = _columns_per_second([timeline], room)
         width = min(room, max(1, round(timeline.makespan * scale)))
         yield Text(drawn.headline, style="bold")
-        yield Text(" " * (margin + width + 2) + f" {header}", style="dim", no_wrap=True)
-        for device, (row, peak) in enumerate(zip(rows, peaks, strict=True)):
+        yield Text(" " * (margin + width + marks + 2) + f" {header}", style="dim", no_wrap=True)
+        lines = [_cells(drawn, row, scale, width, squeezed, shades, marks) for row in rows]
+        for device, (cells_of_row, peak) in enumerate(zip(lines, peaks, strict=True)):
             line = Text(f"device {device}".ljust(margin) + "|", no_wrap=True, overflow="crop")
-            line.append_text(_cells(drawn, row, scale, width, squeezed, shades))
+            line.append_text(cells_of_row)
             line.append("|" + peak)
             yield line
             if device < len(lanes) and lanes[device]:
-                yield _lane(lanes[device], scale, width, margin)
-        axis = _axis(f"{timeline.makespan:.6g}", f" time ({drawn.time_unit}) ", width)
+                yield _lane(lanes[device], scale, width + marks, margin)
+        axis = _axis(f"{timeline.makespan:.6g}", f" time ({drawn.time_unit}) ", width + marks)
         yield Text(" " * (margin + 1) + axis, style="dim", no_wrap=True, overflow="crop")
-        yield _legend(drawn, shades)
+        yield _legend(drawn, shades, any(character.isdigit() for line in lines for character in line.plain), marks > 0)
         if scale != common:
             yield Text(f"own time axis: one column here is {common / scale:.3g} columns of the others", style="dim")
         if squeezed:
@@ -236,13 +238,22 @@ def _standard_style(kind: Kind, chunk: int) -> Style:
     return Style(color="black", bgcolor=f"bright_{background}") if chunk else Style(color=letters, bgcolor=background)
 
 
-def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, squeezed: bool, shades: _Shades) -> Text:
+_NEXT_STEP = "\N{BOX DRAWINGS LIGHT VERTICAL}"
+
+
+def _cells(
+    drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, squeezed: bool, shades: _Shades, marks: int
+) -> Text:
+    """Return a device's line of ``width`` columns, and ``marks`` more before the first actions of the next steps."""
     text = Text()
     owners = _owners(row, scale, width, squeezed)
     paired = {id(box) for pair in drawn.pairs for box in pair}
-    column = 0
+    column, marked = 0, 0
     while column < width:
         box, first = owners[column], column
+        if box is not None and marks and (step := drawn.step_of(box)) > marked:
+            text.append(_NEXT_STEP * (step - marked))
+            marked = step
         while column < width and owners[column] is box:
             column += 1
         if box is None:
@@ -250,6 +261,7 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
             continue
         style = shades(box.action.kind, box.chunk) + Style(underline=id(box) in paired)
         text.append(_label(box, column - first, squeezed), style)
+    text.append(" " * (marks - marked))
     return text
 
 
@@ -316,10 +328,15 @@ def _label(box: Box, width: int, squeezed: bool) -> str:
     return (full if len(full) <= width else letter[:width]).ljust(width, "-")
 
 
-def _legend(drawn: DrawnRun, shades: _Shades) -> Text:
+def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bool) -> Text:
     entries = [Text(f" {kind} {kind.spec.says} ", shades(kind, 0)) for kind in dict(drawn.legend)]
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
+    if has_numbers:
+        of = "microbatch" if drawn.timeline.schedule.units.are_whole else "slice, counted over all microbatches"
+        entries.append(Text(f"number: {of}", style="dim"))
+    if marks_steps:
+        entries.append(Text(f"{_NEXT_STEP} next step", style="dim"))
     if drawn.pairs:
         entries.append(Text("underlined: a pair", style="dim"))
     if any(drawn.timeline.transfers):

@@ -224,14 +224,18 @@ class DrawnRun:
         none = ((),) * len(self.columns)
         if self.timeline.steps == 1:
             return none
-        starts, per_step = [], len(self.timeline.schedule.units) // self.timeline.steps
+        starts = []
         for row in self.rows:
-            steps = [(box.action.microbatch or 0) // per_step for box in row]
+            steps = [self.step_of(box) for box in row]
             if steps != sorted(steps):
                 return none
             firsts = dict(reversed([(step, box.start) for step, box in zip(steps, row, strict=True)]))
             starts.append(tuple(sorted(firsts.values())[1:]))
         return tuple(starts)
+
+    def step_of(self, box: Box) -> int:
+        """Return the number of the step that an action belongs to, from 0."""
+        return (box.action.microbatch or 0) // (len(self.timeline.schedule.units) // self.timeline.steps)
 
     @cached_property
     def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:
