@@ -8,6 +8,7 @@ from matplotlib.colors import to_hex
 
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools.report import figure
 from megatron_pipemem.tools.report.timeline import IDLE, colour
@@ -120,3 +121,30 @@ def test_the_whole_of_every_run_is_drawn(run):
     for axes, timeline in zip(drawn.axes, [others[0], gems, others[1]], strict=True):
         for shade, spans in simulated_bars(timeline).items():
             assert set(spans) <= set(bars(axes)[shade])
+
+
+@pytest.mark.parametrize("cap", [0.75, 1.4])
+def test_a_cap_is_drawn_at_its_height_on_every_device(run, cap):
+    """The memory axis of a device begins at its floor. The line of 1F1B's peak, at 1, gives the scale."""
+    timeline = run("v-half", 4, 8)
+    drawn = figure.draw([timeline], MemoryCap(cap, in_bytes=False))
+    (axes,) = drawn.axes
+    one, of_cap = (
+        sorted(segment[0][1] for segment in lines.get_segments())
+        for lines in axes.collections
+        if isinstance(lines, LineCollection)
+        and {len(segment) for segment in lines.get_segments()} == {2}
+        and all(segment[0][1] == segment[1][1] for segment in lines.get_segments())
+    )
+    floors = [device + figure._FLOOR for device in range(4)]
+    heights = [[floor - level for floor, level in zip(floors, levels, strict=True)] for levels in (one, of_cap)]
+    assert [high / unit for unit, high in zip(*heights, strict=True)] == pytest.approx([cap] * 4)
+    assert all(level > device for device, level in enumerate(of_cap)), "within the row of its device"
+    assert f"cap: {cap:g} activation units" in [text.get_text() for text in drawn.legends[0].get_texts()]
+    texts = [text.get_text() for text in figure.draw([timeline]).legends[0].get_texts()]
+    assert not any("cap" in text for text in texts)
+
+
+def test_a_cap_in_bytes_is_not_drawn_over_activation_units(run):
+    drawn = figure.draw([run("v-half", 4, 8)], MemoryCap(2.0**30, in_bytes=True))
+    assert not any("cap" in text.get_text() for text in drawn.legends[0].get_texts())

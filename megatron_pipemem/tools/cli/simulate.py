@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.memory_cap import loosened, parse_caps
 from megatron_pipemem.schedule.options import NOT_NEGATIVE, OFF
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
@@ -455,7 +455,8 @@ def show(
     pictures = (TerminalTimeline(timeline, timelines) for timeline in timelines if output is None)
     print_answer([_drawn(timeline, output) for timeline in timelines if as_json], pictures, as_json)
     if output is not None:
-        print_file(output, lambda: save_comparison(timelines, output), as_json)
+        cap = None if question.memory_cap is None else parse_caps(question.memory_cap)
+        print_file(output, lambda: save_comparison(timelines, output, cap), as_json)
 
 
 def _drawn(timeline: Timeline, output: Path | None) -> dict[str, object]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, whole_file
 from megatron_pipemem.schedule.action import COMPUTE, COPIES, MEMORY, VOCABULARY, Kind
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools.report.timeline import IDLE, Box, DrawnRun, colour, held_steps, ink, outline
 
@@ -242,6 +243,7 @@ _ACTION_HEIGHT = _ACTIONS[1] - _ACTIONS[0]
 # Copies to and from the host are drawn between the two, if there are any.
 _LANE, _UPPER_BELOW_LANE = (0.46, 0.51), 0.53
 _STEP_LINE = 1.6
+_CAP_LINE, _CAP_DOTS = 1.0, (0, (1, 1.5))
 
 
 class PicturedRun(DrawnRun):
@@ -276,11 +278,13 @@ class PicturedRun(DrawnRun):
         return [[box for box in row if box.action.kind not in MEMORY] for row in self.rows]
 
 
-def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float) -> set[str]:
+def draw_run(
+    run: PicturedRun, axes: Axes, end: float, points: float, top: float, caps: Sequence[float] = ()
+) -> set[str]:
     """Draw one timeline into its axes, and return what was left out for lack of room.
 
     ``points`` is the width of a second in points, ``end`` the end of the time axis, and ``top`` that of the memory
-    axis.
+    axis. ``caps`` has the memory cap of each device, in the unit of the memory axis; nothing without a cap.
     """
     left_out: set[str] = set()
     row_points = axes.get_position().height * figure_of(axes).get_figheight() * 72 / len(run.rows)
@@ -296,7 +300,7 @@ def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float
         left_out.add("microbatch numbers")
     left_out |= _draw_waits(axes, run, points, row_points)
     _draw_transfers(axes, run)
-    _draw_held(axes, run, top)
+    _draw_held(axes, run, top, caps)
     for device, starts in enumerate(run.step_starts):
         if starts:
             axes.vlines(starts, device, device + _FLOOR, color=TEXT, linewidth=_STEP_LINE)
@@ -384,10 +388,10 @@ def _draw_transfers(axes: Axes, run: PicturedRun) -> None:
         _bars(axes, spans, _LANE, facecolors=colour(kind))
 
 
-def _draw_held(axes: Axes, run: PicturedRun, top: float) -> None:
+def _draw_held(axes: Axes, run: PicturedRun, top: float, caps: Sequence[float]) -> None:
     """Draw the memory of each device over time, on a scale from 0 to ``top``.
 
-    A dashed line shows 1F1B's peak if the memory is in activation units.
+    A dashed line shows 1F1B's peak if the memory is in activation units, and a dotted line the cap of a device.
     """
     from matplotlib.collections import LineCollection, PolyCollection
 
@@ -404,6 +408,9 @@ def _draw_held(axes: Axes, run: PicturedRun, top: float) -> None:
     if run.in_units:
         limits = [device + _FLOOR - height / top for device in range(len(run.rows))]
         axes.hlines(limits, *axes.get_xlim(), color=LIMIT, linewidth=0.6, linestyle=(0, (4, 3)))
+    if caps:
+        levels_of_caps = [device + _FLOOR - height * cap / top for device, cap in enumerate(caps)]
+        axes.hlines(levels_of_caps, *axes.get_xlim(), color=TEXT, linewidth=_CAP_LINE, linestyle=_CAP_DOTS)
 
 
 def _frame(axes: Axes) -> None:
@@ -432,27 +439,30 @@ _COMFORTABLE = 7.5
 """The width in points that the shortest action gets if ``_WIDEST`` allows it: enough for a label of two digits."""
 
 
-def draw(timelines: Sequence[Timeline]) -> Figure:
+def draw(timelines: Sequence[Timeline], cap: MemoryCap | None = None) -> Figure:
     """Return a new figure with the actions of each device, and its memory below.
 
     Several timelines share one time scale, and one memory scale if their memory has the same unit. Each timeline is
-    drawn whole. If some labels do not fit, the picture says which were left out.
+    drawn whole. If some labels do not fit, the picture says which were left out. ``cap`` is the memory cap that the
+    schedules keep. It is drawn where the memory has its unit.
     """
     runs = [PicturedRun(timeline) for timeline in timelines]
+    caps = [() if cap is None or cap.in_bytes == run.in_units else cap.of(len(run.rows)) for run in runs]
     longest, shortest = max(run.end for run in runs), min(run.shortest for run in runs)
     width = min(_WIDEST, max(_NARROWEST, longest / shortest * _COMFORTABLE / 72 + _LEFT + _RIGHT))
     points = (width - _LEFT - _RIGHT) * 72 / longest
     heights = [_row_inches(len(run.rows), len(runs)) * len(run.rows) for run in runs]
     figure, panels = _panels(width, heights)
     left_out = set()
-    for run, axes in zip(runs, panels, strict=True):
-        left_out |= draw_run(run, axes, longest, points, run.memory_scale(runs))
+    for run, axes, of_run in zip(runs, panels, caps, strict=True):
+        top = max(run.memory_scale(runs), 1.02 * max(of_run, default=0.0))
+        left_out |= draw_run(run, axes, longest, points, top, of_run)
         axes.set_title(
             _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
         )
     panels[-1].tick_params(labelbottom=True)
     _label_time(figure, runs, width)
-    _add_legend(figure, runs)
+    _add_legend(figure, runs, str(cap) if any(caps) else "")
     _add_footnotes(figure, runs, sorted(left_out))
     return figure
 
@@ -510,8 +520,11 @@ def _label_time(figure: Figure, runs: Sequence[PicturedRun], width: float) -> No
     figure.text(middle, bottom / figure.get_figheight(), text, ha="center", va="center", color="#3c4043")
 
 
-def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
-    """Add a legend with one entry for each kind of action. It shows a colour for each chunk."""
+def _add_legend(figure: Figure, runs: Sequence[PicturedRun], cap: str) -> None:
+    """Add a legend with one entry for each kind of action. It shows a colour for each chunk.
+
+    ``cap`` is the memory cap as text; empty if none is drawn.
+    """
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -539,6 +552,8 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
     )
     if runs[0].in_units:
         entries["1F1B's peak (1)"] = Line2D([], [], color=LIMIT, linewidth=0.9, linestyle=(0, (4, 3)))
+    if cap:
+        entries[f"cap: {cap}"] = Line2D([], [], color=TEXT, linewidth=_CAP_LINE, linestyle=_CAP_DOTS)
     columns = len(entries) if figure.get_figwidth() > 11 else -(-len(entries) // 2)
     figure.legend(
         list(entries.values()), list(entries), loc="lower center", bbox_to_anchor=(0.5, 0.34 / figure.get_figheight()),

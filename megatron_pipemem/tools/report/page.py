@@ -19,11 +19,14 @@ from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools.report.timeline import IDLE, UNITS, Columns, DrawnRun, colour, common_end, ink, outline
 
 
-def page(timelines: Sequence[Timeline]) -> str:
-    """Return the text of an HTML page with these timelines. The page loads no other file."""
+def page(timelines: Sequence[Timeline], limit: float = 1.0) -> str:
+    """Return the text of an HTML page with these timelines. The page loads no other file.
+
+    ``limit`` is the place of the dashed memory line, in activation units.
+    """
     runs = [DrawnRun(timeline) for timeline in timelines]
     title = ", ".join(timeline.schedule.name for timeline in timelines)
-    return filled(page_data(timelines), title, "; ".join(run.headline for run in runs) + ".")
+    return filled(page_data(timelines, limit), title, "; ".join(run.headline for run in runs) + ".")
 
 
 def page_data(timelines: Sequence[Timeline], limit: float = 1.0) -> dict[str, object]:
