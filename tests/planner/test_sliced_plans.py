@@ -332,6 +332,9 @@ def test_slices_of_a_configuration():
     run = sliced(4)
     assert run.schedule_options == {"slices": 4}
     assert "slices=4" in " ".join(planned_flags(run))
+    whole, again = run.with_parts(1), run.with_parts(2)
+    assert (whole.units.are_whole, whole.schedule.name) == (True, run.schedule.name)
+    assert (again.units.parts, again.schedule.name) == (2, "auto")
     with refused("no-slices", kind=ConfigError):
         ScheduleChoice("stock", slices=2)
     with refused("bad-choice", 3, kind=ConfigError):
