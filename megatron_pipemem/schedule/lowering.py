@@ -75,18 +75,20 @@ class Horizons:
         dependencies = Dependencies.of_schedule(schedule)
         if error := dependencies.stuck():
             raise error
-        self._lanes = dependencies.lanes
-        self._latest_needs = LatestNeeds(dependencies.graph, dependencies.walk.depths)
+        self._starts, depths = [lane.start for lane in dependencies.lanes], dependencies.walk.depths
+        self._depths = [[*depths[lane.start : lane.stop], math.inf] for lane in dependencies.lanes]
+        self._latest_needs = LatestNeeds(dependencies.graph, depths)
 
     def place(self, device: int, position: int, other: int, least: int = 0) -> int:
         """Return how many actions ``other`` must run before ``device`` has run all actions before ``position``.
 
         The result is at least ``least``. Lookups for two devices are fast if their positions do not fall.
         """
-        if position == 0:
+        # Most lookups end here: an action needs only actions that are less deep.
+        if position == 0 or self._depths[device][position - 1] <= self._depths[other][least]:
             return least
-        start = self._lanes[other].start
-        return self._latest_needs.after(self._lanes[device][position - 1], other, start + least - 1) - start + 1
+        start, last = self._starts[other], self._starts[device] + position - 1
+        return self._latest_needs.after(last, other, start + least - 1) - start + 1
 
 
 class _Messages:

@@ -22,6 +22,7 @@ model: that all launches start, and that any one host may wait.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,6 +71,11 @@ class LatestNeeds:
         latest = max(latest, bound, self._search(node, needed_lane, floor, searched))
         self._searches[lane, needed_lane] = node, bound, latest, searched
         return latest
+
+    def searched(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Return the pairs ``(bound, node)`` for which ``after`` has to search, which are few."""
+        depth = [*self._depth, math.inf]
+        return ((bound, node) for bound, node in pairs if depth[node] > depth[bound + 1])
 
     def everywhere(self, nodes: Iterable[int]) -> Iterator[Mapping[int, int]]:
         """Yield by lane the latest nodes that each of these nodes of one lane, in running order, needs."""
@@ -132,11 +138,11 @@ def _refused_waits(
     graph = dependencies.graph
     nodes, placement = dependencies.nodes, program.placement
     sums = (posts for action, posts in _joint_posts(nodes, placement) if action.kind not in COLLECTIVES)
-    for posts in chain(_messages(nodes, placement), sums):
-        for end, other in permutations(posts, 2):
-            later = latest_needs.after(other, graph.lane_of[end], end)
-            if later > end:
-                yield end, other, later
+    meetings = chain(_messages(nodes, placement), sums)
+    for end, other in latest_needs.searched(pair for posts in meetings for pair in permutations(posts, 2)):
+        later = latest_needs.after(other, graph.lane_of[end], end)
+        if later > end:
+            yield end, other, later
     collectives = [*chain.from_iterable(dependencies.lanes[dependencies.num_devices :])]
     for collective, latest in zip(collectives, latest_needs.everywhere(collectives), strict=True):
         # The node of a collective needs everything that its posts need.
