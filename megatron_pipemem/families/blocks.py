@@ -12,12 +12,13 @@ microbatches run in parts, a block has the passes of one part, and backwards wai
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, count
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
@@ -217,29 +218,31 @@ def reorder(
     return reordered
 
 
-def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timetable:
-    """Return the timetable with ``num_microbatches`` more microbatches. None are added if the number is not positive.
+def extend(timetable: Timetable, interval: int, num_microbatches: int) -> list[tuple[Timetable, int]]:
+    """Return the timetable with ``num_microbatches`` more microbatches, as parts and the number of times each runs.
 
-    One interval of slots from the middle of the steady state is repeated once for each of them.
+    One interval of slots from the middle of the steady state runs once more for each of them. None are added if the
+    number is not positive.
     """
-    if num_microbatches <= 0:
-        return timetable
-    begin = timetable[len(timetable) // 2][0]
-    before = [(slot, pass_) for slot, pass_ in timetable if slot < begin]
-    rhythm = [(slot, pass_) for slot, pass_ in timetable if begin <= slot < begin + interval]
-    after = [(slot, pass_) for slot, pass_ in timetable if slot >= begin]
-    for shift in range(0, num_microbatches * interval, interval):
-        before.extend((slot + shift, pass_) for slot, pass_ in rhythm)
-    shift = num_microbatches * interval
-    return before + [(slot + shift, pass_) for slot, pass_ in after]
+    begin, _ = timetable[len(timetable) // 2]
+    middle = bisect_left(timetable, begin, key=itemgetter(0))
+    end = bisect_left(timetable, begin + interval, key=itemgetter(0))
+    return [(timetable[:middle], 1), (timetable[middle:end], max(num_microbatches, 0)), (timetable[middle:], 1)]
 
 
-def squeeze(name: str, timetable: Timetable, placement: Placement, units: Units) -> Schedule:
-    """Drop the idle slots of a timetable. Every device runs its W in the order of its I."""
+def squeeze(name: str, parts: Iterable[tuple[Timetable, int]], placement: Placement, units: Units) -> Schedule:
+    """Drop the idle slots of the parts of a timetable. Every device runs its W in the order of its I.
+
+    The number of every part says how often it runs before the next one.
+    """
     by_device: list[list[Pass]] = [[] for _ in placement.stages]
-    by_stage = [by_device[device] for device in placement.devices]
-    for _, pass_ in timetable:
-        by_stage[pass_.stage].append(pass_)
+    for timetable, times in parts:
+        passes_of: list[list[Pass]] = [[] for _ in placement.stages]
+        by_stage = [passes_of[device] for device in placement.devices]
+        for _, pass_ in timetable:
+            by_stage[pass_.stage].append(pass_)
+        for passes, passes_of_part in zip(by_device, passes_of, strict=True):
+            passes += passes_of_part * times
     weights_of = [Pass(Kind.W, stage) for stage in range(placement.num_stages)]
     for passes in by_device:
         weights = iter([weights_of[stage] for kind, stage in passes if kind is Kind.I])
@@ -260,8 +263,8 @@ def build(name: str, block: Block, units: Units, *, steady: bool = False) -> Sch
     enough = -(-3 * (block.length // block.interval + 1) // parts)
     built = Units.equal(min(max(units.num_microbatches, -(-peak // parts)), enough), parts)
     reordered = _reordered(block.placement, block.interval, tuple(block.starts.items()), built, peak, steady)
-    timetable = extend([*reordered], parts * block.interval, units.num_microbatches - enough)
-    return squeeze(name, timetable, block.placement, units)
+    extended = extend([*reordered], parts * block.interval, units.num_microbatches - enough)
+    return squeeze(name, extended, block.placement, units)
 
 
 @lru_cache(maxsize=16)

@@ -51,7 +51,7 @@ def test_the_paper_example(p: int) -> None:
     block = one_f_one_b(p)
     assert [block.lifespan(r) for r in range(p)] == [3 * (p - r) for r in range(p)]
     assert lifespan_bounds(block) == block.peaks() == tuple(p - r for r in range(p))
-    squeezed = squeeze("1f1b", repeat(block, 3 * p), block.placement, Units.equal(3 * p))
+    squeezed = squeeze("1f1b", [(repeat(block, 3 * p), 1)], block.placement, Units.equal(3 * p))
     assert squeezed.orders == build_schedule("1f1b", num_devices=p, num_microbatches=3 * p).orders
 
 
@@ -90,7 +90,7 @@ def test_long_steps_are_what_reordering_them_whole_would_give(
         return [build_schedule(name, num_devices=p, num_microbatches=m, slices=n) for m in sizes]
 
     extended = built()
-    monkeypatch.setattr(blocks, "extend", lambda timetable, interval, num_microbatches: timetable)
+    monkeypatch.setattr(blocks, "extend", lambda timetable, interval, num_microbatches: [(timetable, 1)])
     monkeypatch.setattr(Block, "length", 10**6)
     assert built() == extended
 
