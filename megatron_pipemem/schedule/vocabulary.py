@@ -177,6 +177,8 @@ def check_switch(schedule: Schedule) -> None:
             )
         check_placement(schedule.placement)
         return
+    if schedule.kinds.isdisjoint(VOCABULARY):
+        return
     for device, order in enumerate(schedule.orders):
         for position, action in enumerate(order):
             if action.kind in VOCABULARY:
