@@ -1,0 +1,1 @@
+"""Steps of published code, for benchmarks that compare predictions with its measurements."""
