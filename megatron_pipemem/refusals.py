@@ -461,9 +461,13 @@ SPLIT_BACKWARD = Refusals(
     },
 )
 QUANTISED_USER_BUFFERS = Rule(
-    lambda value_of: value_of("tp_comm_overlap") and (value_of("fp8") or value_of("fp4")),
-    "what W gets of quantised tensors in user buffers is not proved to outlive them; drop --tp-comm-overlap, or take a "
-    "schedule that does not split the backward, like 1f1b or interleaved",
+    lambda value_of: (
+        value_of("tp_comm_overlap")
+        and (value_of("fp4") or (value_of("fp8") and value_of("fp8_recipe") not in ("tensorwise", "mxfp8")))
+    ),
+    "the operands of W in user buffers are proved to outlive them in bf16 and in fp8 with the recipes tensorwise and mxfp8; "
+    "pass one of these with --fp8-recipe, drop --tp-comm-overlap, or take a schedule that does not split the backward, like "
+    "1f1b or interleaved",
 )
 _FUSED = "its kernels need a GPU"
 CPU = Refusals(

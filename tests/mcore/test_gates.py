@@ -104,7 +104,7 @@ QUESTIONS = {
     "QUANTISED_USER_BUFFERS": (
         Request("v-half"),
         Request("1f1b"),
-        ENGINE | {"tp_comm_overlap": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        ENGINE | {"tp_comm_overlap": True, "fp8": "hybrid", "fp8_recipe": "blockwise"},
     ),
 }
 
@@ -206,7 +206,7 @@ def test_a_chosen_schedule_says_more_than_the_request():
     with refused("unsupported-setting", "--attention-dropout"):
         check_gates(GateQuestion(request, dropout, sliced))
     splits, whole = (build_schedule(name, num_devices=4, num_microbatches=8) for name in ("zb-h1", "1f1b"))
-    overlapped = {**ENGINE, "tp_comm_overlap": True, "fp8": "hybrid"}.get
+    overlapped = {**ENGINE, "tp_comm_overlap": True, "fp4": "e2m1"}.get
     check_gates(GateQuestion(request, overlapped, whole))
     with refused("unsupported-setting", "--tp-comm-overlap"):
         check_gates(GateQuestion(request, overlapped, splits))

@@ -93,8 +93,10 @@ def kept(monkeypatch):
     )
 
     def into_buffer(comm, shard, quantizer, group):
-        comm[:] = torch.cat([shard] * 2)
-        return (comm if quantizer is None else Quantized(comm)), shard if quantizer is None else Quantized(shard)
+        comm[:] = torch.cat([shard.rows if isinstance(shard, Quantized) else shard] * 2)
+        if quantizer is not None:
+            return Quantized(comm), shard if isinstance(shard, Quantized) else Quantized(shard)
+        return comm, shard
 
     def of_module(gathers, queue, comm=None, shards=True):
         stored = []
@@ -145,14 +147,15 @@ def test_other_tensors_stay_gathered(kept, queue):
 
 @pytest.mark.parametrize("queue", [WeightGradientQueue(), LateWeightGradients()], ids=type)
 @pytest.mark.parametrize("shards", [True, False])
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [None, "before", "within"])
 def test_what_was_gathered_into_a_user_buffer_outlives_it(kept, queue, shards, quantised):
     """The next layer gathers into the same buffer before W."""
-    buffer, quantizer = torch.zeros(4), Quantizer() if quantised else None
-    tensors, _, _ = kept([(torch.tensor([1.0, 2.0]), quantizer)], queue, buffer, shards)
+    buffer, part, quantizer = torch.zeros(4), torch.tensor([1.0, 2.0]), Quantizer() if quantised else None
+    part = Quantized(part) if quantised == "before" else part
+    tensors, _, _ = kept([(part, quantizer)], queue, buffer, shards)
     buffer.fill_(torch.nan)
     work = delayed_work(tensors)
-    is_shard = shards and type(queue) is WeightGradientQueue
+    is_shard = shards and type(queue) is WeightGradientQueue and quantised != "within"
     assert [tensor.numel() for tensor in work.tensors] == [2 if is_shard else 4]
     work.begin()
     work.run()
@@ -277,8 +280,9 @@ def test_no_reduction_overlaps_a_weight_gradient_that_is_delayed(caplog):
             assert [refusal(config, splits), refusal(config, splits)] == [None, None]
         assert config.tp_comm_bulk_wgrad != splits and config.tp_comm_bulk_dgrad
         assert caplog.messages == logged, "told once for all chunks"
-    fp8 = config_of(fp8="hybrid", **overlapped)
-    assert refusal(fp8) == "unsupported-setting" and refusal(fp8, splits=False) is None
+    for recipe, code in (("tensorwise", None), ("mxfp8", None), ("blockwise", "unsupported-setting")):
+        fp8 = config_of(fp8="e4m3", fp8_recipe=recipe, **overlapped)
+        assert refusal(fp8) == code and refusal(fp8, splits=False) is None
 
 
 def test_delayed_scaling_is_not_recomputed():

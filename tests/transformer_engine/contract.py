@@ -5,12 +5,13 @@ Prints, as JSON, the version, the result of every case, and graphs in the orders
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -25,6 +26,7 @@ import graph_orders  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformer_engine  # noqa: E402
+import transformer_engine_torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.extensions.transformer_engine import (  # noqa: E402
@@ -39,6 +41,10 @@ from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.utils import is_te_min_version  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.utils import parametrize  # noqa: E402
+from transformer_engine.pytorch.module import base  # noqa: E402
+from transformer_engine.pytorch.module._common import WeightGradStore  # noqa: E402
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor  # noqa: E402
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor  # noqa: E402
 
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, hook_like_ddp, is_ddps_hook, mark  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
@@ -51,13 +57,14 @@ from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
 from megatron_pipemem.mcore.step.extension import observe  # noqa: E402
 from megatron_pipemem.model.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.model.model import Execution, Model  # noqa: E402
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger, data_of  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     EARLY,
     HOOKED,
     AccumulatorHooks,
     WeightGradientQueue,
     accumulator_of,
+    collecting,
 )
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 from megatron_pipemem.tools.megatron import profiling  # noqa: E402
@@ -93,8 +100,12 @@ class Block(torch.nn.Module):
             "bias": bias,
             "is_expert": False,
         }
-        self.fc1 = TELayerNormColumnParallelLinear(HIDDEN, INNER, skip_bias_add=False, gather_output=False, **common)
-        self.fc2 = TERowParallelLinear(INNER, HIDDEN, skip_bias_add=True, input_is_parallel=True, **common)
+        self.fc1 = TELayerNormColumnParallelLinear(
+            HIDDEN, INNER, skip_bias_add=False, gather_output=False, tp_comm_buffer_name="fc1", **common
+        )
+        self.fc2 = TERowParallelLinear(
+            INNER, HIDDEN, skip_bias_add=True, input_is_parallel=True, tp_comm_buffer_name="fc2", **common
+        )
 
     def forward(self, x):
         inner, _ = self.fc1(x)
@@ -117,14 +128,15 @@ def build(
     frozen: tuple[str, ...] = (),
     kind: type[Block] = Block,
     change: Callable[[torch.nn.Module], object] = lambda block: None,
+    **settings: object,
 ):
     """The block with the same values every time, and Megatron's DDP around it unless ``overlap`` is ``None``.
 
-    ``change`` is made by a user before DDP is.
+    ``change`` is made by a user before DDP is. ``settings`` are of Megatron.
     """
     config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, gradient_accumulation_fusion=fusion,
-        params_dtype=torch.float32, normalization="LayerNorm",
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, gradient_accumulation_fusion=fusion,
+        params_dtype=torch.float32, normalization="LayerNorm", **settings,
     )  # fmt: skip
     config.delay_wgrad_compute = delayed
     block = kind(config, bias)
@@ -166,8 +178,9 @@ def gradients(
         for action in (order or "").split():
             kind, microbatch = action[0], int(action[1])
             if kind == "I":
-                losses[microbatch].backward()
                 queues[microbatch] = WeightGradientQueue()
+                with collecting(queues[microbatch]):
+                    losses[microbatch].backward()
                 defer(delayed, queues[microbatch])
             else:
                 queues[microbatch].run()
@@ -208,6 +221,9 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
     for sequence_parallel, kept in ((False, "sharded"), (True, "sharded"), (True, "gathered")):
         name = f"bytes that the planner predicts, sequence parallel {sequence_parallel}, {kept}"
         yield name, _planned, (sequence_parallel, kept)
+    for kept in ("sharded", "gathered"):
+        yield f"user buffers, {kept}", _user_buffers, (kept,)
+    yield "8 bits in user buffers", _quantised_buffers, ()
     # Version 2.8 refuses the version of flash-attn that the stand-in has.
     models = FLASH if is_te_min_version("2.14.0") else {}
     for (name, model), recompute in product(models.items(), ("none", "selective")):
@@ -373,6 +389,64 @@ def _planned_with_flash(model: Model, recompute: str) -> None:
     assert (changes[Kind.F] - kind_of_mask, -changes[Kind.W]) == (wanted.saved, wanted.after_input), (changes, wanted)
 
 
+@contextmanager
+def _buffers(kept: str, rows: int, mode: str, dtype: torch.dtype) -> Iterator[None]:
+    """Give two tensor-parallel ranks user buffers of that many rows. Only one of them runs; the other's data are the same."""
+    with profiling.lone_rank(Execution(tp=2, sequence_parallel=True, wgrad_inputs=kept)):
+        group = parallel_state.get_tensor_model_parallel_group()
+        modes = [base.UserBufferQuantizationMode[mode]]
+        with mock.patch.object(dist, "new_group", lambda *_, **__: group), redirect_stdout(io.StringIO()):
+            base.initialize_ub([rows, HIDDEN], 2, quantization_modes=modes, dtype=dtype, bootstrap_backend="gloo")
+        try:
+            yield
+        finally:
+            base.destroy_ub()
+
+
+def _user_buffers(kept: str) -> None:
+    """The next layer overwrites the operands of W: the input of ``fc1``, and the gradient of the output of ``fc2``."""
+    settings = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "tp_comm_overlap": True,
+        "tp_comm_bulk_wgrad": False,
+    }
+    with _buffers(kept, 4 * SEQUENCE, "NONE", torch.float32):
+        wanted = gradients(build(False, False, **settings), None)
+        net = build(False, True, **settings)
+        assert net.fc1.ub_bulk_dgrad and net.fc2.ub_overlap_ag_dgrad
+        same(gradients(net, ORDERS["IIWIWW"]), wanted)
+
+
+def _quantised_buffers() -> None:
+    """Transformer Engine's own tensors of 8 bits keep their bytes, and their scales, until W."""
+    rows, form = 128, transformer_engine_torch.DType.kFloat8E4M3
+    numbers = torch.arange(rows * HIDDEN).remainder(120).to(torch.uint8).view(rows, HIDDEN)
+    one_scale, scales = torch.ones(1), torch.full((4, 128), 7, dtype=torch.uint8)
+    current = Float8CurrentScalingQuantizer(form, device=torch.device("cpu"), rowwise=True, columnwise=False)
+    blocks = MXFP8Quantizer(form, rowwise=False, columnwise=True)
+    swizzled = {"with_gemm_swizzled_scales": False, "fake_dtype": torch.bfloat16} if is_te_min_version("2.14.0") else {}
+    # The classes without the size and the format that they stand for, which these two add.
+    per_tensor, per_block = Float8Tensor.__mro__[1], MXFP8Tensor.__mro__[1]
+    shards = [
+        (current, per_tensor(data=numbers, fp8_scale_inv=one_scale, fp8_dtype=form, quantizer=current)),
+        (blocks, per_block(None, None, numbers, scales, form, blocks, **swizzled)),
+    ]
+    with _buffers("gathered", 2 * rows, "FP8", torch.bfloat16):
+        group, buffer = parallel_state.get_tensor_model_parallel_group(), base.get_ub("fc1_dgrad", True)
+        for quantizer, shard in shards:
+            store = WeightGradStore(delay_wgrad_compute=True)
+            with collecting(WeightGradientQueue()):
+                gathered, _ = base.fill_userbuffers_buffer_for_all_gather(buffer, shard, quantizer, group)
+                buffer.all_gather()  # as the product does that overlaps with it
+                store.put([gathered], None)
+            buffer.copy_into_buffer(torch.zeros(2 * rows, HIDDEN, dtype=torch.uint8))
+            ((tensor,), _) = store.context.queue[-1]
+            (data,) = data_of(tensor)
+            assert tensor is gathered, "with its scales"
+            assert torch.equal(data, torch.cat([numbers] * 2))
+
+
 def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend) -> dict[Kind, int]:
     """Return, by kind of action, the bytes that one more layer adds to the action's change of memory."""
     spec_of, config_of = gpt_layer_specs.get_gpt_decoder_block_spec, profiling._config
@@ -404,7 +478,7 @@ def _changes_by_a_layer(model: Model, execution: Execution, backend: AttnBackend
 
 def _alone(check: Callable[..., None], how: tuple) -> None:
     """Run a check as the one rank of a job."""
-    if check in (_planned, _planned_with_flash):  # make their own
+    if check in (_planned, _planned_with_flash, _user_buffers, _quantised_buffers):  # make their own
         check(*how)
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -351,7 +351,7 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
     gather_symbol, fill_symbol, put_symbol = TRANSFORMER_ENGINE
 
     def note_shard(gathered: Any, shard: Any, process_group: dist.ProcessGroup, quantizer: Any) -> None:
-        if not ((quantizer is None or is_quantised(shard)) and defers() and keeps(process_group)):
+        if not (defers() and keeps(process_group)):
             return
         usage = () if quantizer is None else (quantizer.rowwise_usage, quantizer.columnwise_usage)
 
@@ -366,7 +366,7 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):
         gathered, work = original(inp, process_group, async_op=async_op, quantizer=quantizer, **others)
-        if gathered is not inp and not others:
+        if gathered is not inp and not others and _is_repeatable(inp, quantizer):
             note_shard(gathered, inp, process_group, quantizer)
         return gathered, work
 
@@ -374,7 +374,8 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
         gathered, shard = original(comm, local_tensor, quantizer, process_group)
         if gathered is not shard:
             setattr(gathered, _SHARED, True)
-            note_shard(gathered, shard, process_group, quantizer)
+            if _is_repeatable(local_tensor, quantizer):
+                note_shard(gathered, shard, process_group, quantizer)
         return gathered, shard
 
     def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
@@ -385,6 +386,11 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
         original(store, kept, func)
 
     return [(gather_symbol, gather), (fill_symbol, fill), (put_symbol, keep)]
+
+
+def _is_repeatable(shard: Any, quantizer: Any) -> bool:
+    """Return whether a gather of a shard does not quantise it, so that another one has the same result."""
+    return quantizer is None or is_quantised(shard)
 
 
 def _is_computed(module: Any, name: str) -> bool:
