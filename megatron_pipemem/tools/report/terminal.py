@@ -192,7 +192,8 @@ class TerminalTimeline:
                 yield _lane(lanes[device], scale, width + marks, margin)
         axis = _axis(f"{timeline.makespan:.6g}", f" time ({drawn.time_unit}) ", width + marks)
         yield Text(" " * (margin + 1) + axis, style="dim", no_wrap=True, overflow="crop")
-        yield _legend(drawn, shades, any(character.isdigit() for line in lines for character in line.plain), marks > 0)
+        has_numbers = any(character.isdigit() for line in lines for character in line.plain)
+        yield from _legend(drawn, shades, has_numbers, marks > 0, options.max_width)
         if scale != common:
             yield Text(f"own time axis: one column here is {common / scale:.3g} columns of the others", style="dim")
         if squeezed:
@@ -238,6 +239,7 @@ def _standard_style(kind: Kind, chunk: int) -> Style:
     return Style(color="black", bgcolor=f"bright_{background}") if chunk else Style(color=letters, bgcolor=background)
 
 
+_GAP = "  "
 _NEXT_STEP = "\N{BOX DRAWINGS LIGHT VERTICAL}"
 
 
@@ -328,7 +330,8 @@ def _label(box: Box, width: int, squeezed: bool) -> str:
     return (full if len(full) <= width else letter[:width]).ljust(width, "-")
 
 
-def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bool) -> Text:
+def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bool, width: int) -> list[Text]:
+    """Return the lines of the legend, of at most ``width`` columns; an entry stays whole if it fits into a line."""
     entries = [Text(f" {kind} {kind.spec.says} ", shades(kind, 0)) for kind in dict(drawn.legend)]
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
@@ -341,7 +344,12 @@ def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bo
         entries.append(Text("underlined: a pair", style="dim"))
     if any(drawn.timeline.transfers):
         entries.append(Text("> copy to the host, < copy back", style="dim"))
-    return Text("  ").join(entries)
+    lines: list[list[Text]] = [[]]
+    for entry in entries:
+        if lines[-1] and sum(len(part) + len(_GAP) for part in lines[-1]) + len(entry) > width:
+            lines.append([])
+        lines[-1].append(entry)
+    return [Text(_GAP).join(line) for line in lines]
 
 
 HEADINGS = ("placement", "chunks", "makespan", "bound", "peak", "found by")
