@@ -5,6 +5,7 @@ costs are equal, and stays close to it otherwise, in seconds on one core.
 
     python benchmarks/search_quality.py            # minutes
     python benchmarks/search_quality.py --quick    # the named cases only
+    python benchmarks/search_quality.py --grid 4   # four random cases per cap, and their distance to the bound
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 
 from rich import box
 from rich.console import Console
@@ -43,6 +45,8 @@ NAMED = [
 """Devices, microbatches, F:I:W of a device's share, seconds of a message."""
 EXTREME = [(1.9, 0.6, 0.5), (0.5, 1.7, 0.6), (2.0, 0.4, 0.4), (0.4, 2.0, 0.4), (0.4, 0.4, 2.0)]
 """F:I:W with one that takes most of the time. These are the hardest to schedule without gaps."""
+GRID_CAPS = (0.4, 0.5, 0.55, 0.625, 0.75, 0.875, 1.0, 1.25)
+GRID_RATIOS = (EQUAL, (1.0, 1.2, 0.8), UNEQUAL, (1.0, 1.5, 1.0), (1.0, 1.7, 0.9), (1.0, 2.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,11 @@ class Row:
     @property
     def gap(self) -> float:
         return self.bubble - self.bound
+
+    @property
+    def makespan_gap(self) -> float:
+        """Makespan over its lower bound, less 1."""
+        return (1 - self.bound) / (1 - self.bubble) - 1
 
     @property
     def v_gap(self) -> float:
@@ -219,11 +228,33 @@ def random_searches(count: int, rng: random.Random) -> dict[str, list[Row]]:
     return groups
 
 
+def grid_searches(count: int, rng: random.Random) -> Iterator[tuple[float, list[Row]]]:
+    """Yield each cap of the grid with the searches of so many random cases."""
+    for cap in track(GRID_CAPS, "grid", transient=True):
+        rows = []
+        for _ in range(count):
+            p, ratio, chunks = rng.choice((4, 6, 8, 12, 16)), rng.choice(GRID_RATIOS), rng.choice((2, 4, 8))
+            costs = Costs(*ratio, p2p=round(rng.uniform(0, 0.2), 2))
+            size = p, p * rng.choice((2, 3, 4))
+            rows.append(measure(*size, ratio, costs, cap, chunks, seconds=10, beside_families=False))
+        yield cap, rows
+
+
+def grid_table(grid: Iterable[tuple[float, Sequence[Row]]]) -> Table:
+    result = Table("cap", "cases", "optimal", "median, %", "mean, %", "largest, %", box=box.SIMPLE_HEAD, pad_edge=False)
+    for cap, rows in grid:
+        gaps = [100 * row.makespan_gap for row in rows]
+        spread = (f"{value:.1f}" for value in (median(gaps), mean(gaps), max(gaps)))
+        result.add_row(f"{cap:g}", str(len(rows)), str(sum(row.gap < 1e-6 for row in rows)), *spread)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--quick", action="store_true", help="the named cases only")
+    parser.add_argument("--grid", type=int, default=0, metavar="N", help="only N random cases for each of eight caps")
     parser.add_argument("--inputs", type=int, default=20, help="random cost vectors (default: %(default)d)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     parser.add_argument("--large", action="store_true", help="add p = 64, m = 512, 30 s each")
@@ -231,6 +262,12 @@ def main() -> None:
     arguments = parser.parse_args()
     console, rng = Console(), random.Random(arguments.seed)
     results: dict[str, object] = {}
+    if arguments.grid:
+        grid = dict(grid_searches(arguments.grid, rng))
+        console.print("makespan over its lower bound, less 1", grid_table(grid.items()))
+        results = {f"{cap:g}": [asdict(row) for row in rows] for cap, rows in grid.items()}
+        write_whole(arguments.output, json.dumps(results, indent=1) + "\n")
+        return
 
     named = [
         measure(p, m, ratio, Costs(*ratio, p2p=p2p), cap, max_chunks)
