@@ -61,6 +61,7 @@ _NUMBERS = {
     "micro_batch_size",
     "mtp_num_layers",
     "num_distributed_optimizer_instances",
+    "tensor_model_parallel_size",
 }
 """The attributes that are compared as numbers, while their flags may be text."""
 
@@ -184,7 +185,6 @@ GRAPHED = Refusals(
         "sft": _ONE_SHAPE,
         "dataloader_inter_document_masking": _ONE_SHAPE,
         "context_parallel_size": "parts of attention run on streams of their own; pass --context-parallel-size 1",
-        "tp_comm_overlap": "user buffers may be overwritten between two replays",
         "experimental_attention_variant": _NOT_PROVED,
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
@@ -403,7 +403,6 @@ SLICED = Refusals(
         "moe_router_load_balancing_type": f"{_LATER_TOKENS}; balance experts by aux_loss, "
         "seq_aux_loss, global_aux_loss or a bias",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
-        "tp_comm_overlap": "user buffers have the shape of whole sequences; drop --tp-comm-overlap",
     },
     ", or take a schedule without sequence slices",
     only={
@@ -460,9 +459,25 @@ SPLIT_BACKWARD = Refusals(
         "--mtp-use-repeated-layer, or pass --transformer-impl local",
     },
 )
+
+
+def _has_user_buffers(value_of: ValueOf) -> bool:
+    """Return whether tensor-parallel ranks have user buffers. One rank has none; its ``tp_comm_overlap`` means nothing."""
+    return bool(value_of("tp_comm_overlap")) and (value_of("tensor_model_parallel_size") or 1) > 1
+
+
+GRAPHED_USER_BUFFERS = Rule(
+    _has_user_buffers,
+    "user buffers may be overwritten between two replays of CUDA graphs of passes; drop --tp-comm-overlap"
+    + _NO_GRAPHS.replace("; pass", ", or pass"),
+)
+SLICED_USER_BUFFERS = Rule(
+    _has_user_buffers,
+    "user buffers have the shape of whole sequences; drop --tp-comm-overlap, or take a schedule without sequence slices",
+)
 QUANTISED_USER_BUFFERS = Rule(
     lambda value_of: (
-        value_of("tp_comm_overlap")
+        _has_user_buffers(value_of)
         and (value_of("fp4") or (value_of("fp8") and value_of("fp8_recipe") not in ("tensorwise", "mxfp8")))
     ),
     "the operands of W in user buffers are proved to outlive them in bf16 and in fp8 with the recipes tensorwise and mxfp8; "

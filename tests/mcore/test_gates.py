@@ -22,6 +22,7 @@ ENGINE = {"transformer_impl": "transformer_engine"}
 GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 EXPERTS = {"num_moe_experts": 8, "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"]}
 LATE_SCALES = {"fp8": "e4m3", "fp8_recipe": "delayed"}
+BUFFERS = {"tp_comm_overlap": True, "tensor_model_parallel_size": 2}
 V = Placement.v_shape(4)
 # By the table that refuses: a question that it is for, another that takes the same settings, and the settings.
 QUESTIONS = {
@@ -104,8 +105,10 @@ QUESTIONS = {
     "QUANTISED_USER_BUFFERS": (
         Request("v-half"),
         Request("1f1b"),
-        ENGINE | {"tp_comm_overlap": True, "fp8": "hybrid", "fp8_recipe": "blockwise"},
+        ENGINE | BUFFERS | {"fp8": "hybrid", "fp8_recipe": "blockwise"},
     ),
+    "SLICED_USER_BUFFERS": (Request("seq1f1b"), Request("1f1b"), BUFFERS),
+    "GRAPHED_USER_BUFFERS": (Request("v-half", graphs=True), Request("v-half"), BUFFERS),
 }
 
 
@@ -206,7 +209,7 @@ def test_a_chosen_schedule_says_more_than_the_request():
     with refused("unsupported-setting", "--attention-dropout"):
         check_gates(GateQuestion(request, dropout, sliced))
     splits, whole = (build_schedule(name, num_devices=4, num_microbatches=8) for name in ("zb-h1", "1f1b"))
-    overlapped = {**ENGINE, "tp_comm_overlap": True, "fp4": "e2m1"}.get
+    overlapped = {**ENGINE, **BUFFERS, "fp4": "e2m1"}.get
     check_gates(GateQuestion(request, overlapped, whole))
     with refused("unsupported-setting", "--tp-comm-overlap"):
         check_gates(GateQuestion(request, overlapped, splits))
@@ -215,6 +218,12 @@ def test_a_chosen_schedule_says_more_than_the_request():
     check_gates(GateQuestion(Request("interleaved"), replayed, placement=Placement.interleaved(4, 2)))
     with refused("unsupported-setting", "--pipemem-microbatch-costs"):
         check_gates(GateQuestion(Request("auto"), replayed, placement=V))
+
+
+def test_one_tensor_parallel_rank_has_no_user_buffers():
+    alone = {**ENGINE, **BUFFERS, "tensor_model_parallel_size": 1, "fp4": "e2m1"}.get
+    for request in (Request("v-half"), Request("seq1f1b")):
+        check_gates(GateQuestion(request, alone))
 
 
 def test_features_that_exclude_each_other_come_first():

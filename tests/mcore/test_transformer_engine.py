@@ -281,7 +281,7 @@ def test_no_reduction_overlaps_a_weight_gradient_that_is_delayed(caplog):
         assert config.tp_comm_bulk_wgrad != splits and config.tp_comm_bulk_dgrad
         assert caplog.messages == logged, "told once for all chunks"
     for recipe, code in (("tensorwise", None), ("mxfp8", None), ("blockwise", "unsupported-setting")):
-        fp8 = config_of(fp8="e4m3", fp8_recipe=recipe, **overlapped)
+        fp8 = config_of(fp8="e4m3", fp8_recipe=recipe, tensor_model_parallel_size=2, **overlapped)
         assert refusal(fp8) == code and refusal(fp8, splits=False) is None
 
 
