@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,9 @@ from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.model.model import Model, Recompute
 from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
@@ -118,13 +121,50 @@ def ours(run: Run, limit: float, placements: tuple[Placement, ...], seconds: flo
     return min(rows, key=lambda row: row.seconds)
 
 
+def bound_with_ramps(placement: Placement, num_microbatches: int, costs: Costs) -> float:
+    """Return a lower bound for steps with pairs, in which the first forwards and the last backwards have no partner.
+
+    Before its first I, a device waits for a microbatch to pass all stages, and runs some x of its F alone. After its last
+    F, a microbatch has to pass back, and the device runs some y of its backwards alone. In between are pairs. The bound is
+    the least over x and y, on the device for which it is largest.
+    """
+    n, seconds, place = placement.num_stages, costs.seconds(placement), placement.devices
+    forward, inputs, weights = (seconds[kind] for kind in (Kind.F, Kind.I, Kind.W))
+    sent, returned = (costs.exchange_seconds(placement)[kind] for kind in (Kind.F, Kind.I))
+    links = [costs.link_seconds(*ends) if ends[0] != ends[1] else 0.0 for ends in pairwise(place)]
+    bound = 0.0
+    for device in range(placement.num_devices):
+        own = [stage for stage in range(n) if place[stage] == device]
+        first, last = own[0], own[-1]
+        arrival = sum(forward[:first]) + sum(links[:first])
+        before = sum(forward) + sum(links) + sum(inputs[last + 1 :]) + sum(links[last:])
+        after = sum(forward[last + 1 :]) + sum(links[last:]) + sum(inputs) + sum(links)
+        alone, back, both = (
+            [0.0, *accumulate(sorted(value for value in values for _ in range(num_microbatches)))]
+            for values in (
+                [forward[s] for s in own],
+                [inputs[s] + weights[s] - min(returned[s], weights[s]) for s in own],
+                [max(forward[s] - sent[s] + inputs[s] - returned[s] + weights[s], sent[s] + returned[s]) for s in own],
+            )
+        )
+        count = len(alone) - 1
+        least = max(before, arrival + alone[count]) + back[count]
+        for x, y in product(range(count), range(count + 1)):
+            pairs = min(count - x, count - y)
+            middle = both[pairs] + alone[count - x - pairs] + back[count - y - pairs]
+            least = min(least, max(before, arrival + alone[x]) + middle + max(after, back[y]))
+        bound = max(bound, least)
+    return bound
+
+
 def cells(setting: Setting, seconds: float) -> tuple[str, ...]:
     """Return the row of one setting."""
     run = setting.run()
     stock = stocks(run)
     p = run.parallelism.pp
     searched = ours(run, stock.held, (stock.step.placement, Placement.v_shape(p)), seconds)
-    bound = lower_bound(searched.step.placement, setting.microbatches, searched.step.costs, pairs=True)
+    problem = searched.step.placement, setting.microbatches, searched.step.costs
+    bound = max(lower_bound(*problem, pairs=True), bound_with_ramps(*problem))
     cut = f"TP{run.parallelism.tp} PP{p} EP{run.parallelism.ep}, m = {setting.microbatches}"
     return (
         f"{setting.name} {cut}",
