@@ -76,10 +76,10 @@ class Graph:
             depth = 0
             for node in lane:
                 for needed, _ in waits[node]:
-                    while not depths[needed]:
+                    while not (depth_of_needed := depths[needed]):
                         yield needed
-                    if depths[needed] > depth:
-                        depth = depths[needed]
+                    if depth_of_needed > depth:
+                        depth = depth_of_needed
                 depth += 1
                 depths[node] = depth
                 nodes.append(node)
@@ -89,9 +89,8 @@ class Graph:
         runnable = list(map(run, self.lanes))
         while runnable:
             lane = runnable.pop()
-            for needed in lane:
-                waiting.setdefault(needed, []).append(lane)
-                break
+            if (awaited := next(lane, None)) is not None:
+                waiting.setdefault(awaited, []).append(lane)
         depths.pop()  # of NEVER
         return Walk(nodes, [sum(map(bool, map(depths.__getitem__, lane))) for lane in self.lanes], depths)
 
@@ -349,19 +348,30 @@ class Dependencies:
 
         Those of the last two schedules are kept, because a schedule is usually proved, simulated and drawn in turn.
         """
-        if not already:
-            for latest_schedule, dependencies in _latest:
-                if latest_schedule() is schedule:
-                    return dependencies
-        placement, units, barriers = schedule.placement, schedule.units, schedule.vocabulary_barriers
-
-        def needs(action: Action) -> tuple[Action, ...]:
-            return needs_of(action, placement, (), units, barriers)
-
-        dependencies = cls(schedule.orders, placement, needs, units, already, schedule.pairs)
+        if not already and (kept := _kept(schedule)) is not None:
+            return kept
+        needs = _needs_in(schedule)
+        dependencies = cls(schedule.orders, schedule.placement, needs, schedule.units, already, schedule.pairs)
         if not already:
             _latest[:] = [*_latest[-1:], (ref(schedule, _forget), dependencies)]
         return dependencies
+
+    @classmethod
+    def between(cls, schedule: Schedule, devices: Container[int]) -> Dependencies:
+        """Return the dependencies of some devices' orders on one another, or all of them if they are kept.
+
+        The lanes of other devices are empty. The schedule must have no vocabulary passes.
+        """
+        if (kept := _kept(schedule)) is not None:
+            return kept
+        device_of, needs = schedule.placement.devices, _needs_in(schedule)
+
+        def needs_between(action: Action) -> Iterator[Action]:
+            return (needed for needed in needs(action) if device_of[needed.stage] in devices)
+
+        orders = [order if device in devices else () for device, order in enumerate(schedule.orders)]
+        pairs = [first for first in schedule.pairs if device_of[first.stage] in devices]
+        return cls(orders, schedule.placement, needs_between, schedule.units, pairs=pairs)
 
     def _numbered(self) -> list[range]:
         """Return the nodes of every lane, and add a node for every collective to ``actions``."""
@@ -529,6 +539,17 @@ class Dependencies:
 
 
 _latest: list[tuple[ref[Schedule], Dependencies]] = []
+
+
+def _kept(schedule: Schedule) -> Dependencies | None:
+    """Return the kept dependencies of a schedule; ``None`` if there are none."""
+    return next((dependencies for latest, dependencies in _latest if latest() is schedule), None)
+
+
+def _needs_in(schedule: Schedule) -> Callable[[Action], tuple[Action, ...]]:
+    """Return the function that returns the needs of a schedule's action."""
+    placement, units, barriers = schedule.placement, schedule.units, schedule.vocabulary_barriers
+    return lambda action: needs_of(action, placement, (), units, barriers)
 
 
 def _forget(gone: ref[Schedule]) -> None:

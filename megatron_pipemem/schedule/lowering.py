@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, chain
@@ -69,12 +69,17 @@ from megatron_pipemem.schedule.waits import LatestNeeds, run_single_queues
 
 
 class Horizons:
-    """Look up how many actions other devices must run before a device can reach a position of its order."""
+    """Look up how many actions other devices must run before a device can reach a position of its order.
 
-    def __init__(self, schedule: Schedule) -> None:
-        dependencies = Dependencies.of_schedule(schedule)
+    With ``devices``, look-ups are for these devices only, and a deadlock is only found if it is between them.
+    """
+
+    def __init__(self, schedule: Schedule, devices: Container[int] | None = None) -> None:
+        dependencies = (
+            Dependencies.of_schedule(schedule) if devices is None else Dependencies.between(schedule, devices)
+        )
         if error := dependencies.stuck():
-            raise error
+            raise Dependencies.of_schedule(schedule).stuck() or error
         self._starts, depths = [lane.start for lane in dependencies.lanes], dependencies.walk.depths
         self._depths = [[*depths[lane.start : lane.stop], math.inf] for lane in dependencies.lanes]
         self._latest_needs = LatestNeeds(dependencies.graph, depths)
@@ -534,8 +539,23 @@ class _Rows(Sequence[Order]):
 
     def _lower(self, devices: Iterable[int]) -> None:
         if missing := [device for device in devices if device not in self._lowered]:
-            messages = _Messages(self._schedule, Horizons(self._schedule))
+            horizons = Horizons(self._schedule, _deciding_devices(self._schedule.placement, missing))
+            messages = _Messages(self._schedule, horizons)
             self._lowered |= {device: add_gradient_reductions(messages.added_to(device)) for device in missing}
+
+
+def _deciding_devices(placement: Placement, rows: Collection[int]) -> set[int] | None:
+    """Return the devices whose orders decide on the rows of these devices; ``None`` for all devices.
+
+    The position of a receive depends on the waits of the two devices of its edge for one another. Where edges form no
+    ring, waits through a third device end on the device where they began, and add nothing to the order of that device.
+    So the two devices decide alone.
+    """
+    edges = Router(placement).edges  # every edge in both directions
+    if len(edges) > 2 * (placement.num_devices - 1):
+        return None
+    deciding = {*rows, *chain.from_iterable(edge for edge in edges if edge[1] in rows)}
+    return deciding if len(deciding) < placement.num_devices else None
 
 
 def rows_of_rank(placement: Placement, device: int) -> list[int]:
@@ -554,8 +574,9 @@ def lower(
 
     ``single_queue`` is for devices that serve all their streams in one queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Only
     then ``costs`` have an effect: they decide on the positions of messages. With ``on_demand``, the actions of a device
-    are lowered when they are read, if they do not depend on the lists of all devices. ``validate_program`` proves the
-    result. Raise a ScheduleError for a stage that the placement lacks.
+    are lowered when they are read, if they do not depend on the lists of all devices. A deadlock of other devices is
+    then found when all actions are read. ``validate_program`` proves the result. Raise a ScheduleError for a stage that
+    the placement lacks.
     """
     if not set(map(itemgetter(1), chain.from_iterable(schedule.orders))) <= set(range(schedule.num_stages)):
         raise LookupError("a stage that the placement lacks, and for which no message would be added")

@@ -12,8 +12,10 @@ from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.lowering import lower, rows_of_rank
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import count_messages
 from megatron_pipemem.schedule.validator import validate, validate_program
@@ -167,3 +169,45 @@ def test_a_stage_that_the_placement_lacks_is_refused(stage: int, single_queue: b
     wrong = replace(schedule, orders=(schedule.orders[0], (*schedule.orders[1], Action(Kind.F, stage, 0))))
     with refused("unknown-stage", "device 1", stage, kind=ScheduleError):
         lower(wrong, single_queue=single_queue)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("1f1b", 5), ("v-half", 5), ("hanayo", 5), ("zb-h2", 5), ("interleaved", 9)]
+)
+def test_a_rank_needs_few_orders(name: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, its neighbours', and theirs, except in a ring. Its rows are those of the whole program."""
+    schedule, seen = build_schedule(name, num_devices=9, num_microbatches=14), []
+    build = Dependencies.__init__
+
+    def count(self: Dependencies, orders, *args, **options) -> None:
+        seen.append(sum(map(bool, orders)))
+        build(self, orders, *args, **options)
+
+    expected = lower(schedule).actions
+    monkeypatch.setattr(Dependencies, "__init__", count)
+    for device in range(9):
+        seen.clear()
+        actions = lower(replace(schedule), on_demand=True).actions
+        for row in rows_of_rank(schedule.placement, device):
+            assert actions[row] == expected[row]
+        assert seen == [min(devices, *(3 + device, 11 - device) if devices < 9 else (9,))]
+        assert tuple(actions) == expected
+
+
+@examples(60)
+@given(random_schedules(max_slices=2))
+def test_rows_on_demand_are_those_of_the_program(schedule: Schedule) -> None:
+    for device in range(schedule.num_devices):
+        actions = lower(replace(schedule), on_demand=True).actions
+        assert actions[device] == lower(schedule).actions[device]
+
+
+def test_a_deadlock_of_other_devices_is_found_with_all_rows() -> None:
+    schedule = build_schedule("1f1b", num_devices=8, num_microbatches=4)
+    *others, last = schedule.orders
+    stuck = replace(schedule, orders=(*others, last[::-1]))
+    actions = lower(stuck, on_demand=True).actions
+    assert len(actions[0]) > len(others[0])
+    for refuse in (lambda: list(actions), lambda: lower(stuck), lambda: lower(stuck, on_demand=True).actions[7]):
+        with refused("unmet-need", kind=ScheduleError):
+            refuse()
