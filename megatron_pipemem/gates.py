@@ -105,6 +105,7 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: question.is_ours and question.has_graphs, refusals.CAPTURED),
     (lambda question: question.is_ours and not question.request.pairs, refusals.UNPAIRED),
     (lambda question: question.request.pairs, refusals.PAIRS),
+    (lambda question: question.request.pairs, refusals.PAIRED_USER_BUFFERS),
     (lambda question: question.request.pairs, refusals.DELAYED_PAIRS),
     (lambda question: question.is_ours, refusals.PACKED),
     (lambda question: question.is_ours, refusals.BIASED_MLPS),

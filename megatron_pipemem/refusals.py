@@ -471,6 +471,11 @@ GRAPHED_USER_BUFFERS = Rule(
     "user buffers may be overwritten between two replays of CUDA graphs of passes; drop --tp-comm-overlap"
     + _NO_GRAPHS.replace("; pass", ", or pass"),
 )
+PAIRED_USER_BUFFERS = Rule(
+    _has_user_buffers,
+    "user buffers are not proved where the layers of two microbatches alternate; drop --tp-comm-overlap, or "
+    "--overlap-moe-expert-parallel-comm",
+)
 SLICED_USER_BUFFERS = Rule(
     _has_user_buffers,
     "user buffers have the shape of whole sequences; drop --tp-comm-overlap, or take a schedule without sequence slices",
