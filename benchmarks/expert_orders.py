@@ -1,7 +1,7 @@
 """Search orders with pairs for four models with experts, and compare them with stock Megatron-Core's own pairs.
 
 Claim: in the bytes of stock's fastest interleaved schedule with pairs that fits the devices, a searched order is not
-slower. Seconds are those of the pipeline by the planner's prices. ``benchmarks/notes/pairs.md`` has the table.
+slower. Seconds are those of the pipeline by the planner's prices. ``docs/experts.md`` has the table.
 
     python benchmarks/expert_orders.py            # print the table
     python benchmarks/expert_orders.py --write    # and put it into the page
@@ -36,7 +36,7 @@ from megatron_pipemem.tools.config.runs import EP_OVERLAP, Parallelism, Run, Sch
 from megatron_pipemem.tools.planner.step import PlannedStep
 from megatron_pipemem.tools.planner.variants import run_step
 
-PAGE, MARK = Path(__file__).parent / "notes" / "pairs.md", "orders of experts"
+PAGE, MARK = Path(__file__).parents[1] / "docs" / "experts.md", "orders of experts"
 GIB = 2**30
 
 
@@ -183,7 +183,7 @@ HEADINGS = ("setting", "stock's pairs, s", "GiB", "searched, s", "GiB", "change"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6, help="of every search, at most (default: %(default)g)")
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/notes/pairs.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/experts.md")
     given = parser.parse_args()
     rows = [HEADINGS, ("---",) * len(HEADINGS), *(cells(setting, given.seconds) for setting in SETTINGS)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
