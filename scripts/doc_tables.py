@@ -66,7 +66,7 @@ DOCUMENTS = {
     "queues": "../benchmarks/notes/gpus.md",
     "parts": "how-it-works.md",
     "pairs": "experts.md",
-    "graphs": "../benchmarks/notes/gpus.md",
+    "graphs": "what-runs-where.md",
     "quickstart": "start.md",
 }
 """The document that has each table."""
