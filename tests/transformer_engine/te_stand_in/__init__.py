@@ -1,7 +1,8 @@
 """Transformer Engine's own Python on the CPU, over a stand-in for its compiled extension. Import this before the CPU lane.
 
 Its layers, queues and optimizers run as NVIDIA wrote them; only what they call in ``transformer_engine_torch`` is computed by
-PyTorch (``kernels``). The package alone is enough: its compiled parts are neither loaded nor needed. There is no fp8.
+PyTorch (``kernels``, and ``fp8`` with the newest version). The package alone is enough: its compiled parts are neither loaded
+nor needed.
 Attention is the unfused one, or flash attention of the stand-in in ``flash``.
 """
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from te_stand_in import kernels, user_buffers
+from te_stand_in import formats, fp8, kernels, user_buffers
 
 NAME = "transformer_engine_torch"
 
@@ -79,10 +79,11 @@ def get_fused_attn_backend(*_, **__):
 def module() -> ModuleType:
     """Return a new module with everything in it."""
     made: Any = _Extension(NAME, "Transformer Engine's compiled extension of that name, computed by PyTorch.")
-    made.DType, made.FP8FwdTensors, made.FP8BwdTensors = kernels.DType, FP8FwdTensors, FP8BwdTensors
-    for name, kernel in inspect.getmembers(kernels, inspect.isfunction):
-        if not name.startswith("_"):
-            setattr(made, name, kernel)
+    made.DType, made.FP8FwdTensors, made.FP8BwdTensors = formats.DType, FP8FwdTensors, FP8BwdTensors
+    for kernels_of in (kernels, fp8):
+        for name, kernel in inspect.getmembers(kernels_of, inspect.isfunction):
+            if not name.startswith("_"):
+                setattr(made, name, kernel)
     for name in ("CommOverlap", "CommOverlapHelper", "CommOverlapP2P", "CommOverlapType"):
         setattr(made, name, getattr(user_buffers, name))
     made.bulk_overlap_ag_with_external_gemm = user_buffers.bulk_overlap_ag_with_external_gemm

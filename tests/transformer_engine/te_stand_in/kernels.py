@@ -5,28 +5,14 @@ Arguments and results are those of the extension. Sums are made in fp32, as on G
 
 from __future__ import annotations
 
-from enum import IntEnum
+from typing import Any
 
 import torch
 
 from megatron_pipemem.tools.cpu.upstream import shares
 from te_stand_in import user_buffers
-
-
-class DType(IntEnum):
-    """Number formats."""
-
-    kByte = 0
-    kInt32 = 2
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat4E2M1 = 10
-
-
-_TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
+from te_stand_in.formats import TORCH
+from te_stand_in.fp8 import quantize, values
 
 
 def generic_gemm(
@@ -56,13 +42,14 @@ def generic_gemm(
         return product, *others, extra_output
     if gelu or quantizer is not None:
         raise NotImplementedError("no GELU and no quantized output within a GEMM on CPU ranks")
+    A, B = values(A, columnwise=not transa), values(B, columnwise=transb)
     if transa:
         shape = (*B.shape[:-1], A.shape[0])
     elif not transb:
         shape = (*B.shape[:-1], A.shape[-1])
     else:
         shape = (B.shape[-1], A.shape[-1])
-    target = out.dtype if out is not None else _TORCH.get(out_dtype, A.dtype)
+    target = out.dtype if out is not None else TORCH.get(out_dtype, A.dtype)
     a, b = _matrix(A, target), _matrix(B, target)
     product = (b.t() if transb else b) @ (a.t() if transa else a)
     bias_gradient = None
@@ -116,7 +103,7 @@ def layernorm_fwd(input, weight, bias, eps, out, quantizer, out_dtype, sm_margin
     mean = rows.mean(1)
     scale = (rows.var(1, unbiased=False) + eps).rsqrt()
     normal = (rows - mean[:, None]) * scale[:, None]
-    return _written(normal * _gamma(weight, zero_centered_gamma) + bias.float(), input, out), mean, scale
+    return _written(normal * _gamma(weight, zero_centered_gamma) + bias.float(), input, out, quantizer), mean, scale
 
 
 def layernorm_bwd(gradient, input, mean, scale, weight, sm_margin, zero_centered_gamma):
@@ -133,7 +120,7 @@ def rmsnorm_fwd(input, weight, eps, out, quantizer, out_dtype, sm_margin, zero_c
     """Return output, ``None``, and reciprocal of the root mean square, of rows."""
     rows = _matrix(input, torch.float32)
     scale = (rows.square().mean(1) + eps).rsqrt()
-    return _written(rows * scale[:, None] * _gamma(weight, zero_centered_gamma), input, out), None, scale
+    return _written(rows * scale[:, None] * _gamma(weight, zero_centered_gamma), input, out, quantizer), None, scale
 
 
 def rmsnorm_bwd(gradient, input, scale, weight, sm_margin, zero_centered_gamma):
@@ -149,8 +136,10 @@ def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return weight.float() + 1 if zero_centered else weight.float()
 
 
-def _written(rows: torch.Tensor, like: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def _written(rows: torch.Tensor, like: torch.Tensor, out: Any, quantizer: Any) -> Any:
     output = rows.to(like.dtype).view_as(like)
+    if quantizer is not None:
+        return quantizer(output) if out is None else quantize(output, quantizer, out)
     return output if out is None else out.copy_(output)
 
 
