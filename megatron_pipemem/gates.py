@@ -99,6 +99,7 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: question.is_ours and question.is_uncaptured, refusals.UNCAPTURED),
     (lambda question: question.request.graphs, refusals.GRAPHED),
     (lambda question: question.request.graphs, refusals.GRAPHED_USER_BUFFERS),
+    (lambda question: question.request.graphs and question.value_of("fp8"), refusals.GRAPHED_FP8),
     (lambda question: question.leaves_experts_out, refusals.EXPERT_MODULES),
     (lambda question: question.leaves_experts_out, refusals.GRAPHED_EXPERTS),
     (lambda question: question.is_ours and not question.may_be_captured, refusals.WHOLE_STEP),

@@ -42,6 +42,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "rerun_mode": lambda mode: mode not in (None, "disabled"),
+    "tensor_model_parallel_size": lambda number: (number or 1) > 1,
     "recompute_granularity": lambda granularity: granularity == "full",
     "recompute_modules": lambda modules: "moe" in _listed(modules),
     "optimizer": lambda name: name not in (None, "adam", "sgd"),
@@ -168,8 +169,7 @@ _NOT_PROVED = "it is not proved in graphs"
 GRAPHED = Refusals(
     " with a CUDA graph per pass",
     {
-        "fp8": _NOT_REPLAYED,
-        "fp4": _NOT_REPLAYED,
+        "fp4": _DRAWN,
         "qk_clip": _NOT_REPLAYED,
         "log_max_attention_logit": _NOT_REPLAYED,
         "enable_autocast": _NOT_REPLAYED,
@@ -189,6 +189,27 @@ GRAPHED = Refusals(
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={"recompute_granularity": lambda granularity: granularity == "selective"},
+)
+_PROVED_RECIPES = ("tensorwise", "mxfp8")
+GRAPHED_FP8 = Refusals(
+    " with fp8 and a CUDA graph per pass",
+    {
+        "fp8_recipe": "delayed scaling updates its scales by calls that a replay does not make, and other recipes are not "
+        "proved in graphs; pass --fp8-recipe tensorwise or mxfp8",
+        "tensor_model_parallel_size": f"{_NOT_PROVED}; pass --tensor-model-parallel-size 1",
+        "fp8_param": _NOT_PROVED,
+        "num_moe_experts": _NOT_PROVED,
+        "mtp_num_layers": _NOT_PROVED,
+        "recompute_granularity": _NOT_PROVED,
+        "fp8_dot_product_attention": _NOT_PROVED,
+        "fp8_multi_head_attention": _NOT_PROVED,
+        "fp8_output_proj": _NOT_PROVED,
+    },
+    _NO_GRAPHS.replace("; pass", ", or pass"),
+    only={
+        "fp8_recipe": lambda recipe: recipe not in _PROVED_RECIPES,
+        "recompute_granularity": bool,
+    },
 )
 _OUTSIDE = "it computes on a stream of its own, outside of the graph"
 _ON_HOST = "the host reads a number of tokens before it puts them in order"

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 from comparing import assert_same_training
+from lanes import nightly
+from model_flags import EVALUATION
 
 FLAGS = (
     *("--no-gradient-accumulation-fusion", "--bf16", "--train-iters", "3", "--no-check-for-nan-in-loss-and-grad"),
@@ -54,3 +56,17 @@ def test_a_step_in_one_graph_trains_as_without(train, schedule):
     run = train(schedule, *FLAGS, *whole, "--pipemem-single-queue", report=None)
     assert run.weights == train("stock", *FLAGS).weights
     assert run.replays == [2] * 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "form", "recipe"),
+    [
+        ("zb-h1", "hybrid", "tensorwise"),
+        pytest.param("v-half", "e4m3", "mxfp8", marks=nightly("tests/transformer_engine/test_graph_fp8.py")),
+    ],
+)
+def test_passes_in_fp8_train_as_without(train, schedule, form, recipe):
+    flags = (*FLAGS, "--fp8-format", form, "--fp8-recipe", recipe, *EVALUATION, "--train-iters", "4")
+    plain, run = train(schedule, *flags, report=None), train(schedule, *flags, *GRAPHS, report=None)
+    assert (run.weights, run.validation) == (plain.weights, plain.validation)
+    assert run.replays == [3 * 3 * 4 * (2 if schedule == "v-half" else 1)] * 2

@@ -99,12 +99,16 @@ class World:
             parameter.main_grad = parameter.grad
         return model
 
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.main_grad for model in self.models for p in model.parameters()]
+
     def step(self, number: int, in_graphs: bool) -> list[torch.Tensor]:
         """Run a step, and return its losses, gradients and sums. The first step in graphs captures."""
         if in_graphs and self.graphs is None:
             self.graphs = [GraphsOfStep(()) for _ in range(RANKS)]
         buffers = [b for model in self.models for name, b in model.named_buffers() if "tokens_per_expert" in name]
-        for tensor in (*(p.grad for model in self.models for p in model.parameters()), *buffers):
+        for tensor in (*self.gradients, *buffers):
             tensor.zero_()
         letters: dict = {}
         executors, losses = [], []
@@ -117,7 +121,7 @@ class World:
         play(executors, letters)
         for graphs in self.graphs or () if in_graphs else ():
             graphs.complete()
-        gradients = [p.grad + 0 for model in self.models for p in model.parameters()]
+        gradients = [gradient + 0 for gradient in self.gradients]
         sums = [entry.values.clone() for entry in get_moe_metrics_tracker().metrics.values()]
         get_moe_metrics_tracker().clear()
         return [*(loss for of_rank in losses for loss in of_rank), *gradients, *sums, *(b.clone() for b in buffers)]
@@ -201,14 +205,19 @@ FAULTS: dict[str, tuple[dict[str, Any], Any, str, Callable]] = {
 }
 
 
+def split_linears() -> None:
+    """Split the backward of Megatron's own linear layers, as ``enable`` does."""
+    linear = layers.linear_with_grad_accumulation_and_async_allreduce
+    layers.linear_with_grad_accumulation_and_async_allreduce = partial(split_linear, linear)
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     cuda_graphs.install()
-    linear = layers.linear_with_grad_accumulation_and_async_allreduce
-    layers.linear_with_grad_accumulation_and_async_allreduce = partial(split_linear, linear)
-    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    split_linears()
     names = sys.argv[1:] or MODELS
     shown: dict[str, Any] = {"models": {name: differing(*MODELS[name]) for name in names}, "faults": {}}
     for name, (settings, *fault) in FAULTS.items():

@@ -28,7 +28,8 @@ V = Placement.v_shape(4)
 QUESTIONS = {
     "SCHEDULES": (Request("1f1b"), Request("stock"), {"use_megatron_fsdp": True}),
     "UNCAPTURED": (Request("v-half"), Request("1f1b"), GRAPHS),
-    "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"fp8": "hybrid"}),
+    "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"fp4": "e2m1"}),
+    "GRAPHED_FP8": (Request("v-half", graphs=True), Request("v-half"), LATE_SCALES),
     "EXPERT_MODULES": (Request("v-half", graphs=True), Request("v-half"), {"num_moe_experts": 8}),
     "GRAPHED_EXPERTS": (Request("zb-h1", graphs=True), Request("zb-h1"), EXPERTS | {"mtp_num_layers": 1}),
     "WHOLE_STEP": (Request("v-half"), Request("zb-h1"), {"cuda_graph_impl": "full_iteration"}),
@@ -119,6 +120,7 @@ VALUES = {
     "grad_norm_skip_threshold": 10.0,
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss", "sinkhorn"],
     "moe_token_dispatcher_type": "flex",
+    "fp8_recipe": "delayed",
     "recompute_granularity": "full",
     "recompute_modules": ["core_attn", "moe"],
     "cuda_graph_impl": "local",
@@ -129,6 +131,7 @@ VALUES = {
     "iterations_to_skip": [3],
     "step_batch_size_schedule": "0:4 100:8",
     **dict.fromkeys(("context_parallel_size", "num_distributed_optimizer_instances"), 2),
+    "tensor_model_parallel_size": 2,
     **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 2),
 }
 """Values that are refused, where ``True`` is none."""
@@ -136,6 +139,7 @@ BESIDE = {
     "CAPTURED": GRAPHS,
     "GRAPHED": {"recompute_granularity": "selective"},
     "GRAPHED_EXPERTS": EXPERTS,
+    "GRAPHED_FP8": LATE_SCALES,
     "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
     "ROLLED_BACK": {"clip_grad": 1.0},
     "SPLIT_BACKWARD": ENGINE,

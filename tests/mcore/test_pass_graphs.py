@@ -276,6 +276,17 @@ def test_models_whose_passes_do_more_than_a_replay_are_refused(monkeypatch):
         check_chunks_for_graphs([chunk])
 
 
+def test_weights_in_8_bits_that_forwards_transpose_are_refused(monkeypatch):
+    chunk = Chunk(0, False)
+    monkeypatch.setattr(room, "is_language_model", lambda model: True)
+    monkeypatch.setattr(room.fp8_utils, "te_post_all_gather_processing", lambda weights: None, raising=False)
+    chunk.scale.get_data_tensors = lambda: (chunk.scale.data, None)
+    check_chunks_for_graphs([chunk])
+    monkeypatch.setattr(room.fp8_utils, "te_post_all_gather_processing", None)
+    with refused("graph-model", "scale"):
+        check_chunks_for_graphs([chunk])
+
+
 # When steps are captured.
 
 
@@ -291,7 +302,7 @@ def test_a_step_is_captured_after_the_steps_without_graphs_and_anew_if_it_is_ano
             message=SimpleNamespace(shape=(1,)),
             context=SimpleNamespace(config=SimpleNamespace(cuda_graph_warmup_steps=2)),
             chunks=[chunk],
-            stages={},
+            stages={0: SimpleNamespace(model=chunk, recast=mock.Mock())},
             replays_passes=False,
         )
         features = steps.extend_executor(step)
@@ -313,6 +324,13 @@ def test_a_step_is_captured_after_the_steps_without_graphs_and_anew_if_it_is_ano
     with pytest.raises(ValueError), steps.around(None):
         raise ValueError
     assert [begin(8), begin(8)] == [None, None] and begin(8) is not None
+    copies = [torch.zeros(2) for _ in range(2)]
+    metadata = {"data": copies[0], "quantizer": object(), "scale": copies[1]}
+    chunk._fp8_workspaces = {"weight": SimpleNamespace(get_metadata=lambda: metadata), "other": None}
+    begin(8).weights[0] = room._quantised_weights(chunk)
+    assert begin(8) is not None
+    metadata["scale"] = copies[1].clone()
+    assert [begin(8), begin(8)] == [None, None] and begin(8) is not None, "graphs would read the copy from before"
     chunk.register_forward_hook(lambda *_: None)
     with refused("graph-model", __name__):
         begin(8)

@@ -359,6 +359,8 @@ class GraphsOfStep:
 
     order: tuple[Any, ...]
     passes: dict[Key, PassGraphs] = field(default_factory=dict)
+    weights: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """The tensors of each stage's quantised weights after its last capture. Compiled kernels read them unseen."""
     _pool: Any = field(default_factory=lambda: torch.cuda.graph_pool_handle())
     _free: defaultdict[Any, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     _results: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -398,6 +400,11 @@ class GraphsOfStep:
         if losses not in self._scales:
             self._scales[losses] = scale.clone()
         losses.main_loss_backward_scale = self._scales[losses].copy_(scale)
+
+    def has_moved(self, stage: int, weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether the stage has captures, and they read quantised weights at other addresses than these."""
+        captured = self.weights.get(stage)
+        return captured is not None and [t.data_ptr() for t in captured] != [t.data_ptr() for t in weights]
 
     def free(self, passes: PassGraphs) -> None:
         """Let captures of later passes use the fixed tensors of a microbatch."""

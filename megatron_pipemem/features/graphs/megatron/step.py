@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from megatron.core import fp8_utils
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -34,6 +35,7 @@ from megatron_pipemem.mcore.symbols import (
     SET_RNG_STATES,
     Replacements,
 )
+from megatron_pipemem.runtime.activation_ledger import is_quantised
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.weight_gradients import HOOKED, WeightGradientQueue, collecting, current_queue, defers
 from megatron_pipemem.schedule.action import Kind
@@ -121,7 +123,7 @@ class GraphedSteps(Extension):
         check_chunks_for_graphs(step.chunks)  # in every step, because a program may add a hook after the capture
         order = tuple(a for a in step.program.actions[step.pipeline.device] if a.kind in _PASSES)
         kind = (order, step.message.shape, _addresses(step.chunks))
-        if kind != self._kind or (self._graphs is not None and _are_replaced(self._sums)):
+        if kind != self._kind or (self._graphs is not None and self._reads_replaced(self._graphs, step)):
             self._graphs, self._kind, self._steps = None, kind, 0
         if self._graphs is None:
             self._steps += 1
@@ -133,6 +135,12 @@ class GraphedSteps(Extension):
             step.stages[stage] = runner.recast(GraphedStage, graphs=self._graphs, stage=stage)
         step.replays_passes = True
         return [GraphedWeights(self._graphs)]
+
+    def _reads_replaced(self, graphs: GraphsOfStep, step: Step) -> bool:
+        """Return whether the graphs read memory that was replaced since, such as quantised copies of weights."""
+        return _are_replaced(self._sums) or any(
+            graphs.has_moved(stage, _quantised_weights(runner.model)) for stage, runner in step.stages.items()
+        )
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
@@ -156,13 +164,32 @@ class GraphedSteps(Extension):
             torch.cuda.set_stream(torch.cuda.default_stream())
 
 
+def _quantised_weights(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return the bytes and scales of quantised weights, and of the copies that Transformer Engine keeps of other weights.
+
+    It updates copies in the first microbatch of a step, which is a part of the graphs of that microbatch.
+    """
+    weights = [parameter for parameter in model.parameters() if is_quantised(parameter)]
+    copies = (copy for part in model.modules() for copy in getattr(part, "_fp8_workspaces", {}).values())
+    return tuple(
+        value
+        for weight in (*weights, *filter(None.__ne__, copies))
+        for value in cast(Any, weight).get_metadata().values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
 def _addresses(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[bool, int, int], ...]:
     """Return for every parameter and buffer whether it trains, and the addresses of its data and its gradient."""
     models = [unwrap_model(chunk) for chunk in chunks]  # whose buffers are not those of gradients, as DDP's are
     parameters = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
     return tuple(
-        (parameter.requires_grad, parameter.data_ptr(), 0 if gradient is None else gradient.data_ptr())
+        (
+            parameter.requires_grad,
+            0 if is_quantised(parameter) else parameter.data_ptr(),  # ``_quantised_weights`` has its bytes
+            0 if gradient is None else gradient.data_ptr(),
+        )
         for parameter, gradient in zip(parameters, gradients, strict=True)
     )
 
@@ -178,6 +205,13 @@ def check_chunks_for_graphs(chunks: Sequence[torch.nn.Module]) -> None:
                 "--cuda-graph-impl none",
             )
         for name, parameter in chunk.named_parameters():
+            if is_quantised(parameter) and getattr(fp8_utils, "te_post_all_gather_processing", None) is None:
+                raise UnsupportedError(
+                    "graph-model",
+                    f"{name} is kept in 8 bits, and this version of Transformer Engine transposes it in a forward, which a "
+                    "replay need not repeat; install a version with post_all_gather_processing, drop --fp8-param-gather, or "
+                    "pass --cuda-graph-impl none",
+                )
             if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
                 raise UnsupportedError(
                     "graph-model",
@@ -262,6 +296,12 @@ class GraphedStage(ChunkStage):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._has_run:
             self._finish_parameter_gathers()
+            if self.graphs.has_moved(self.stage, _quantised_weights(self.model)):
+                raise UnsupportedError(
+                    "graph-model",
+                    "quantised weights have other addresses than in the capture, after they were gathered; pass "
+                    "--cuda-graph-impl none",
+                )
         model = unwrap_model(self.model)
         run = partial(self._run_model, model.forward, microbatch, input)
         with shadowed(model, {"forward": run}):
@@ -286,6 +326,7 @@ class GraphedStage(ChunkStage):
             cut = partial(self._cut, passes, current_queue())
             with experts_left_out(self._layers, cut, passes.earlier), self._captured(passes):
                 passes.capture_forward(self.graphs, partial(self._forward_once, forward, passes))
+            self.graphs.weights[self.stage] = _quantised_weights(self.model)
             passes.logged = _logged_since(logged)
             _check_begun(_sums_of_experts().keys() - sums.keys(), "routers")
             assert passes.output is not None

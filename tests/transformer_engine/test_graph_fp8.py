@@ -1,0 +1,41 @@
+"""Replayed steps in 8 bits, with current scaling and MXFP8, equal steps without graphs to the bit; planted faults are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import packages
+from lanes import nightly
+
+NAMES = ("zb-h1, tensorwise, kept copies", "zb-h1, mxfp8, weights in 8 bits", "v-half, tensorwise, weights in 8 bits")
+OTHERS = (
+    *("v-half, mxfp8, kept copies", "v-half, mxfp8, weights in 8 bits", "v-half, tensorwise, kept copies"),
+    *("zb-h1, mxfp8, kept copies", "zb-h1, tensorwise, weights in 8 bits"),
+    *("1f1b, tensorwise, kept copies", "1f1b, mxfp8, weights in 8 bits"),
+)
+
+
+def printed_for(*names: str) -> dict:
+    environment = packages.environment(packages.NEWEST)
+    folders = [str(Path(__file__).parents[1] / folder) for folder in ("mcore", "runtime")]
+    environment["PYTHONPATH"] = os.pathsep.join((*folders, environment["PYTHONPATH"]))
+    program = [sys.executable, str(Path(__file__).with_name("graph_fp8.py")), *names]
+    ran = subprocess.run(program, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_replayed_steps_equal_plain_steps_and_faults_are_found():
+    shown = printed_for(*NAMES, "faults")
+    assert shown["models"] == dict.fromkeys(NAMES, 0)
+    assert shown["faults"].pop("copies are not updated") > 0 < shown["faults"].pop("weights in 8 bits move, unnoticed")
+    assert shown["faults"] == dict.fromkeys(("copies are replaced", "weights in 8 bits move"), "graph-model")
+    assert len({*shown["losses"].values()}) == 3, "values are not rounded to 8 bits"
+
+
+@nightly("three other cases")
+def test_all_recipes_and_schedules():
+    assert printed_for(*OTHERS)["models"] == dict.fromkeys(OTHERS, 0)
