@@ -14,9 +14,9 @@ ORDERED_STARTS_SUFFICE = False
 usual order of most families runs with one connection, too. No GPU has shown it yet: the rows "usual order" of
 ``benchmarks/gpu/four_ranks.py`` do that with this value set."""
 
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _VARIABLES = {
-    _CONNECTIONS: "puts all launches of a rank into one queue",
+    CONNECTIONS: "puts all launches of a rank into one queue",
     "CUDA_LAUNCH_BLOCKING": "makes hosts wait for their devices at every launch",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "puts all messages of a rank into one order",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "makes hosts wait for their devices whenever they free memory",
@@ -38,7 +38,7 @@ def why_one_queue(
     One connection does not need it if ``ordered_starts_suffice``.
     """
     for name, effect in _VARIABLES.items():
-        if environment.get(name) == "1" and not (name == _CONNECTIONS and ordered_starts_suffice):
+        if environment.get(name) == "1" and not (name == CONNECTIONS and ordered_starts_suffice):
             return f"{name}=1 {effect}"
     if any(name.startswith(_SANITIZER) for name in environment):
         return "compute-sanitizer makes hosts wait for their devices at every launch"
@@ -50,7 +50,7 @@ def why_one_queue(
 
 def starts_in_order(environment: Mapping[str, str]) -> bool:
     """Return whether all launches of a rank share one hardware queue."""
-    return environment.get(_CONNECTIONS) == "1"
+    return environment.get(CONNECTIONS) == "1"
 
 
 def one_queue_of(flags: Mapping[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
@@ -20,6 +21,7 @@ from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.launch.feasibility import check_sizes, refusal
 from megatron_pipemem.tools.planner.balance import balance, laid_out, without_layout
 from megatron_pipemem.tools.planner.host import bound_by_host
+from megatron_pipemem.tools.planner.one_queue import told_if_demanded
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import STOCKS, Layouts, as_it_stands, priced_with, with_cut_vocabulary
 from megatron_pipemem.tools.planner.replay import shortest
@@ -93,11 +95,16 @@ class Advice:
     why_whole: str | None = None  # why sequences cannot be cut into slices, if slices might help
     bound_by_host: str | None = None  # the seconds of host and device, if the host is slower by measured prices
 
-    @property
+    @cached_property
     def one_queue(self) -> str | None:
-        """Why our schedules need the order for one hardware queue; ``None`` if they do not, or if none is shown."""
-        ours = not self.today.is_stock or any(not way.is_stock for way in self.proposals.values())
-        return one_queue_of(self.today.run.flags) if ours else None
+        """Why our schedules need the order for one hardware queue, or their steps in it if only some GPUs need it.
+
+        ``None`` if no schedule of ours is shown, or if none needs it.
+        """
+        ours = [way for way in self.proposals.values() if not way.is_stock]
+        if self.today.is_stock and not ours:
+            return None
+        return one_queue_of(self.today.run.flags) or told_if_demanded(ours, self.today)
 
 
 @rare_collection()
