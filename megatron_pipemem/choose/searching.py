@@ -376,7 +376,8 @@ class Plans:
     def _state(self, deadline: float) -> str:
         if not self.kept:
             return "no plan keeps the cap so far"
-        left = "" if deadline == math.inf else f", {max(0.0, deadline - time.perf_counter()):.0f} s left at most"
+        now = time.perf_counter()
+        left = "" if deadline == math.inf else f", {max(0.0, deadline - now):.0f} s for these orders left at most"
         return f"makespan {self._fastest:.6g} so far{left}"
 
     @property

@@ -97,6 +97,12 @@ PATTERN_ITEM = re.compile(r"\[[^\[\]]*\]|.")
 """A layer or a group of layers (``[*E]``), between which a hybrid pattern can be cut."""
 
 
+def kind_name(kind: str) -> str:
+    """Return the blocks of a kind of layer in words: ``*-`` gives ``attention + FFN``."""
+    blocks = map(Sublayer, kind)
+    return " + ".join("FFN" if block is Sublayer.FFN else block.name.lower().replace("_", " ") for block in blocks)
+
+
 def without_groups(pattern: str) -> str:
     """Return a hybrid pattern without the brackets of its groups: ``M-[*E]`` gives ``M-*E``."""
     return pattern.replace("[", "").replace("]", "")

@@ -234,10 +234,12 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
             fitting[other.offloads > chosen.offloads].append(f"{other.name} ({max(others):.4g})")
     ways_out = [
         f"schedule {AUTO} searches for an order within it",
-        f"of the same kind {f'these fit: {", ".join(fitting[False])}' if fitting[False] else 'none fits'}",
+        f"these named schedules fit, with peaks in these units: {', '.join(fitting[False])}"
+        if fitting[False]
+        else "no named schedule that trains alike fits on the device",
     ]
     if fitting[True]:
-        ways_out.append(f"with activations on the host these fit: {', '.join(fitting[True])}")
+        ways_out.append(f"with activations on the host these fit, too: {', '.join(fitting[True])}")
     on_device = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
         "over-cap",

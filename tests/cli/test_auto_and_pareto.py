@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from megatron_pipemem.tools.planner.pareto import LEAST_SAVED
+
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
@@ -55,12 +57,16 @@ def test_a_cap_in_bytes(pipemem_json, byte_costs):
     assert 0 < max(answer["peak_bytes"]) <= 2500
 
 
-def test_pareto_lists_no_dominated_choice(pipemem_json, tmp_path):
+def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
     ask = ("pareto", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--caps", "0.75", "--seconds", 0.2)
     answer = pipemem_json(*ask, "--output", tmp_path / "front.png")
     assert (tmp_path / "front.png").stat().st_size > 10_000
     assert not any(choice["dominated"] for choice in answer["choices"])
     assert any("instead of" in trade for trade in answer["trades"])
+    searched = [choice for choice in answer["choices"] if choice["memory_cap"] is not None]
+    said = pipemem(*ask).stdout
+    assert searched and all(f"auto {row['memory_cap']:.4g}, {row['chunks']} chunks" in said for row in searched)
+    assert "1,1.5,.5" in said and f"{LEAST_SAVED:.0%}" in said
     everything = pipemem_json(*ask, "--all")["choices"]
     assert {"1f1b", "v-min", "auto"} <= {choice["schedule"] for choice in everything}
     assert "chimera" not in {choice["schedule"] for choice in everything}, "it holds the weights twice"

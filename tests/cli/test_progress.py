@@ -51,7 +51,12 @@ def what_is_told(monkeypatch, work) -> str:
     [
         (
             lambda: search_schedule(num_devices=4, num_microbatches=6, costs=COSTS, seconds=0.6, memory_cap=0.75),
-            ("families of 3 placements; makespan ", "improving", "so far, at least ", " 0 s left at most"),
+            (
+                "families of 3 placements; makespan ",
+                "improving",
+                "so far, at least ",
+                " 0 s of this search left at most",
+            ),
         ),
         (
             lambda: choices(2, 4, COSTS, [0.5, 1.0], 0.2),
@@ -63,7 +68,7 @@ def what_is_told(monkeypatch, work) -> str:
         ),
         (
             lambda: make_plan(load(RUN, Run), top=2, search_seconds=0.1),
-            ("0 of 2 plans found", "ways left to look at", "searching an order for p = "),
+            ("0 of 2 plans found", "ways left to look at", "searching an order for p = ", "search 1 of "),
         ),
     ],
     ids=["search", "pareto", "offload", "plan"],

@@ -50,6 +50,9 @@ def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json):
     }  # fmt: skip
     assert by_name["zbv"]["placement"] == "v" and by_name["zbv"]["splits_backward"] is True
     assert "chunks" in by_name["interleaved"]["options"]
+    assert [words in " ".join(shown[1].split()) for words in ("here 4 chunks", "here 2 slices", "here 8 slices")] == [
+        True
+    ] * 3
     assert by_name["dualpipe"]["needs"] == "even p, even m of at least 2p" and "even p" in shown[1]
     assert [row["name"] for row in rows if row["asynchronous"]] == ["pipedream", "pipedream-2bw"]
     assert shown[1].count("asynchronous") == 2 and shown[1].count("2 copies of the weights") == 3

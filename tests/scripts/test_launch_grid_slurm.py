@@ -98,7 +98,9 @@ def test_printed_arrays_are_what_would_be_submitted(tmp_path, write_grid, monkey
     assert {"--array=0%3", "--nodes=2", "--partition=big"} < set(two) and {"--array=2%3", "--nodes=1"} < set(one)
     assert two[-2:] == [str(SCRIPT), str(folder)]
     assert all(f"# {line}".rstrip() in printed.splitlines() for line in SCRIPT.read_text().splitlines())
-    assert "# left out: pp=3" in printed
+    listed = [line.split(": ") for line in printed.splitlines()[:3]]
+    assert [words[:2] for words in listed] == [["# 0", "pp=4"], ["# 1", "pp=3"], ["# 2", "pp=2"]]
+    assert [len(words) > 2 for words in listed] == [False, True, False], "only the second is left out, with the reason"
     told = json.loads(said(*asked, "--print", "--json"))
     assert [job["command"] for job in told["jobs"]] == [two, one] and told["script"] == str(SCRIPT)
     assert [job["points"] for job in told["jobs"]] == [[0], [2]] and list(told["left_out"]) == ["pp=3"]

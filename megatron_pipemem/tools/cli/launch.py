@@ -363,7 +363,8 @@ def grid(
     store = Store(output or Path("out") / "grids" / grid_file.stem)
     if not print_only:
         store.check_place()
-    points = load_points(grid_file, overrides or (), yes)
+    with showing("checking the points of the grid"):
+        points = load_points(grid_file, overrides or (), yes)
     for point in points:
         if point.run is not None:
             check_script_flags(point.run)
@@ -532,7 +533,7 @@ def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) ->
 
 
 def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
-    """Print the commands that submit the points to Slurm, the batch file, and the points that cannot run."""
+    """Print the points by their index, those that cannot run, the commands that submit them, and the batch file."""
     runs = {point.index: point.run for point in points if point.run is not None and point.reason is None}
     jobs = slurm.array_jobs(store.folder, runs, max_parallel, options)
     left_out = {label(point.settings): point.reason for point in points if point.reason is not None}
@@ -540,8 +541,13 @@ def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, op
         rows = [{"points": list(members), "command": list(job.words)} for members, job in jobs.items()]
         print_json({"jobs": rows, "left_out": left_out, "script": str(batch_file(slurm.GRID_BATCH_FILE))})
         return
-    for name, reason in left_out.items():
-        print_lines(f"# left out: {name}: {reason}")
+    for point in points:
+        left_out_because = "" if point.reason is None else f": left out: {point.reason}"
+        print_lines(f"# {point.index}: {label(point.settings)}{left_out_because}")
+    print_lines(
+        f"# These commands need the points' run files in {store.folder}, and --print writes none. The command without",
+        "# --print writes them and submits the jobs.",
+    )
     print_lines(printed(jobs.values(), slurm.GRID_BATCH_FILE))
 
 

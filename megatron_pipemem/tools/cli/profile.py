@@ -15,7 +15,7 @@ import typer
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
-from megatron_pipemem.model.model import Execution, Model
+from megatron_pipemem.model.model import Execution, Model, kind_name
 from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.tools.cli.common import Shown, print_answer, report_note, showing
 from megatron_pipemem.tools.cli.options import Json, takes_group
@@ -154,7 +154,10 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
         activate(verbose=verbose)
         if not verbose and (missing := missing_packages()) is not None:
             report_note(missing)
-        report_note("no GPU here: the seconds are of this CPU, and its kernels save other bytes than a GPU's")
+        report_note(
+            "no GPU here: this takes minutes, the seconds are of this CPU, and its kernels save other bytes than a GPU's; "
+            "--formulas computes those of a GPU in seconds"
+        )
     from megatron_pipemem.tools.megatron.profiling import profile as profile_stages
 
     return profile_stages(model, execution, repeats)
@@ -197,7 +200,7 @@ def _shown(prices: Profile, ratios: dict[str, float], name: object, cluster: str
     columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
     table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {prices.source}")
     rows: list[tuple[str, Part]] = [
-        *((f"layer {kind}", layer) for kind, layer in prices.layers.items()),
+        *((f"layer: {kind_name(kind)}", layer) for kind, layer in prices.layers.items()),
         ("embedding" + ", vision tower" * (prices.model.tower is not None), prices.first - prices.middle),
         ("head, loss" + ", prediction ahead" * (prices.model.mtp_layers > 0), prices.last - prices.middle),
     ]

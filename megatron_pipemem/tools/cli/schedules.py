@@ -31,7 +31,7 @@ _ADVICE = {
     "zb-h1": "you run 1F1B: same messages, about its memory",
     "gis": "1F1B's memory, layers for chunks",
     "zbv": "1F1B's memory, and links for twice the messages",
-    "v-half": "two thirds of 1F1B's memory, W as long as F",
+    "v-half": "1/2 + 1/p of 1F1B's memory, W as long as F",
     "v-min": "half of 1F1B's memory, and nothing else fits",
     "po-h": "less still, and a fast link to the host",
     "po-f": "the least, and a fast link to the host",
@@ -91,13 +91,17 @@ def _listed(
     first = [] if every else [family("1f1b")]
     for candidate in [*first, *candidates]:
         name = f"{candidate.name} (for research)" if every and candidate.name in RESEARCH else candidate.name
+        *figures, cut = _figures(candidate, p, m)
         advice = _ADVICE.get(candidate.name, candidate.summary.rstrip("."))
-        table.add_row(name, "; ".join([advice, *(_needs(candidate) if every else ())]), *_figures(candidate, p, m))
+        table.add_row(name, "; ".join([advice, *(_needs(candidate) if every else ()), *cut]), *figures)
     table.add_row("auto", _ADVICE["auto"], "", "the cap")
     yield table
     more = "" if every else f"; --all lists {len(RESEARCH) - 1} more, for research"
-    yield f"{p} devices, {m} microbatches, F = I = W. bubble: idle share of the busiest device;"
-    yield "peak: share of 1F1B's first device (equal stages); interleaved, gis: 2 chunks"
+    yield f"p = {p} devices, m = {m}, F = I = W. bubble: idle share of the busiest device;"
+    yield "peak: share of 1F1B's first device (equal stages); at most 2 chunks unless a row says more"
+    if every:
+        names = ", ".join(candidate.name for candidate in candidates if candidate.asynchronous)
+        yield f"{names}: one step alone; in a run, the next step fills its idle end"
     yield f"schedules NAME: formulas and options{more}"
 
 
@@ -109,14 +113,20 @@ def _check_size(devices: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, str]:
-    """Return the bubble and the peak of a family, or dashes for sizes that it does not have."""
+def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, str, list[str]]:
+    """Return a family's bubble, its peak, and its numbers of slices and of chunks above 2, which options change.
+
+    Bubble and peak are dashes for sizes that the family does not have.
+    """
     try:
         schedule = build_schedule(candidate.name, num_devices=devices, num_microbatches=microbatches)
     except UnsupportedError:
-        return "-", "-"
+        return "-", "-", []
     run = simulate(schedule, with_channel(Costs(), None))
-    return f"{run.bubble_rate:.1%}", f"{run.peak:.3f}"
+    chunks, parts = schedule.placement.num_chunks, schedule.units.parts
+    cut = [f"here {chunks} chunks"] if chunks > 2 else []
+    cut += [f"here {parts} slices"] if parts > 1 else []
+    return f"{run.bubble_rate:.1%}", f"{run.peak:.3f}", cut
 
 
 def _explained(chosen: Family, devices: int | None, microbatches: int | None) -> Iterator[Shown]:

@@ -61,6 +61,7 @@ from megatron_pipemem.tools.cli.options import (
     takes_group,
 )
 from megatron_pipemem.tools.planner.pareto import (
+    LEAST_SAVED,
     bound_line,
     busy_seconds,
     choices,
@@ -79,6 +80,10 @@ _USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b", "in_a_run"))
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers", "pairs"), 0)
 """Values that ``simulate`` does not print. A list is left out if all devices have the value."""
 
+_IN_A_RUN = (
+    "a searched row in a run: --pipemem-schedule auto --pipemem-memory-cap CAP --pipemem-option chunks=CHUNKS, with both "
+    "numbers from its name; without chunks, auto may take fewer and have a larger bubble"
+)
 _AS_A_RUN = (
     "placements of {chunks} chunks per device, as in a run whose flags cut the model no other way; --chunks searches "
     f"another number, and -o max_chunks={MAX_CHUNKS} finds the best number up to {MAX_CHUNKS}"
@@ -167,8 +172,9 @@ def simulate(
 def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iterator[Shown]:
     """Yield the results of a simulation for people: ``facts``, and the placements that a search tried."""
     chosen, request = loaded.chosen, loaded.request
+    ends = {"lower_bound": _orders_of_bound(loaded)}
     lines = [
-        (_PRINTED.get(key, key.replace("_", " ")), _text(key, fact))
+        (_PRINTED.get(key, key.replace("_", " ")), _text(key, fact) + ends.get(key, ""))
         for key, fact in facts.items()
         if any(value != _USUAL.get(key) for value in (fact if isinstance(fact, list) else [fact]))
     ]
@@ -338,11 +344,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     recompute have no such limit.
     """
     schedule = timeline.schedule
-    if (
-        schedule.placement.replicas > 1
-        or schedule.vocabulary_barriers
-        or all(action.kind is Kind.F for order in schedule.orders for action in order)
-    ):
+    if _has_only_work(schedule):
         return timeline.ideal
     costs, pairs = loaded.chosen.costs, bool(schedule.pairs)
     if not schedule.units.are_whole:  # each slice may have its own price
@@ -354,6 +356,28 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
         return loaded.chosen.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
     return lower_bound(schedule.placement, schedule.units, costs, cap, pairs=pairs)
+
+
+def _has_only_work(schedule: Schedule) -> bool:
+    """Return whether the only known lower bound of the makespan is the busiest device's work."""
+    is_forward_only = all(action.kind is Kind.F for order in schedule.orders for action in order)
+    return schedule.placement.replicas > 1 or bool(schedule.vocabulary_barriers) or is_forward_only
+
+
+def _orders_of_bound(loaded: Loaded) -> str:
+    """Return the orders for which the lower bound holds. Another placement or number of chunks can beat it."""
+    schedule, chosen = loaded.schedule, loaded.chosen
+    in_any_memory = bool(schedule.offloads or schedule.recomputed) or _has_only_work(schedule)
+    is_of_search = chosen.search is not None and chosen.offload is None and not in_any_memory
+    memory = "any memory" if in_any_memory else "this memory"
+    if is_of_search:
+        return f" for the makespan of any order with the placements tried in {memory}"
+    chunks = _num_chunks(schedule.placement.num_chunks)
+    return f" for the makespan of any order with this placement ({chunks}) in {memory}; another placement can beat it"
+
+
+def _num_chunks(count: int) -> str:
+    return f"{count} chunk{'s' if count > 1 else ''}"
 
 
 _PRINTED = {
@@ -376,7 +400,6 @@ _OF_WHAT = {
     "device_bubble_rate": " of the longest time from a device's first pass to its last",
     "chunks": " per device",
     "slices": " per microbatch",
-    "lower_bound": " for the makespan of any order in this memory",
     "messages": " between devices in a step",
     "replicas": " of the model",
     "weight_versions": " on the devices",
@@ -543,6 +566,12 @@ def pareto(
 
     def shown() -> Iterator[Shown]:
         yield picture.table([points[number] for number in listed], in_bytes)
+        message = "" if isinstance(prices.p2p, Mapping) else f", and a message takes {prices.p2p:g}"
+        yield f"costs: F, I, W = {price_options.costs}{message}"
+        if any(points[number].cap is not None for number in listed):
+            yield _IN_A_RUN
+        if cheap:
+            yield f"a little more memory that makes a step at least {LEAST_SAVED:.0%} shorter:"
         yield from cheap
         if layers is None:
             allowed = f"up to {most} chunks per device are allowed, because the number of layers is unknown"
@@ -604,7 +633,7 @@ def _point(timeline: Timeline, cap: float | None, is_dominated: bool, work: floa
     """
     family, chunks = _name(timeline.schedule, cap), timeline.schedule.placement.num_chunks
     return picture.Point(
-        f"{family}, {chunks} chunks" if chunks > 2 else family,
+        f"{family}, {_num_chunks(chunks)}" if chunks > 2 or cap is not None else family,
         timeline.schedule.placement.name,
         timeline.peak,
         1 - work / timeline.makespan if timeline.makespan else 0.0,

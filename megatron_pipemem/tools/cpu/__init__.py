@@ -28,7 +28,9 @@ __all__ = ["activate", "cpu_flags", "ignore_missing_packages", "missing_packages
 
 logger = logging.getLogger(__name__)
 
-_MISSING = ".*(Apex|Transformer Engine|transformer-engine|absl.logging|no accelerator is found)"
+_MISSING = (
+    ".*(Apex|Transformer Engine|transformer-engine|absl.logging|no accelerator is found|full scope is deprecated)"
+)
 _RANDOM = "megatron.core.tensor_parallel.random"
 _ABOUT_EVERY_RANK = ("megatron.core.distributed", "megatron.core.datasets")
 _ENVIRONMENT = {

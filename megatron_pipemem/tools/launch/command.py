@@ -67,8 +67,9 @@ class Command:
     def text(self) -> str:
         """Return the command as text for a shell, with one flag on each line."""
         lines: list[list[str]] = [["env", *(f"{key}={value}" for key, value in self.environment.items())]]
-        for number, word in enumerate(self.words):
-            if number == 0 or re.match("-+[a-z]", word):
+        for number, (before, word) in enumerate(zip(("", *self.words), self.words, strict=False)):
+            follows_value = re.match("--[a-z-]+=", before)  # so it is an argument of its own
+            if number == 0 or follows_value or re.match("-+[a-z]", word):
                 lines.append([])
             lines[-1].append(word)
         if not self.environment:

@@ -8,6 +8,7 @@ exist, and collectives return at once. So the bytes are those of a run, and the 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.model.activations import layer_bytes, message_bytes
 from megatron_pipemem.model.arguments import arguments_of
 from megatron_pipemem.model.counts import early_modules
-from megatron_pipemem.model.model import Execution, Model, Sublayer
+from megatron_pipemem.model.model import Execution, Model, Sublayer, kind_name
 from megatron_pipemem.part_costs import Passes
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
@@ -74,13 +75,17 @@ def profile(model: Model, execution: Execution, repeats: int = 5) -> Profile:
     an UnsupportedError with the remedy if the model cannot run this way.
     """
     _check(model, execution)
+    num_kinds, is_unfused = len(set(model.kinds)), execution.attention == "unfused"
+    num_parts = 2 * num_kinds + 2 + is_unfused * (2 * num_kinds - 1)
+    numbers = itertools.count(1)
     with lone_rank(execution):
 
         @functools.cache
         def part(position: int, *kinds: str) -> Part:
             name = ("the first", "a middle", "the last")[position]
-            layers = f"{len(kinds)} layer{'s' if len(kinds) > 1 else ''} {kinds[0]}"
-            with doing(f"running {name} stage with {layers}, {1 + repeats} microbatches"):
+            layers = f"{len(kinds)} layer{'s' if len(kinds) > 1 else ''} of {kind_name(kinds[0])}"
+            of_all = f"part {next(numbers)} of {num_parts}"
+            with doing(f"{of_all}: running {name} stage with {layers}, {1 + repeats} microbatches"):
                 return _stage_part(model, execution, position, kinds, 1 + repeats)
 
         main, final = model.main_kind, model.kinds[-1]  # multi-token prediction repeats the last layer
@@ -88,7 +93,7 @@ def profile(model: Model, execution: Execution, repeats: int = 5) -> Profile:
         layers = {kind: two - part(MIDDLE, kind) for kind, two in twos.items()}
         first, last = part(FIRST, main), part(LAST, final)
         ends = layers
-        if execution.attention == "unfused":
+        if is_unfused:
             ends = {kind: part(FIRST, kind, kind) - part(FIRST, kind) for kind in twos}
 
         launching = None

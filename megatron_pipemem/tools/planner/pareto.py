@@ -25,6 +25,8 @@ from megatron_pipemem.search import MAX_CHUNKS
 from megatron_pipemem.search.result import ResultCache
 
 _TOLERANCE = 1e-9
+LEAST_SAVED = 0.03
+"""The least share of a step's time that more memory must save to be listed."""
 
 
 Compared = tuple[Timeline, float | None]
@@ -105,7 +107,7 @@ def _is_dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
     return False
 
 
-def trades(compared: Sequence[Compared], least: float = 0.03) -> list[tuple[Timeline, Timeline]]:
+def trades(compared: Sequence[Compared], least: float = LEAST_SAVED) -> list[tuple[Timeline, Timeline]]:
     """Return pairs of schedules, of which the second saves much time for a little more memory than the first.
 
     Both are neighbours among those that are not dominated. The second one's makespan is shorter by at least the share

@@ -306,10 +306,11 @@ class _Planner:
             and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
             and 3 * len(group.run.units) * group.step.placement.num_stages <= _LARGEST_SEARCH
         ]
-        for group in hopeful[:_SEARCHES]:
+        for number, group in enumerate(hopeful[:_SEARCHES], start=1):
             p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
             try:
-                with doing(f"searching an order for p = {p}, m = {m}"):
+                of_all = f"search {number} of {min(len(hopeful), _SEARCHES)}"
+                with doing(f"searching an order for p = {p}, m = {m}, {of_all}"):
                     options = {
                         "seconds": seconds,
                         "period": group.run.schedule.overlap_steps,
