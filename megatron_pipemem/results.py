@@ -74,8 +74,9 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         planned = busiest(rank["predicted_bubble_rate"] for rank in ranks)
         seconds = chosen["measured_makespan"] if chosen else None
         text.append(
-            f"bubble {planned:.1%} planned, {measured:.1%} measured, of the rank that idles least"
-            + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
+            f"bubble {planned:.1%} planned (by the run's costs, or F = I = W and free messages), {measured:.1%} measured, "
+            "of the rank that idles least"
+            + ("" if seconds is None else f"; a step takes {seconds:.4g} s (median) from its first pass to its last")
         )
     if ahead := _most(ranks, "steps_ahead"):
         back, state = _most(ranks, "steps_taken_back"), "the copy for undoing a step takes"

@@ -73,7 +73,7 @@ DOCUMENTS = {
 
 DEVICES, MICROBATCHES = 8, 32
 SIZES = [(4, 8), (4, 16), (8, 16), (8, 32), (16, 16), (16, 32)]
-GAINS = {"1f1b": "stock's", "zb-h1": "in about its memory", "v-half": "in 0.6 to 0.8 of it"}
+GAINS = {"1f1b": "stock's", "zb-h1": "in about its memory", "v-half": "in 1/2 + 1/p of it"}
 """The schedules in the README's first table, each with text about its memory."""
 COSTS = {"1 : 1 : 1": Costs(1, 1, 1), "1 : 1.5 : 0.5": Costs(1, 1.5, 0.5)}
 COMPARED: dict[str, tuple[str, dict[str, int]]] = {

@@ -14,6 +14,7 @@ from refusals import check_refusal
 pytest.importorskip("megatron.training")
 
 from megatron_pipemem.tools.advise.advice import SAME_MEMORY
+from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 
@@ -74,6 +75,17 @@ def test_the_printed_line_is_that_of_the_answer(advice, shown):
     assert shown[0].startswith("answer") and "pretrain_gpt.py" in shown[0]
     assert shown[1] == shlex.join(best["add"]), "a line of its own, to copy"
     assert len(shown) <= 21, "with two lines for the cut vocabulary that is proposed"
+
+
+def test_a_run_that_exceeds_its_devices_is_told_so_first(script, advice, tmp_path):
+    peak = max(advice["ways"]["today"]["peak_bytes"]) / GIB
+    small = tmp_path / "small.yaml"
+    small.write_text(f"base: h100-80g\nmemory_gib: {peak / 4 + 3:.1f}\nreserved_gib: 3\n")
+    answer, *rest = call(
+        "advise", script, "--env", "NNODES=2", "--cluster", small, env={"COLUMNS": None}
+    ).stdout.splitlines()
+    assert re.findall(r"\d+\.\d+", answer)[:2] == [f"{peak:.1f}", f"{peak / 4:.1f}"]
+    assert any("(3 GiB of it reserved)" in line for line in rest)
 
 
 def test_a_command_line_means_the_same_as_the_script(pipemem_json, advice):

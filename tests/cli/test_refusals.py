@@ -127,6 +127,7 @@ plan TINY --output mine.csv/x.yaml | cannot-write
 profile --model tiny-gpt --formulas --output folder.yaml | cannot-write folder.yaml
 profile --model tiny-gpt --formulas --output /proc/x.json | cannot-write
 grid ROOT/configs/grids/tiny-cpu.yaml --output mine.csv | cannot-write
+grid ROOT/configs/runs/tiny-cpu.yaml --print | wrong-file tiny-cpu.yaml launch
 check 1f1b -p 4 -m 8 --write mine.csv/x.csv | cannot-write mine.csv/x.csv
 show 1f1b -p 4 -m 8 --output /proc/x.png | cannot-write
 pareto -p 2 -m 4 --output /proc/x.png | cannot-write

@@ -49,7 +49,8 @@ def test_a_run_is_told_from_its_folder_and_from_its_report(pipemem, run, tmp_pat
     assert told.stdout.splitlines()[:4] == [
         "v-half, 2 pipeline ranks with 2 chunks each, 4 microbatches: 3 steps measured",
         "peak activations 3 MiB on the fullest rank, predicted = counted on every rank; 0.75 of 1F1B's bytes",
-        "bubble 10.0% planned, 20.0% measured, of the rank that idles least; a step takes 0.125 s from its first pass to its "
+        "bubble 10.0% planned (by the run's costs, or F = I = W and free messages), 20.0% measured, of the rank that idles "
+        "least; a step takes 0.125 s (median) from its first pass to its "
         "last",
         "loss 3 in the first step, 1.5 in the last of 3",
     ]

@@ -27,7 +27,9 @@ def test_golden(run):
         "device 0 |F0--F1--        B0------    B1------| 1",
         "device 1 |    F0--B0------F1--B1------        | 0.5",
         "          0     time (F of a device = 1)     9",
-        " F forward    B full backward   number: microbatch",
+        " F forward    B full backward",
+        "number: microbatch, with dashes to the end of the pass",
+        "peak: 1F1B's first device holds 1",
     ]
 
 

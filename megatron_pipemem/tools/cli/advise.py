@@ -18,7 +18,7 @@ from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.model.cut_flags import RESHARDABLE, is_given, saves_optimizer_by_rank, upstream_faults
 from megatron_pipemem.schedule.display import shortened
-from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, SAME_MEMORY, WORTH_A_ROW, Advice, Way
+from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, ROOM, SAME_MEMORY, WORTH_A_ROW, Advice, Way
 from megatron_pipemem.tools.advise.consumers import BRIDGE, MEGATRON, call, changes
 from megatron_pipemem.tools.advise.patch import patch
 from megatron_pipemem.tools.advise.programs import (
@@ -238,7 +238,7 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     ``measured`` is whether the user gave measured prices.
     """
     sentence, way = _answer(reading, advice)
-    yield [("answer", sentence)]
+    yield [("answer", _misfit(reading, advice) + sentence)]
     yield from [] if way is None else map(Text, _words_to_copy(reading, way))
     rows = {"today": advice.today}
     if advice.stock is not None and advice.stock.gain(advice.today) >= WORTH_A_ROW:
@@ -303,14 +303,13 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
         f"{name} {getattr(cut, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(cut, name) > 1
     )
     batch = f"{cut.microbatches} microbatches of {cut.micro_batch} x {model.sequence:,} tokens"
-    device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
+    reserved = f" ({cluster.reserved_gib:g} GiB of it reserved)" if cluster.reserved_gib else ""
+    device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB{reserved}"
     prices = "by measured prices" if measured else f"computed for {device}"
     texts = {
         "fails": advice.fails
         and f"{advice.fails}, so Megatron stops at the start; to start it: {_addition(reading, advice.today)}",
-        "too large": advice.excess
-        and f"today's run takes {gibibytes(advice.today.peak)} GiB, and has {cluster.memory_bytes / GIB:.1f} of a device: "
-        "compared without that limit",
+        "too large": advice.excess and f"{_of_device(reading, advice.today)}: compared without that limit",
         "no slices": advice.why_whole,
         "host": advice.bound_by_host,
         "in doubt": doubt_of([run, *(way.run for way in advice.proposals.values())]),
@@ -360,11 +359,13 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
     if best is None:
         if advice.fails is not None:
             return "only make it start; add:", today
-        return "stay as you are: no schedule that fits with room is 1% faster, and the run has room", None
+        has_room = "and none makes it fit" if advice.excess else "and the run has room"
+        return f"stay as you are: no schedule that fits with room is 1% faster, {has_room}", None
     reason = _reason(best, advice)
     if best.is_stock or where is not None:
         advised = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
-            advice.verdict, _of_stock(today) if best.is_stock else where
+            advice.verdict,
+            f"use Megatron's own schedule {best.name.removeprefix('stock ')}" if best.is_stock else where,
         )
         added = best.is_stock and changes(reading.consumer, reading.run, best, reading.flags)[0]
         return f"{reason}{advised}{'; add' if added else ''}:", best
@@ -372,8 +373,18 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
     return f"{reason}{start}add:", best
 
 
-def _of_stock(today: Way) -> str:
-    return "stay with Megatron's own schedule" if today.is_stock else "go back to Megatron's own schedule"
+def _misfit(reading: Reading, advice: Advice) -> str:
+    """Return the beginning of the answer for a run that exceeds its devices' memory; empty if it fits."""
+    if not advice.excess:
+        return ""
+    ways = (advice.stock, advice.needless, *advice.proposals.values())
+    fits = any(way is not None and way.peak <= reading.run.cluster.memory_bytes for way in ways)
+    others = ", and no row below fits either (pipemem plan ranks other parallel sizes); if it runs all the same, "
+    return f"does not fit by these prices: {_of_device(reading, advice.today)}{'; ' if fits else others}"
+
+
+def _of_device(reading: Reading, today: Way) -> str:
+    return f"today's run takes {gibibytes(today.peak)} GiB, a device has {reading.run.cluster.memory_bytes / GIB:.1f}"
 
 
 def _reason(best: Way, advice: Advice) -> str:
@@ -386,7 +397,9 @@ def _reason(best: Way, advice: Advice) -> str:
     if advice.excess and saved > 0 and best.peak <= today.peak - advice.excess:
         return "the fastest that fits: "
     if saved < -SAME_MEMORY * today.peak:
-        return f"as fast as any that fits with room, within 1%, in {gibibytes_more(best.peak, today.peak)} GiB more: "
+        gain, more = f"{best.gain(today):.1%}", gibibytes_more(best.peak, today.peak)
+        rest = f"no row that leaves {ROOM:.0%} of a device free is {AS_FAST:.0%} faster"
+        return f"a step {gain} shorter than today's, in {more} GiB more ({rest}): "
     return ""
 
 

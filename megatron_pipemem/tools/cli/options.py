@@ -86,7 +86,9 @@ class Prices:
             help="Seconds of one device's share for forward, input gradient and weight gradient; or a JSON file.",
         ),
     ] = "1,1,1"
-    p2p: Annotated[float | None, typer.Option(help="Seconds of one message between two devices.")] = None
+    p2p: Annotated[
+        float | None, typer.Option(help="Time of one message between two devices, in the unit of --costs.")
+    ] = None
     vocab_cut: Annotated[
         Literal["off", "1", "2", "auto"],
         typer.Option(

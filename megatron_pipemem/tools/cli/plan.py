@@ -242,13 +242,14 @@ def _as_it_stands(run: Run, slowdown: MeasuredSlowdown | None) -> Way | None:
 
 
 _COLUMNS = (
-    *("schedule", "tp", "pp", "dp", "cp", "mb", "recompute", "s/step", "gain on today", "MFU", "peak GiB", "of 1F1B"),
+    *("schedule", "tp", "pp", "dp", "cp", "mb", "recompute", "s/step", "today", "MFU", "peak GiB", "of 1F1B"),
     *("idle", "gain", "binds"),
 )
 
 
 def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> FittingTable:
     caption = (
+        "today: s/step against today's; "
         "peak: all memory of the fullest rank; of 1F1B: the most activations of a rank, as a share of those of 1F1B with "
         "balanced layers; idle: the mean of all ranks; binds: the largest loss, as a share of the step; mb: sequences of a "
         "microbatch"
@@ -291,11 +292,11 @@ def _values(way: Way, today: Way | None, has_contexts: bool) -> Iterator[str]:
     cut = way.run.parallelism
     yield from map(str, (cut.tp, cut.pp, cut.dp, cut.cp if has_contexts else "", cut.micro_batch))
     yield way.run.schedule.recompute
-    yield f"{way.seconds:.4g}"
+    yield f"{way.seconds:#.4g}".rstrip(".")
     if today is None:
         yield ""
     else:
-        yield "-" if way is today else f"{1 - way.seconds / today.seconds:.1%}"
+        yield "-" if way is today else f"{-way.gain(today):+.1%}"
     yield f"{way.mfu:.1%}"
     yield gibibytes(way.peak)
     yield "-" if way.share_of_1f1b is None else f"{way.share_of_1f1b:.2f}"
@@ -537,16 +538,16 @@ def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]
             name,
             _milliseconds(max(one.rank_seconds)),
             f"{one.imbalance:.1%}",
-            f"{one.step_seconds:.4g}",
+            f"{one.step_seconds:#.4g}".rstrip("."),
             f"{one.step_seconds / best.step_seconds:.3f}",
             "" if one.rank_bytes is None else gibibytes(max(one.rank_bytes)),
         )
-    yield table
-    yield Text(f"paste: {best.flags}")
-    yield [("even split", _verdict(run, comparison, best.rank_bytes is not None))]
     empty, ranks = sum(not seconds for seconds in best.rank_seconds), len(best.rank_seconds)
     if empty:
         yield [("empty ranks", f"{empty} of {ranks} have no layer; fewer pipeline ranks do the same work")]
+    yield table
+    yield Text(f"paste: {best.flags}")
+    yield [("even split", _verdict(run, comparison, best.rank_bytes is not None))]
 
 
 def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:

@@ -70,7 +70,7 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
     total = Counter({cause: sum(device["causes_ns"][cause] for device in idle) for cause in CAUSES})
     text = [
         f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: bubble "
-        f"{facts['bubble_rate']:.1%} in a usual step, of the rank that idles least; the explained step takes "
+        f"{facts['bubble_rate']:.1%} in a usual step, of the rank that idles least; the explained step, the last, takes "
         f"{seconds(step)}"
     ]
     longest = [

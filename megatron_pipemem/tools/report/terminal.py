@@ -337,7 +337,9 @@ def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bo
         entries.append(Text("lower case: later chunk", style="dim"))
     if has_numbers:
         of = "microbatch" if drawn.timeline.schedule.units.are_whole else "slice, counted over all microbatches"
-        entries.append(Text(f"number: {of}", style="dim"))
+        entries.append(Text(f"number: {of}, with dashes to the end of the pass", style="dim"))
+    if drawn.in_units:
+        entries.append(Text("peak: 1F1B's first device holds 1", style="dim"))
     if marks_steps:
         entries.append(Text(f"{_NEXT_STEP} next step", style="dim"))
     if drawn.pairs:

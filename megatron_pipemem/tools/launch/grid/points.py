@@ -87,8 +87,13 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     schedules take long to check. Raise a ConfigError if there are over 10,000 points, if two are equal, or if none is
     valid or kept.
     """
-    grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
+    raw = read_raw(grid_file)
+    if "model" in raw and not {"run", "points", "product"} & set(raw):
+        raise ConfigError(
+            "wrong-file", "looks like a run, not a grid of runs; pipemem launch starts it", file=grid_file
+        )
+    grid = load(path, Grid)
     base = locate(grid.run, Run, user=grid_file, key="run", siblings=True)
     changed_run = partial(_run_of, base, read_raw(base))
     override_values = dict(map(parse_override, overrides))
