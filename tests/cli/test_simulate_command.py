@@ -158,6 +158,15 @@ def test_a_file_is_simulated_like_its_family(pipemem, pipemem_json, tmp_path):
     assert answer == expected
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("zbv", "2 chunks"), ("zb-h1", "1 chunk"), ("auto", None)])
+def test_the_bound_is_of_one_placement_or_of_those_that_a_search_tried(pipemem, name, chunks):
+    """``auto`` with 4 chunks beats the bound of two."""
+    (line,) = (
+        line for line in pipemem("simulate", name, "-p", 4, "-m", 8).stdout.splitlines() if "lower bound" in line
+    )
+    assert (f"({chunks})" in line) == (chunks is not None) != ("tried" in line)
+
+
 def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, refuses, tmp_path):
     file = tmp_path / "costs.json"
     weights = {"time": [1, 1, 4, 1], "memory": [1, 1, 2, 1], "kinds": {"W": [1, 1, 2, 1]}}

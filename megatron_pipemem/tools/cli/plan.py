@@ -526,6 +526,9 @@ class _Layout:
 
 def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]) -> Iterator[Shown]:
     best = layouts["best"]
+    empty, ranks = sum(not seconds for seconds in best.rank_seconds), len(best.rank_seconds)
+    if empty:
+        yield [("empty ranks", f"{empty} of {ranks} have no layer; fewer pipeline ranks do the same work")]
     yield _ranks(run, comparison.best.step.placement, layouts)
     columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
     caption = (
@@ -542,9 +545,6 @@ def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]
             f"{one.step_seconds / best.step_seconds:.3f}",
             "" if one.rank_bytes is None else gibibytes(max(one.rank_bytes)),
         )
-    empty, ranks = sum(not seconds for seconds in best.rank_seconds), len(best.rank_seconds)
-    if empty:
-        yield [("empty ranks", f"{empty} of {ranks} have no layer; fewer pipeline ranks do the same work")]
     yield table
     yield Text(f"paste: {best.flags}")
     yield [("even split", _verdict(run, comparison, best.rank_bytes is not None))]
