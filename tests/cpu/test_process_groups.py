@@ -18,6 +18,25 @@ def test_coalesced_collectives_get_the_callers_own_tensors(monkeypatch):
     assert passed[0] is given and passed[1] is parts
 
 
+def test_coalesced_gathers_keep_numbers_of_several_types(monkeypatch):
+    """Weights in 8 bits and biases are gathered like this."""
+    for module in (distributed_c10d, torch.distributed):
+        for name in process_groups._GATHERS:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, process_groups._releasing(getattr(module, name)))
+    parts = [torch.tensor([3, 250], dtype=torch.uint8), torch.tensor([0.5, 1e9, -7.0])]
+    gathered = [torch.zeros_like(part) for part in parts]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with distributed_c10d._coalescing_manager(async_ops=True) as work:
+            for output, part in zip(gathered, parts, strict=True):
+                torch.distributed.all_gather_into_tensor(output, part, async_op=True)
+        work.wait()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(map(torch.equal, gathered, parts))
+
+
 @pytest.mark.parametrize("end", ["waited for", "dropped", "shared"])
 def test_tensors_are_kept_until_gloo_has_dropped_them(monkeypatch, end):
     monkeypatch.setattr(process_groups, "_RELEASE_SECONDS", 0.01)

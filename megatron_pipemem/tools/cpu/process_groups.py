@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ _COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
     *("broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter"),
 )
+_GATHERS = ("all_gather_into_tensor", "all_gather_single")
 _RELEASE_SECONDS = 1.0
 
 
@@ -66,14 +67,19 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
     lock. Until then it holds memory that the program has freed, and byte counts differ between runs. Here the thread
     gets new tensor objects with the same storage, and ``wait`` waits until the thread has released them. If they were
     released here earlier, PyTorch would hand the Python object to the thread without a lock, which corrupts memory.
-    Collectives that PyTorch coalesces run unchanged.
+    Collectives that PyTorch coalesces run unchanged, but for gathers: gloo would make one tensor of all parts, and so
+    convert the numbers of some if their types differ. It gets their bytes.
     """
 
     @functools.wraps(collective)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if distributed_c10d._world.pg_coalesce_state:  # it starts only when others have joined it
-            return collective(*args, **kwargs)
         lent: list[torch.Tensor] = []
+        if distributed_c10d._world.pg_coalesce_state:  # it starts only when others have joined it
+            if collective.__name__ in _GATHERS:
+                args = tuple(_bytes(args, lent))
+                kwargs = dict(zip(kwargs, _bytes(kwargs.values(), lent), strict=True))
+                _keep(lent)
+            return collective(*args, **kwargs)
         work = collective(*_lend(args, lent), **dict(zip(kwargs, _lend(tuple(kwargs.values()), lent), strict=True)))
         if isinstance(work, Work):
             return _ReleasingWork(work, lent)
@@ -97,6 +103,13 @@ def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
             value = _lend(value, lent)
         copies.append(value)
     return copies
+
+
+def _bytes(values: Iterable[Any], lent: list[torch.Tensor]) -> list[Any]:
+    """Return a list of the values, with the bytes of each tensor in its place. Add these to ``lent``."""
+    viewed = [value.view(-1).view(torch.uint8) if isinstance(value, torch.Tensor) else value for value in values]
+    lent += [value for value in viewed if isinstance(value, torch.Tensor)]
+    return viewed
 
 
 def _await_release(lent: list[torch.Tensor]) -> None:
