@@ -321,3 +321,25 @@ def test_a_weight_gradient_with_fused_accumulation_never_dequantises_its_weight(
     DelayedWeightGradient(module, [("weight", module.weight)], {}, ()).run()
     gradient = module.weight.grad
     assert gradient.shape == (3, 4) and not gradient.any() and gradient.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize("override", [None, "high_precision"])
+def test_a_bias_keeps_the_gradient_that_a_backward_in_8_bits_computes(override):
+    """DDP wants it in ``grad`` when W ends, and versions before 2.20 fail without. Other backwards leave it to W."""
+    bias = torch.nn.Parameter(torch.zeros(2))
+    bias.main_grad = torch.zeros(2)
+    in_backward, in_w = torch.ones(2), torch.full((2,), 3.0)
+    seen = []
+
+    def backward_dw():
+        if bias.grad is None:
+            bias.grad = in_w
+        seen.append(bias.grad)
+
+    recipe = SimpleNamespace(backward_override=override)
+    module = SimpleNamespace(fp8=True, fp8_meta={"recipe": recipe}, apply_bias=True, backward_dw=backward_dw)
+    DelayedWeightGradient(module, [("bias", bias)], {bias: in_backward}, []).run()
+    if override is None:
+        assert seen[0] is in_backward and not bias.main_grad.any()
+    else:  # of another use
+        assert seen[0] is in_w and torch.equal(bias.main_grad, in_backward)

@@ -10,6 +10,7 @@ configuration has been checked.
 * It replaces ``grad`` instead of adding to it, which loses earlier microbatches if there is no ``main_grad``.
 * With fused accumulation it does not set ``grad``, and DDP's hook treats a missing ``grad`` as an error.
 * Before 2.20 it fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
+* In fp8 it does not set the ``grad`` of a bias, which the backward has computed.
 
 So the gradient that a backward leaves in ``grad`` is kept with its microbatch, and put back for its W.
 """
@@ -271,6 +272,8 @@ class DelayedWeightGradient(DeferredWeightGradient):
                 parameter.grad = self.gradients.get(parameter, parameter.grad)
                 if parameter.grad is None:
                     parameter.grad = _zero(parameter.dtype, parameter.device).expand(parameter.shape)
+            elif parameter in self.gradients and _sums_before_quantising(self.module):
+                parameter.grad = self.gradients[parameter]  # which ``backward_dw()`` leaves as it is
             elif parameter in self.gradients:
                 # Of another use of the parameter. ``backward_dw()`` would overwrite it.
                 gradient_of(parameter).add_(self.gradients[parameter])
@@ -401,6 +404,11 @@ def _is_computed(module: Any, name: str) -> bool:
     if "weight" in name:
         return not module.fuse_wgrad_accumulation
     return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
+
+
+def _sums_before_quantising(module: Any) -> bool:
+    """Return whether the backward itself computes the gradient of a module's bias, as it does if it quantises the output's."""
+    return module.fp8 and getattr(module.fp8_meta["recipe"], "backward_override", None) is None
 
 
 def _without_graph(kept: Any) -> Any:
