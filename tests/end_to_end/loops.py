@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 import megatron_pipemem
+from megatron_pipemem.runtime.activation_ledger import is_quantised
 
 # What needs a GPU.
 FUSED = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm")
@@ -105,8 +106,9 @@ def descend(models: Sequence[torch.nn.Module]) -> None:
 
 
 def digest(tensors) -> str:
-    """A hash of the tensors' bits."""
+    """A hash of the tensors' bits, or of the values that quantised ones stand for."""
     state = sha256()
     for tensor in tensors:
-        state.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        values = tensor.dequantize() if is_quantised(tensor) else tensor
+        state.update(values.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return state.hexdigest()

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from comparing import assert_same_training
 from lanes import nightly
-from model_flags import EVALUATION
+from model_flags import DISTRIBUTED, EVALUATION, FUSION
 
 FLAGS = (
     *("--no-gradient-accumulation-fusion", "--bf16", "--train-iters", "3", "--no-check-for-nan-in-loss-and-grad"),
@@ -70,3 +70,31 @@ def test_passes_in_fp8_train_as_without(train, schedule, form, recipe):
     plain, run = train(schedule, *flags, report=None), train(schedule, *flags, *GRAPHS, report=None)
     assert (run.weights, run.validation) == (plain.weights, plain.validation)
     assert run.replays == [3 * 3 * 4 * (2 if schedule == "v-half" else 1)] * 2
+
+
+IN_8_BITS = (*DISTRIBUTED, *EVALUATION, "--train-iters", "4", "--global-batch-size", "8", "--fp8-param-gather")
+TENSORWISE = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+MXFP8 = ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--reuse-grad-buf-for-mxfp8-param-ag")
+INSTEAD = nightly("the case of zb-h1, and tests/transformer_engine/test_graph_fp8.py")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("zb-h1", (*TENSORWISE, *FUSION)),
+        pytest.param("v-half", TENSORWISE, marks=INSTEAD),
+        pytest.param("zb-h1", MXFP8, marks=INSTEAD),
+        pytest.param("v-half", (*MXFP8, *FUSION), marks=INSTEAD),
+    ],
+)
+def test_weights_in_8_bits_train_as_stock(train_with_transformer_engine, schedule, flags):
+    """Without graphs and with them. The backward itself computes the gradients of biases, and DDP waits for every gradient."""
+    train = partial(train_with_transformer_engine, ranks=4)
+    flags = (*(FLAGS[1:] if FUSION[0] in flags else FLAGS), *IN_8_BITS, *flags)
+    plain, stock = train(schedule, *flags), train("stock", *flags)
+    assert_same_training(plain, stock)
+    if schedule == "zb-h1":  # the stages lie as stock's
+        assert plain.weights == stock.weights
+    run = train(schedule, *flags, *GRAPHS, report=None)
+    assert (run.weights, run.validation) == (plain.weights, plain.validation)
+    assert run.replays == [3 * 3 * 4 * (2 if schedule == "v-half" else 1)] * 4

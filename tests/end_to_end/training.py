@@ -418,7 +418,10 @@ def _initialise(entries) -> None:
     """Fill what begins random in a sharded state dict, each shard by its name and its place in the whole tensor."""
     for shard in _shards(entries):
         if shard.data.dim() > 1 or any(name in shard.key for name in _RANDOM_VECTORS):
-            shard.data.copy_(_initial_values(shard.key, shard.global_shape)[_place(shard)])
+            values = _initial_values(shard.key, shard.global_shape)[_place(shard)]
+            shard.data.copy_(values)
+            if hasattr(shard.data, "get_high_precision_init_val"):  # of 8 bits: the optimizer starts from these values
+                shard.data.get_high_precision_init_val().copy_(values)
 
 
 @lru_cache(maxsize=64)
