@@ -1,5 +1,5 @@
 #!/bin/bash
-# launch_before.sh with the line that `pipemem advise examples/launch_before.sh` prints.
+# launch_before.sh with a line that `pipemem advise examples/launch_before.sh` prints: the schedule in the same memory.
 # Usage, on every node, with NODE_RANK and MASTER_ADDR set: ./launch_after.sh CHECKPOINTS TOKENIZER DATA
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1

@@ -51,7 +51,8 @@ def test_a_run_is_weighed_with_its_memory_and_its_own_layout(pipemem, pipemem_js
     [
         (("llama3-8b", "-p", 4), DEFAULT_CLUSTER),
         (("llama3-8b", "-p", 4, "--cluster", "b200"), "b200"),
-        ((RUNS / "98b-40xa100.yaml", "-m", 20), "a100-80g as the run changes it"),
+        ((RUNS / "98b-40xa100.yaml", "-m", 20), "a100-80g"),  # the run changes its number of nodes
+        ((RUNS / "98b-40xa100.yaml", "-m", 20, "--set", "cluster.tflops=300"), "a100-80g as the run changes it"),
     ],
 )
 def test_the_cluster_whose_prices_were_taken_is_named(pipemem, pipemem_json, ask, named):

@@ -12,7 +12,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.tools.config.keys import SHORT
 from megatron_pipemem.tools.config.loading import load, settings_of, typed
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.launch.command import script_flags
+from megatron_pipemem.tools.launch.command import Nodes, command, min_nodes, script_flags
 from megatron_pipemem.tools.launch.grid import points
 
 ROOT = Path(__file__).parents[2] / "configs"
@@ -39,6 +39,22 @@ def words(run: Run) -> str:
 
 def test_every_shipped_run_has_its_words():
     assert {path.stem: words(load(path, Run)) for path in (ROOT / "runs").glob("*.yaml")} == WORDS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "connections"),
+    [
+        ((), "1"),
+        (("cluster.base=b200",), None),
+        (("tp=1", "sequence_parallel=false"), None),
+        (("tp=1", "sequence_parallel=false", "cp=2"), "1"),
+        (("environment={CUDA_DEVICE_MAX_CONNECTIONS: 8}",), "8"),
+    ],
+)
+def test_ranks_have_the_environment_without_which_megatron_stops(overrides, connections):
+    run = load(ROOT / "runs" / "llama3-70b-64xh100.yaml", Run, overrides)
+    nodes = Nodes(min_nodes(run), 0, "first")
+    assert command(run, nodes).environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
 ADDED = """

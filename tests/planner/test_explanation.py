@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from measured_steps import as_measured
+from refusals import refused
 
 from megatron_pipemem.features.pairs.orders import with_pairs
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
@@ -11,7 +12,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks
-from megatron_pipemem.tools.planner.explanation import Case, explain
+from megatron_pipemem.tools.planner.explanation import Case, explain, read_case
 from megatron_pipemem.tools.report.measured_step import IMBALANCE, LATE, SCHEDULE, idle_causes
 
 
@@ -44,3 +45,9 @@ def test_a_run_of_slices_is_explained_with_the_times_and_bytes_of_each():
     assert facts["simulated_seconds"] == pytest.approx(facts["seconds"])
     counted = Costs(memory={Kind.F: (18, 10) * 4, Kind.B: (-26, -2) * 4})
     assert facts["peak"] == max(peaks(step.schedule, counted)) == 82
+
+
+def test_a_grids_folder_is_not_a_report(tmp_path):
+    (tmp_path / "points" / "000").mkdir(parents=True)
+    with refused("wrong-file", "points/000"):
+        read_case(tmp_path)

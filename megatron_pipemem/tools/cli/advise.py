@@ -248,7 +248,7 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
     rows |= advice.proposals
     yield _table(rows)
     yield "step: seconds; today, tuned: the step against theirs; idle: mean of the ranks;"
-    yield "GiB: the fullest rank; messages: times those of today, if more"
+    yield "GiB: the fullest rank; messages: times those of today, if more; same memory: at most today's, within 2%"
     where = f"{reading.consumer.where}: " if reading.consumer.where is not None else ""
     for kind, other in rows.items():
         if other is not way and other is not advice.today:
@@ -290,8 +290,7 @@ def _table(rows: Mapping[str, Way]) -> FittingTable:
 
 def _name(way: Way) -> str:
     length = "" if way.units.are_whole else f" of {min(way.tokens):,} tokens"
-    algorithm = way.variant.removeprefix("vocabulary-")
-    cut = "" if algorithm == way.variant else f", vocabulary cut by Algorithm {algorithm}"
+    cut = way.variant_text if way.variant.startswith("vocabulary") else ""
     return f"{way.name}{length}{cut}{', W earlier' * way.has_earlier_weights}"
 
 
@@ -379,7 +378,10 @@ def _misfit(reading: Reading, advice: Advice) -> str:
         return ""
     ways = (advice.stock, advice.needless, *advice.proposals.values())
     fits = any(way is not None and way.peak <= reading.run.cluster.memory_bytes for way in ways)
-    others = ", and no row below fits either (pipemem plan ranks other parallel sizes); if it runs all the same, "
+    others = (
+        ", and no row below fits either (advise --write RUN.yaml, then plan RUN.yaml, ranks other parallel sizes); if it runs "
+        "all the same, "
+    )
     return f"does not fit by these prices: {_of_device(reading, advice.today)}{'; ' if fits else others}"
 
 

@@ -60,7 +60,6 @@ from megatron_pipemem.tools.planner.space import (
     is_stocks,
     without_overlap,
 )
-from megatron_pipemem.tools.planner.variants import PLAIN
 from megatron_pipemem.tools.planner.ways import Answer, Way, facts, gibibytes, run_files
 from megatron_pipemem.tools.report.terminal import FittingTable
 
@@ -103,8 +102,8 @@ def plan_command(
     microbatches of long sequences are also planned in 2, 4 or 8 slices; ``--only slices=1,16`` names others.
 
     The first row is the run as it stands, if it names a parallelism that fills its cluster. If Megatron's own schedules are
-    faster with another layout or number of chunks, the next row is the fastest of them. ``gain on today`` is the part of the
-    first row's step by which a plan's is shorter. ``idle`` is the part of the schedule in which ranks idle, on average.
+    faster with another layout or number of chunks, the next row is the fastest of them. ``today`` compares the step with the
+    first row's: -20% is a fifth shorter. ``idle`` is the part of the schedule in which ranks idle, on average.
 
     If the run has ``--tp-comm-overlap``, Megatron's own schedules keep the flag, and ours are priced without it. With
     ``--overlap-moe-expert-parallel-comm``, schedules are priced with pairs (variant ``pairs``) and without. If the run has
@@ -284,7 +283,7 @@ def _name(way: Way, is_own: bool = False) -> str:
         name += " or more, by FLOPs" if choice.slice_cut == FLOPS else ""
     if way.has_earlier_weights:
         name += ", W earlier"
-    return name if way.variant == PLAIN else f"{name} + {way.variant}"
+    return name + way.variant_text
 
 
 def _values(way: Way, today: Way | None, has_contexts: bool) -> Iterator[str]:
@@ -528,7 +527,7 @@ def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]
     best = layouts["best"]
     empty, ranks = sum(not seconds for seconds in best.rank_seconds), len(best.rank_seconds)
     if empty:
-        yield [("empty ranks", f"{empty} of {ranks} have no layer; fewer pipeline ranks do the same work")]
+        yield [("empty ranks", f"{empty} of {ranks} hold nothing; fewer pipeline ranks do the same work")]
     yield _ranks(run, comparison.best.step.placement, layouts)
     columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
     caption = (

@@ -74,7 +74,12 @@ def cluster_name(cluster: object) -> str:
     """Return the name of a run file's cluster, which may be a mapping that changes another cluster."""
     if not isinstance(cluster, dict):
         return str(cluster or "the run's cluster")
-    return f"{cluster['base']} as the run changes it" if "base" in cluster else "the run's own cluster"
+    if "base" not in cluster:
+        return "the run's own cluster"
+    return str(cluster["base"]) if cluster.keys() <= _SIZES else f"{cluster['base']} as the run changes it"
+
+
+_SIZES = {"base", "nodes", "devices_per_node"}
 
 
 MIB = 1 << 20

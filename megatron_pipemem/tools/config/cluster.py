@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.values import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part, refuse_if
+from megatron_pipemem.values import MOST_DEVICES, Amount, AmountOrZero, Devices, Limit, Limited, Part, refuse_if
 
 GIB = 1 << 30
 DEFAULT_CLUSTER = "h100-80g"
@@ -71,6 +71,8 @@ class Cluster(Limited):
     """Groups of a node's devices, by index, that share one PCIe switch and so one channel to the host. Other devices have a
     channel of their own."""
     backend: Literal["nccl", "gloo"] = "nccl"  # gloo means CPU ranks
+    # CUDA_DEVICE_MAX_CONNECTIONS that Megatron demands of these devices with tensor or context parallelism; None if it does not
+    max_connections: Annotated[int, Limit(1, 32)] | None = None
     sources: tuple[str, ...] = ()  # where these numbers come from
 
     def __post_init__(self) -> None:

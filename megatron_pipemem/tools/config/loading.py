@@ -286,6 +286,8 @@ def _absence(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a folder; give the path of a YAML file"
     if path.exists():
+        if path.suffix == ".sh":
+            return f"{path} is a script; pipemem advise {path} --write RUN.yaml makes a YAML file of it"
         return f"{path} has another ending than .yaml; give a YAML file, or rename it"
     return f"there is no file {path}; give the path of a YAML file"
 

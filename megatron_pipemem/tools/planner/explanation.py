@@ -78,6 +78,10 @@ def read_case(path: Path) -> Case:
 
     Raise a ConfigError if the report has no recorded step.
     """
+    if (path / "points").is_dir():
+        raise ConfigError(
+            "wrong-file", f"it is a grid's folder; give that of a point, as in {path / 'points' / '000'}", file=path
+        )
     path = path / REPORT if path.is_dir() else path
     with opened_report(path) as report:
         case = case_of_report(report)

@@ -90,6 +90,14 @@ class Way:
         )
 
     @property
+    def variant_text(self) -> str:
+        """The variant in words, after a name; empty for a plain one."""
+        algorithm = self.variant.removeprefix("vocabulary-")
+        if algorithm != self.variant:
+            return f", vocabulary cut by Algorithm {algorithm}"
+        return "" if self.variant == PLAIN else f" + {self.variant}"
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The pieces of every stage, see ``model.layout``."""
         return self.step.layers
