@@ -76,7 +76,7 @@ def kept(monkeypatch):
 
     With ``comm``, they are gathered into its buffer. Without ``shards``, the gathered tensors are kept.
     """
-    monkeypatch.setattr(transformer_engine, "get_te_version", lambda: Version("2.20.2"))
+    monkeypatch.setattr(transformer_engine, "is_te_min_version", lambda oldest: True)
     usages = []
 
     def twice(shard, group, async_op=False, quantizer=None):
@@ -179,7 +179,7 @@ def test_tensors_in_megatrons_buffers_are_copied_when_they_are_kept(monkeypatch)
     shared, own, stored = torch.zeros(4), torch.ones(4), []
     buffers = SimpleNamespace(buffer={("mpu", torch.float32): shared})
     monkeypatch.setattr(transformer_engine.parallel_state, "_GLOBAL_MEMORY_BUFFER", buffers)
-    monkeypatch.setattr(transformer_engine, "get_te_version", lambda: Version("2.20.2"))
+    monkeypatch.setattr(transformer_engine, "is_te_min_version", lambda oldest: True)
     *_, (_, keep) = transformer_engine.sharded_replacements(lambda group: True)
     with collecting(WeightGradientQueue()):
         keep(lambda store, tensors, func: stored.extend(tensors), None, [own, shared[1:3]], None)

@@ -343,13 +343,13 @@ def _is_in_global_buffer(kept: Any) -> bool:
 def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
     """Return the replacements by which Transformer Engine keeps this rank's shard of a gathered tensor, not all of it.
 
-    W gathers the shard again. Without Transformer Engine the result is empty. ``keeps`` returns whether shards are kept
-    for a tensor-parallel group. Transformer Engine's backward gathers the input of a column-parallel layer and the
-    output gradient of a row-parallel layer, with TP overlap into a user buffer. A shard can be kept if it was quantised
-    before the gather. A gather that quantises would choose other scaling factors in W, so its whole result is kept. Of a
-    whole tensor in a buffer that later layers overwrite, a copy is kept.
+    W gathers the shard again. The result is empty without a Transformer Engine that can delay weight gradients. ``keeps``
+    returns whether shards are kept for a tensor-parallel group. Transformer Engine's backward gathers the input of a
+    column-parallel layer and the output gradient of a row-parallel layer, with TP overlap into a user buffer. A shard can
+    be kept if it was quantised before the gather. A gather that quantises would choose other scaling factors in W, so its
+    whole result is kept. Of a whole tensor in a buffer that later layers overwrite, a copy is kept.
     """
-    if not get_te_version().release[0]:
+    if not is_te_min_version(OLDEST_SPLITTING):  # none, or one that delays no weight gradients here
         return []
     gather_symbol, fill_symbol, put_symbol = TRANSFORMER_ENGINE
 
