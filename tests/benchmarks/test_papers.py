@@ -1,4 +1,4 @@
-"""The order of arXiv 2411.05288's code: its bubble, and what collectives and messages add."""
+"""The order of arXiv 2411.05288's code: its bubble, and the time that collectives and messages add."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_gathered_tensors_wait_for_w_if_a_run_asks_for_it(equals):
 BF16 = "--bf16"
 USER_BUFFERS = ("--tp-comm-overlap", "--tp-comm-bootstrap-backend", "gloo")
 GATHERED = ("--pipemem-wgrad-inputs", "gathered")
-# Schedule, flags of ours: W gets copies or shards of what layers gather into the buffers.
+# Schedule, flags of ours: W gets copies or shards of the tensors that layers gather into the buffers.
 BUFFERED = {"1f1b": (), "zb-h1": GATHERED, "v-half": ()}
 BUFFERED_CASES = [*product([NEW], ["zb-h1", "v-half"]), (NEW, "1f1b"), *product([OLD, MIDDLE], BUFFERED)]
 

@@ -72,7 +72,7 @@ class Quantizer:
 
 @pytest.fixture
 def kept(monkeypatch):
-    """``kept(tensors, queue)``: what a module keeps for W of tensors gathered like this, given as ``(shard, quantizer)``.
+    """``kept(tensors, queue)``: the objects kept for W of tensors gathered like this, given as ``(shard, quantizer)``.
 
     With ``comm``, they are gathered into its buffer. Without ``shards``, the gathered tensors are kept.
     """

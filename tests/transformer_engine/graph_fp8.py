@@ -118,7 +118,7 @@ class World(graph_experts.World):
                         parameter.copy_(copy)
 
     def evaluate(self) -> torch.Tensor:
-        """Return what the stages compute of one microbatch, one after the other and without gradients."""
+        """Return the results of the stages for one microbatch, one after the other and without gradients."""
         tokens = torch.arange(SEQUENCE + 1)[None] % graph_experts.VOCABULARY
         hidden = None
         with torch.no_grad():

@@ -81,6 +81,11 @@ class Parallelism(Limited):
         """The number of devices of the whole run."""
         return self.tp * self.pp * self.dp * self.cp
 
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether tensor or context parallelism cuts layers, for which Megatron demands one connection before Blackwell."""
+        return self.tp > 1 or self.cp > 1
+
     def why_not_experts(self) -> str | None:
         """Return the reason why experts cannot be divided among these ranks; ``None`` if they can."""
         ranks, etp = self.tp * self.dp * self.cp, self.etp or self.tp

@@ -96,9 +96,9 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
 
 def _demanded(run: Run) -> dict[str, str]:
     """Return the environment without which Megatron stops at the start. It demands none of FSDP, nor beside expert overlap."""
-    cut, connections = run.parallelism, run.cluster.max_connections
+    connections = run.cluster.max_connections
     free = run.pairs or any(run.flags.get(name) for name in ("use-megatron-fsdp", "use-torch-fsdp2"))
-    return {} if connections is None or cut.tp == cut.cp == 1 or free else {CONNECTIONS: str(connections)}
+    return {} if connections is None or free or not run.parallelism.cuts_layers else {CONNECTIONS: str(connections)}
 
 
 def min_nodes(run: Run) -> int:

@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from megatron_pipemem.queues import CONNECTIONS
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.waits import run_single_queues
-from megatron_pipemem.tools.planner.replay import family_schedule
 from megatron_pipemem.tools.planner.variants import PLAIN
 from megatron_pipemem.tools.planner.ways import Way
 
@@ -25,10 +23,9 @@ def one_queue_slowdown(way: Way) -> float | None:
     """
     if way.is_stock or way.passes is not None or way.variant != PLAIN or way.run.pairs:
         return None
-    cut, order, costs = way.run.parallelism, way.order, way.step.costs
-    priced = costs if way.units.are_whole and "costs" in family(order.name).options else None
+    cut, costs = way.run.parallelism, way.step.costs
     count = min(cut.microbatches, max(cut.pp, _FORWARDS // way.step.placement.num_chunks))
-    schedule = family_schedule(order.name, cut.pp, count, order.chunks, priced, way.units.parts)
+    schedule = way.published_schedule(count)
     if way.has_earlier_weights:
         schedule = with_earlier_weights(schedule, costs)
     program = lower(schedule, single_queue=True, costs=costs)
@@ -40,8 +37,7 @@ def told_if_demanded(ways: Iterable[Way], today: Way) -> str | None:
 
     ``None`` if Megatron does not demand it of the run, or if no time is known.
     """
-    cut = today.run.parallelism
-    if cut.tp == cut.cp == 1:
+    if not today.run.parallelism.cuts_layers:
         return None
     texts = []
     for way in ways:

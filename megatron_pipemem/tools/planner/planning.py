@@ -201,7 +201,7 @@ def plan(
 
 
 def _answer(planner: _Planner, plans: list[Way], top: int, started: float, in_queue: str) -> Answer:
-    """Return the answer with the ``top`` fastest plans. ``in_queue`` is the reason to reject what the queue still has."""
+    """Return the answer with the ``top`` fastest plans. ``in_queue`` is the reason to reject the rest of the queue."""
     plans = sorted(plans, key=lambda way: way.seconds)[:top]
     rejected = planner.rejected + Counter({in_queue: _count(planner.queue), UNTRIED: _count(planner.aside)})
     return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)

@@ -137,11 +137,16 @@ class Way:
         """Whether W run earlier than the family's schedule says (``schedule.earlier_weights``)."""
         if not (self._is_family and moves_weights(self.run) and self.variant in (PLAIN, IN_PAIRS.name)):
             return False
-        cut, order, costs = self.run.parallelism, self.order, self.step.costs
+        cut = self.run.parallelism
+        published = self.published_schedule(shortest(cut.pp, cut.microbatches))
+        return with_earlier_weights(published, self.step.costs) is not published
+
+    def published_schedule(self, num_microbatches: int) -> Schedule:
+        """Return the family's schedule of this order as it is published, for a step of ``num_microbatches``."""
+        order, costs = self.order, self.step.costs
         priced = costs if self.units.are_whole and "costs" in family(order.name).options else None
-        count = shortest(cut.pp, cut.microbatches)
-        published = family_schedule(order.name, cut.pp, count, order.chunks, priced, self.units.parts)
-        return with_earlier_weights(published, costs) is not published
+        pp, parts = self.run.parallelism.pp, self.units.parts
+        return family_schedule(order.name, pp, num_microbatches, order.chunks, priced, parts)
 
     @property
     def peak(self) -> float:

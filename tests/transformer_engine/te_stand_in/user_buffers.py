@@ -3,7 +3,7 @@
 A communicator has one buffer, which all layers of its name share. A gather leaves its result there. As soon as any layer
 fills a buffer anew, the contents of all buffers are NaN: Transformer Engine documents a result as good only right after its
 operation, because other operations may overwrite it. Communication here ends before its GEMM begins or begins after it has
-ended, so what a GPU does at the same time is not shown.
+ended, so the work that a GPU does at the same time is not shown.
 """
 
 from __future__ import annotations
