@@ -212,12 +212,15 @@ GRAPHED_FP8 = Refusals(
 )
 _OUTSIDE = "it computes on a stream of its own, outside of the graph"
 _ON_HOST = "the host reads a number of tokens before it puts them in order"
+_PROVED_BACKENDS = ("deepep", "hybridep")
 GRAPHED_EXPERTS = Refusals(
     " with a CUDA graph per pass, which ends where tokens travel to experts",
     {
         "recompute_granularity": "a layer that runs again would run its experts within a graph; drop --recompute-granularity",
         "mtp_num_layers": "its layers take tensors from before the decoder's last experts",
-        "moe_token_dispatcher_type": f"{_NOT_PROVED}; pass --moe-token-dispatcher-type alltoall",
+        "moe_flex_dispatcher_backend": f"{_NOT_PROVED}; pass --moe-flex-dispatcher-backend hybridep or deepep",
+        "moe_hybridep_pad_uneven_dispatch_inputs": _ON_HOST,
+        "moe_hybridep_pad_variable_tokens": _ON_HOST,
         "moe_expert_capacity_factor": _ON_HOST,
         "moe_router_padding_for_quantization": _ON_HOST,
         "moe_shared_expert_overlap": _OUTSIDE,
@@ -237,6 +240,7 @@ GRAPHED_EXPERTS = Refusals(
         "moe_router_load_balancing_type": lambda kinds: any(
             kind in (kinds or "") for kind in ("sinkhorn", "quantile_balancing")
         ),
+        "moe_flex_dispatcher_backend": lambda backend: backend not in (None, *_PROVED_BACKENDS),
         "recompute_granularity": bool,
     },
 )

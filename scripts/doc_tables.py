@@ -136,6 +136,7 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     ("GRAPHED_EXPERTS", "recompute_granularity"): "",
     "num_distributed_optimizer_instances": "above 1",
     "moe_token_dispatcher_type": "`flex`",
+    "moe_flex_dispatcher_backend": "but `deepep`, `hybridep`",
     "gtp_weight_remat_size": "above 1",
     "expert_gtp_weight_remat_size": "above 1",
     "rerun_mode": "but `disabled`",

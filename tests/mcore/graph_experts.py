@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -44,6 +45,8 @@ ONE = {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": Tru
 SHARED = {"moe_shared_expert_intermediate_size": 24}
 LOSSES = {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.5, 0.5]}
 BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 0.1}
+HYBRID_EP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
+DEEP_EP = HYBRID_EP | {"moe_flex_dispatcher_backend": "deepep"}
 MODELS = {
     "zb-h1": ("zb-h1", LOSSES),
     "v-half, shared experts": ("v-half", SHARED | LOSSES),
@@ -51,6 +54,9 @@ MODELS = {
     "zbv, allgather": ("zbv", {"moe_token_dispatcher_type": "allgather", **SHARED, **BIAS}),
     "one expert": ("zb-h1", ONE),
     "dense between": ("v-half", {"moe_layer_freq": [1, 0, 1, 1]} | LOSSES),
+    "v-half, hybridep": ("v-half", HYBRID_EP | SHARED | LOSSES),
+    "1f1b, hybridep": ("1f1b", HYBRID_EP | BIAS),
+    "zb-h1, deepep": ("zb-h1", DEEP_EP | SHARED | LOSSES),
 }
 
 
@@ -89,11 +95,12 @@ class World:
 
     def _model(self, kinds: list[int], stage: int) -> GPTModel:
         tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
-        config = make_config(**{**vars_of(self.config), "num_layers": len(kinds), "moe_layer_freq": kinds})
+        config = make_config(**vars_of(self.config) | {"num_layers": len(kinds), "moe_layer_freq": kinds})
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
         ends["share_embeddings_and_output_weights"] = False
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-        model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **ends)
+        with managers_on_one_rank():
+            model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **ends)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
             parameter.main_grad = parameter.grad
@@ -154,8 +161,25 @@ class World:
         return runner.recast(GraphedStage, graphs=self.graphs[rank], stage=stage) if in_graphs else runner
 
 
+@contextmanager
+def managers_on_one_rank() -> Iterator[None]:
+    """Let a model be built whose experts exchange tokens by DeepEP, which Megatron refuses for a group of one rank."""
+    init = token_dispatcher.MoEFlexTokenDispatcher.__init__
+
+    def build(dispatcher: Any, experts: int, indices: list[int], config: TransformerConfig, **groups: Any) -> None:
+        backend, config.moe_flex_dispatcher_backend = config.moe_flex_dispatcher_backend, "hybridep"
+        init(dispatcher, experts, indices, config, **groups)
+        config.moe_flex_dispatcher_backend = backend
+        if backend == "deepep":
+            sizes = experts, config.moe_router_topk, config.num_moe_experts
+            dispatcher._comm_manager = token_dispatcher._DeepepManager(dispatcher.tp_ep_group, *sizes, config)
+
+    with mock.patch.object(token_dispatcher.MoEFlexTokenDispatcher, "__init__", build):
+        yield
+
+
 def vars_of(config: TransformerConfig) -> dict[str, Any]:
-    names = ("moe_token_dispatcher_type", *ONE, *SHARED, *LOSSES, *BIAS)
+    names = (*ONE, *SHARED, *LOSSES, *BIAS, *HYBRID_EP)
     return {name: getattr(config, name) for name in names}
 
 
@@ -191,6 +215,17 @@ def with_latest_state(gap: Any, tokens: torch.Tensor, probs: torch.Tensor, *stat
     return gap.compute(tokens, probs)
 
 
+_gap = room._Gap.__call__
+_maps: list[torch.Tensor] = []
+
+
+def with_first_map(gap: Any, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
+    """Run experts with the map of tokens and experts that was the first."""
+    position = gap.names.index((1, "routing_map"))
+    _maps.append(state[position])
+    return _gap(gap, tokens, probs, *state[:position], _maps[0], *state[position + 1 :])
+
+
 def captured(stage: GraphedStage, passes: PassGraphs, queue: object, *arguments: Any) -> torch.Tensor:
     """Queue the weight gradients of experts with those that are captured."""
     return passes.cut(stage.graphs, *arguments)
@@ -202,6 +237,8 @@ FAULTS: dict[str, tuple[dict[str, Any], Any, str, Callable]] = {
     "the residual is not cut": (SHARED, Section, "hand_over", lambda section, tensor: tensor),
     "the dispatcher keeps another state": (SHARED, room._Gap, "__call__", with_latest_state),
     "weight gradients of experts are captured": (SHARED, GraphedStage, "_cut", captured),
+    "the manager keeps another state": (HYBRID_EP, room, "attributes_of", lambda dispatcher: (vars(dispatcher),)),
+    "the manager keeps another map": (HYBRID_EP, room._Gap, "__call__", with_first_map),
 }
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 _TESTS = Path(__file__).parents[1]
 
 
-def printed_by(module: str, *folders: str) -> dict:
+def printed_by(module: str, *folders: str, first: str = "sys") -> dict:
     """Return the JSON object in the last line that ``main`` of a module of this folder prints.
 
-    ``folders`` are other folders of the tests from which it imports.
+    ``folders`` are other folders of the tests from which it imports. ``first`` is a module that is imported before Megatron.
     """
-    program = f"from megatron_pipemem.tools.cpu import activate; activate(); import {module}; {module}.main()"
+    program = (
+        f"import {first}; from megatron_pipemem.tools.cpu import activate; activate(); import {module}; {module}.main()"
+    )
     path = os.pathsep.join(str(_TESTS / folder) for folder in ("mcore", *folders))
     ran = subprocess.run(
         [sys.executable, "-c", program],

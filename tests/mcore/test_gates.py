@@ -120,6 +120,7 @@ VALUES = {
     "grad_norm_skip_threshold": 10.0,
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss", "sinkhorn"],
     "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "ncclep",
     "fp8_recipe": "delayed",
     "recompute_granularity": "full",
     "recompute_modules": ["core_attn", "moe"],
@@ -242,6 +243,7 @@ def test_features_that_exclude_each_other_come_first():
 
 SIZES = "--pipeline-model-parallel-size 4 --num-layers 24 --micro-batch-size 1"
 PARTS, CUT = "--cuda-graph-modules", "attn moe_router moe_preprocess"
+FLEX = "--moe-token-dispatcher-type flex"
 FREE = "--pipemem-overlap-steps --rerun-mode disabled"
 
 
@@ -284,10 +286,11 @@ FREE = "--pipemem-overlap-steps --rerun-mode disabled"
         (f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} attn moe_router", "unsupported-setting", ()),
         (f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} {CUT}", None, ()),
         (f"zb-h1 --cuda-graph-impl local --num-experts 8 --cuda-graph-scope {CUT}", None, ()),
+        (f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} {CUT} {FLEX}", None, ()),
         (
-            f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} {CUT} --moe-token-dispatcher-type flex",
+            f"zb-h1 --cuda-graph-impl local --num-experts 8 {PARTS} {CUT} {FLEX} --moe-flex-dispatcher-backend ncclep",
             "unsupported-setting",
-            ("--moe-token-dispatcher-type",),
+            ("--moe-flex-dispatcher-backend", "hybridep"),
         ),
         (
             "zb-h1 --cuda-graph-impl local --recompute-granularity selective",

@@ -40,20 +40,23 @@ def expert_layers(model: torch.nn.Module) -> tuple[MoELayer, ...]:
     return tuple(module for module in model.modules() if isinstance(module, MoELayer))
 
 
+def attributes_of(dispatcher: Any) -> tuple[dict[str, Any], ...]:
+    """Return the attributes of a token dispatcher, and those of its manager of DeepEP, HybridEP or NCCL EP, if it is flex.
+
+    A flex dispatcher keeps in its manager what others keep themselves.
+    """
+    manager = getattr(dispatcher, "_comm_manager", None)
+    return (vars(dispatcher),) if manager is None else (vars(dispatcher), vars(manager))
+
+
 @contextmanager
 def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
     """Clear, after a ``with`` block, the tensors that the block has left in the token dispatchers of layers.
 
     Megatron's dispatchers keep the probabilities and the routing of the last microbatch, and so its graph and the
-    stage's input. Without this, they keep them until the next microbatch, which may be long after the backward. The
-    flex dispatcher keeps them in its manager of DeepEP, HybridEP or NCCL EP.
+    stage's input. Without this, they keep them until the next microbatch, which may be long after the backward.
     """
-    keepers = [
-        vars(keeper)
-        for layer in layers
-        for keeper in (layer.token_dispatcher, getattr(layer.token_dispatcher, "_comm_manager", None))
-        if keeper is not None
-    ]
+    keepers = [attributes for layer in layers for attributes in attributes_of(layer.token_dispatcher)]
     before = [dict(now) for now in keepers]
     yield
     for now, earlier in zip(keepers, before, strict=True):

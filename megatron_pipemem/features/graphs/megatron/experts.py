@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.model.stages import shadowed
+from megatron_pipemem.mcore.model.stages import attributes_of, shadowed
 from megatron_pipemem.runtime.sections import Section
 
-_DISPATCHERS = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher)
+_DISPATCHERS = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher)
 _BEFORE_MESSAGES = {"cuda_dtoh_point": "before_ep_alltoall"}
 """Where a dispatcher copies the numbers of tokens to the host: within the gap, as Megatron's does with ``moe_preprocess``."""
 
@@ -35,8 +39,8 @@ def layers_with_experts(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
         if isinstance(module, MoELayer) and (module not in inside or type(module.token_dispatcher) not in _DISPATCHERS):
             raise UnsupportedError(
                 "graph-model",
-                f"the experts of {name} are not those of one of Megatron's transformer layers with its dispatchers allgather "
-                "and alltoall; pass --cuda-graph-impl none",
+                f"the experts of {name} are not those of one of Megatron's transformer layers with its dispatchers allgather, "
+                "alltoall and flex; pass --cuda-graph-impl none",
             )
     return layers
 
@@ -49,24 +53,29 @@ _OUTSIDE = ("dispatch", "routed_experts_compute", "combine")
 class _Gap:
     """The gap of one layer: the experts of a microbatch, with the dispatcher's state from the graph before.
 
-    ``names`` are the attributes of the dispatcher that hold tensors of that graph, in the order in which they follow the
-    tokens and probabilities, and ``constants`` its attributes that hold no tensors.
+    ``names`` are the attributes (``attributes_of``) that hold tensors of that graph, in the order in which they follow the
+    tokens and probabilities. Each has the position of its dictionary before it. ``constants`` are the attributes that hold
+    no tensors, one mapping per dictionary.
     """
 
     dispatcher: Any
     methods: Sequence[Callable]
-    names: Sequence[str]
-    constants: Mapping[str, Any]
+    names: Sequence[tuple[int, str]]
+    constants: Sequence[Mapping[str, Any]]
 
     def __call__(self, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
-        attributes = vars(self.dispatcher)
-        before = dict(attributes)
-        attributes.update(self.constants, **dict(zip(self.names, state, strict=True)))
+        keepers = attributes_of(self.dispatcher)
+        before = [dict(attributes) for attributes in keepers]
+        for attributes, constants in zip(keepers, self.constants, strict=True):
+            attributes.update(constants)
+        for (position, name), tensor in zip(self.names, state, strict=True):
+            keepers[position][name] = tensor
         try:
             return self.compute(tokens, probs)
         finally:
-            attributes.clear()
-            attributes.update(before)
+            for attributes, earlier in zip(keepers, before, strict=True):
+                attributes.clear()
+                attributes.update(earlier)
 
     def compute(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         dispatch, compute, combine = self.methods
@@ -94,13 +103,23 @@ def _left_out(layer: Any, cut: Callable[..., torch.Tensor], earlier: Callable[[i
     dispatcher, finish = experts.token_dispatcher, experts.postprocess
     methods = [getattr(experts, name) for name in _OUTSIDE]
     # Such as the order of experts on other ranks, which no microbatch changes.
-    permanent = {id(value) for value in vars(dispatcher).values() if isinstance(value, torch.Tensor)}
+    permanent = {
+        id(value) for held in attributes_of(dispatcher) for value in held.values() if isinstance(value, torch.Tensor)
+    }
 
     def dispatch(tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = {name: value for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
-        constants = {name: value for name, value in vars(dispatcher).items() if name not in tensors}
-        state = {name: value.detach() for name, value in tensors.items() if id(value) not in permanent}
-        if on_host := [name for name, value in state.items() if value.device != tokens.device]:
+        keepers = attributes_of(dispatcher)
+        constants = [
+            {name: value for name, value in held.items() if not isinstance(value, torch.Tensor)} for held in keepers
+        ]
+        # Some are probabilities that a flex dispatcher takes from its manager: the experts' backward gives their gradients.
+        state = {
+            (position, name): value
+            for position, held in enumerate(keepers)
+            for name, value in held.items()
+            if isinstance(value, torch.Tensor) and id(value) not in permanent
+        }
+        if on_host := [name for (_, name), value in state.items() if value.device != tokens.device]:
             raise UnsupportedError(
                 "graph-model",
                 f"the dispatcher of experts makes {', '.join(on_host)} on the host, which a replay does not repeat; pass "
