@@ -183,7 +183,7 @@ def gallery_page(runs: dict[str, Timeline]) -> str:
         "# Gallery",
         "",
         "Every schedule runs on four devices with eight microbatches. F, I and W take equally long, and messages no time.",
-        "A peak of 1 is the peak of 1F1B's first device: equal stages, without inputs kept for W.",
+        "A peak of 1 is the peak of 1F1B's first device: equal stages, inputs kept for W not counted.",
         "Drag to move, press + and - to zoom, and point at an action.",
         "`pipemem show NAME -p 4 -m 8` draws the same.",
         "",

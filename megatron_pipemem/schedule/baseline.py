@@ -50,7 +50,7 @@ def planned_share_of_1f1b(schedule: Schedule, costs: Costs) -> tuple[float, str]
         if bytes_under_1f1b:
             return max(peaks(schedule, costs)) / bytes_under_1f1b, "by predicted bytes"
     under_1f1b = min(1.0, schedule.num_microbatches / schedule.num_devices)
-    return max(peaks(schedule)) / under_1f1b, "by the order alone: equal stages, without inputs kept for W"
+    return max(peaks(schedule)) / under_1f1b, "by the order alone: equal stages, inputs kept for W not counted"
 
 
 def bytes_of_1f1b(costs: Costs, placement: Placement, units: Units | int) -> float | None:

@@ -57,9 +57,6 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
     return family
 
 
-_LISTED = 8  # known names in the message about an unknown name
-
-
 def family(name: str) -> Family:
     """Return the family of that name.
 
@@ -76,11 +73,9 @@ def family(name: str) -> Family:
     names = sorted({*table, *offered})
     near = get_close_matches(name.lower().replace("_", "-"), [*names, AUTO, STOCK], n=1)
     hint = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
-    listed = get_close_matches(name.lower(), names, n=_LISTED, cutoff=0.0)
     raise UnknownScheduleError(
         "unknown-schedule",
-        f"unknown schedule {shortened(name)}; {hint}known: {', '.join(listed)} and {len(names) - len(listed)} more, which "
-        "`pipemem schedules --all` lists",
+        f"unknown schedule {shortened(name)}; {hint}`pipemem schedules --all` lists all {len(names)}",
     )
 
 

@@ -116,7 +116,7 @@ def test_check_judges_the_messages_of_a_lowered_file(pipemem, pipemem_json, tmp_
     file = tmp_path / "program.txt"
     assert pipemem("check", "zb-h1", "--write", file, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
     answer = pipemem_json("check", file)
-    assert answer["messages"] == "the file's own 16" and answer["dialect"] == "torch-new"
+    assert answer["messages"] == "16 in the file" and answer["dialect"] == "torch-new"
     text = file.read_text()
     file.write_text(text.replace("1RECV_F0,", "", 1))
     refused = pipemem("check", file)

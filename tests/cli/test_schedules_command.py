@@ -42,7 +42,7 @@ def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json):
     assert chosen == [row["name"] for row in pipemem_json("schedules")] and len(chosen) == 8
     assert set(NAMES) >= RESEARCH and len(NAMES) == 8 + len(RESEARCH), "every row is of one kind"
     shown = [pipemem("schedules", *flags).stdout for flags in ((), ("--all",))]
-    assert ["zb-h2" in text for text in shown] == ["for research)" in text for text in shown] == [False, True]
+    assert ["zb-h2" in text for text in shown] == ["*: for research" in text for text in shown] == [False, True]
     by_name = {row["name"]: row for row in rows}
     assert set(by_name["zbv"]) == {
         "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",
@@ -55,7 +55,12 @@ def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json):
     ] * 3
     assert by_name["dualpipe"]["needs"] == "even p, even m of at least 2p" and "even p" in shown[1]
     assert [row["name"] for row in rows if row["asynchronous"]] == ["pipedream", "pipedream-2bw"]
-    assert shown[1].count("asynchronous") == 2 and shown[1].count("2 copies of the weights") == 3
+    assert shown[1].count("asynchronous") == 2 and " ".join(shown[1].split()).count("2 copies of the weights") == 3
+
+
+def test_the_search_is_explained_too(pipemem):
+    shown = pipemem("schedules", "auto")
+    assert shown.exit_code == 0 and "--pipemem-schedule auto" in shown.stdout
 
 
 def test_the_list_fits_a_terminal_and_has_the_simulated_numbers(pipemem, pipemem_json, monkeypatch):
@@ -75,7 +80,7 @@ def test_sizes_that_take_too_long_are_refused(pipemem, words):
 
 
 def test_sizes_that_a_schedule_does_not_have_are_dashes(pipemem):
-    (row,) = [line for line in pipemem("schedules", "--all", "-p", 3).stdout.splitlines() if " dualpipe (" in line]
+    (row,) = [line for line in pipemem("schedules", "--all", "-p", 3).stdout.splitlines() if " dualpipe * " in line]
     assert row.split()[-2:] == ["-", "-"]
 
 

@@ -135,6 +135,24 @@ def test_steps_without_a_barrier(pipemem_json):
     assert (late["period"], late["gain"]) == (48, pytest.approx(1.292, abs=5e-4))
 
 
+def test_one_peak_and_one_bubble_are_printed_unless_they_differ(pipemem, tmp_path):
+    def printed(*arguments):
+        return {line[:20].rstrip() for line in pipemem("simulate", *arguments).stdout.splitlines()}
+
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"memory": {"F": 4096, "B": -4096}}))
+    assert {"bubble", "peak"} <= printed("v-half", "-p", 4, "-m", 8) and "bubble of papers" not in printed(*SIZE[1:])
+    assert "bubble of papers" in printed("zbv", "-p", 4, "-m", 8)
+    bytes_alone = printed(*SIZE[1:], "--costs", file)
+    assert "peak in bytes" in bytes_alone and "peak" not in bytes_alone
+
+
+def test_rows_that_nobody_asked_for_are_named(pipemem):
+    added = "for comparison"
+    assert "interleaved: Megatron's own" in " ".join(pipemem(*SIZE[:1], "1f1b", "zb-h1", *SIZE[2:]).stdout.split())
+    assert added not in " ".join(pipemem(*SIZE[:1], "1f1b", "interleaved", *SIZE[2:]).stdout.split())
+
+
 def test_costs_from_a_file(pipemem_json, tmp_path):
     file = tmp_path / "costs.json"
     memory = {"F": 4096, "B": -4096}
@@ -178,7 +196,7 @@ def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, 
     assert (answer["makespan"], answer["peak_activations"]) == (timeline.makespan, [1.5, 1])
     assert answer["ideal"] < answer["lower_bound"] < answer["makespan"]
     assert answer["microbatch_factors"] == {"time": weights["time"], "memory": weights["memory"]}
-    told = "microbatch factors   time 1 to 4, mean 1.75, memory 1 to 2, mean 1.25"
+    told = "time 1 to 4, mean 1.75; memory 1 to 2, mean 1.25"
     assert told in pipemem(*size, "-m", 4).stdout
     assert pipemem_json("show", *size[1:], "-m", 4)[0]["makespan"] == timeline.makespan
     check_refusal(refuses(*size, "-m", 6), "wrong-count", 4, 6)
@@ -263,6 +281,7 @@ def test_files(pipemem, tmp_path, suffix):
     file, names = tmp_path / f"picture.{suffix}", ("1f1b", "v-half")
     shown = pipemem("show", *names, "-p", 4, "-m", 8, "--output", file)
     assert shown.exit_code == 0 and shown.stdout.strip() == str(file)
+    assert ("open it" in shown.stderr) == (suffix in ("html", "json"))
     start = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>", "json": b"{"}[suffix]
     content = file.read_bytes()
     assert content.startswith(start)

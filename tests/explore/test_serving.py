@@ -74,7 +74,7 @@ def test_a_page_leads_back_to_its_documentation():
 
 
 def test_an_exported_page_is_one_file(tmp_path: Path):
-    assert call("--export", tmp_path / "site") == (0, "")
+    assert call("--export", tmp_path / "site") == (0, "note: open it in a browser\n")
     (page,) = (tmp_path / "site").iterdir()
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^\s&\"']+", text)) == {PYODIDE_URL}
@@ -88,7 +88,7 @@ def test_an_exported_page_can_bring_pyodide(tmp_path: Path):
     assert status == 2 and error.endswith("[wrong-file]\n") and not (tmp_path / "site").exists()
     for name in _OF_PYODIDE:
         (package / name).write_text(name)
-    assert call("--export", tmp_path / "site", "--pyodide", package) == (0, "")
+    assert call("--export", tmp_path / "site", "--pyodide", package) == (0, "note: open it in a browser\n")
     assert sorted(path.name for path in (tmp_path / "site" / "pyodide").iterdir()) == sorted(_OF_PYODIDE)
     assert "https://" not in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert call("--pyodide", package)[1].endswith("[needs-option]\n")

@@ -25,6 +25,7 @@ from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.tools.cli.common import (
     CANNOT_RUN,
     Shown,
+    placement_text,
     print_answer,
     print_json,
     report_lines,
@@ -119,23 +120,39 @@ def check(
 def _shown(source: str, facts: Mapping[str, object], written: Mapping[str, object] | None) -> Iterator[Shown]:
     """Yield the facts about a valid schedule for people, and about the file that it is written to."""
     yield Text(f"{source} is valid.", style="green")
-    names = {"bubble_rate": "bubble", "peak_activation": "highest peak"}
     yield [
-        (names.get(name, name.replace("_", " ")), _text(name, fact))
+        (_NAMES.get(name, name.replace("_", " ")), _text(name, fact))
         for name, fact in facts.items()
-        if name not in ("file", "schedule")
+        if name not in ("file", "schedule", "dialect")
     ]
-    yield Text(f"(with F = I = W; peak in {UNITS})", style="dim")
     if written is not None:
         contents = "actions and messages" if written["lowered"] else "actions"
         summary = f"{written['output']}: {written['actions']} {contents} on {facts['devices']} devices"
-        yield f"{summary}, in letters of {written['letters']}"
+        yield f"{summary}, in the letters {written['letters']}"
+
+
+_NAMES = {"bubble_rate": "bubble", "peak_activation": "peak"}
+"""Printed names that differ from the keys."""
 
 
 def _text(name: str, fact: object) -> str:
-    if name == "bubble_rate":
-        return f"{fact:.2%} of the makespan, in which the busiest device idles"
-    return f"{fact:.6g}" if isinstance(fact, float) else str(fact)
+    match name:
+        case "bubble_rate":
+            return f"{fact:.2%} of the makespan, in which the busiest device idles, with F = I = W"
+        case "peak_activation":
+            return f"{fact:.6g} {UNITS}"
+        case "placement":
+            return f"{fact}{placement_text(str(fact))}"
+        case "chunks":
+            return f"{fact} per device"
+    return str(fact)
+
+
+def _letters_of(dialect: str, has_messages: bool) -> str:
+    """Return the letters of a file. Without messages, this package and torch since 2.6 write the same ones."""
+    return (
+        LETTERS[dialect] if has_messages or dialect == "torch-old" else "F, I, W, B, as torch since 2.6 writes them too"
+    )
 
 
 def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:
@@ -171,7 +188,12 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
         rows, schedule = program.actions, program.schedule
     write_whole(target, write_header(schedule.header(rows)) + write_table(rows, letters, schedule.pairs))
     actions = sum(map(len, rows))
-    return {"output": str(target), "actions": actions, "letters": LETTERS[letters], "lowered": with_messages}
+    return {
+        "output": str(target),
+        "actions": actions,
+        "letters": _letters_of(letters, with_messages),
+        "lowered": with_messages,
+    }
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:
@@ -193,8 +215,8 @@ def _facts_of_file(file: str, table: Table) -> dict[str, object]:
     facts: dict[str, object] = {
         "file": file,
         "dialect": table.letters,
-        "letters": f"{LETTERS[table.letters]} ({table.reason})",
-        "messages": f"the file's own {written}" if written else "none in the file; they are derived from the order",
+        "letters": f"{_letters_of(table.letters, written > 0)} ({table.reason})",
+        "messages": f"{written} in the file" if written else "none in the file; they follow from the order",
     }
     if table.ignored:
         facts["ignored"] = ", ".join(f"{count} {kind}" for kind, count in sorted(table.ignored.items()))

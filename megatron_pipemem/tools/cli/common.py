@@ -31,6 +31,17 @@ _NAME_COLUMNS = 20
 """Width in columns of the names that ``print_facts`` prints."""
 
 
+_PLACEMENTS = {
+    "linear": "one stage per device",
+    "interleaved": "stages go down the devices once per chunk",
+    "v": "stages go down the devices and up again",
+    "wave": "stages go down and up the devices several times",
+    "bidirectional": "two copies of the model, in opposite directions",
+}
+"""What the names of placements mean."""
+_OPENED_BY = {".html": "open it in a browser", ".json": "open it at https://ui.perfetto.dev"}
+"""What to do with a written picture, by its suffix."""
+
 type Shown = list[tuple[str, str]] | Path | RenderableType
 """A part of an answer for people: names with texts (``print_facts``), a path, a table or picture of rich, or text.
 
@@ -51,7 +62,7 @@ def print_answer(answer: object, shown: Iterable[Shown], as_json: bool) -> None:
         if isinstance(part, list):
             print_facts(out, part)
         elif isinstance(part, Path):
-            print_lines(part)
+            print_path(part)
         elif isinstance(part, str):
             _print_wrapped(out, part)
         elif isinstance(part, Text):
@@ -65,7 +76,23 @@ def print_file(path: Path, write: Callable[[], object], as_json: bool) -> None:
     with showing(f"drawing {path}"):
         write()
     if not as_json:
-        print_lines(path)
+        print_path(path)
+
+
+def print_path(path: Path) -> None:
+    """Print the path of a written picture, and on stderr how to open it."""
+    print_lines(path)
+    if (how := _OPENED_BY.get(path.suffix)) is not None:
+        report_note(how)
+
+
+def num_chunks(count: int) -> str:
+    return f"{count} chunk{'s' if count > 1 else ''}"
+
+
+def placement_text(name: str) -> str:
+    """Return the meaning of a placement's name, to be printed after it; nothing for a placement of the user's own."""
+    return f": {_PLACEMENTS[name]}" if name in _PLACEMENTS else ""
 
 
 def console() -> Console:

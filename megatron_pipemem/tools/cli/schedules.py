@@ -9,10 +9,10 @@ import typer
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
+from megatron_pipemem.schedule.registry import AUTO, Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.size import estimated
-from megatron_pipemem.tools.cli.common import Shown, print_answer
+from megatron_pipemem.tools.cli.common import Shown, placement_text, print_answer
 from megatron_pipemem.tools.cli.loading import with_channel
 from megatron_pipemem.tools.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
 from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline
@@ -38,6 +38,8 @@ _ADVICE = {
     "auto": "a cap, or passes that differ: it searches",
 }
 """When to take a schedule. The others have their summaries."""
+_SEARCH = "no family, but a search for the fastest order of passes, for any costs and any memory cap."
+_TRY = f"pipemem simulate {AUTO} -p 8 -m 24 --memory-cap .625"
 _SIZE = 8, 32
 """Devices and microbatches of the list, if the user gives none."""
 _COLUMNS = (
@@ -62,8 +64,8 @@ def schedules(
 
     The sizes are 8 devices and 32 microbatches, or those that you give; F, I and W take equally long, and messages no
     time. The bubble is the share of a step in which the busiest device idles. The peak is a share of 1F1B's first
-    device, with equal stages, without inputs kept for W. Asynchronous schedules update weights in the middle of a step,
-    so they train differently from all others.
+    device, with equal stages; inputs kept for W are not counted. Asynchronous schedules update weights in the middle of
+    a step, so they train differently from all others.
 
     Examples:
         # list the schedules to choose from
@@ -73,6 +75,10 @@ def schedules(
         # explain one, with formulas, options and a picture
         pipemem schedules v-half
     """
+    if name == AUTO:
+        facts = {"name": AUTO, "summary": _SEARCH, "try": _TRY, "run": f"--pipemem-schedule {AUTO}"}
+        print_answer(facts, [f"{AUTO}: {_SEARCH}", [("try", _TRY), ("in a run", facts["run"])]], as_json)
+        return
     if name is not None:
         chosen = family(name)
         print_answer(_row(chosen), _explained(chosen, devices, microbatches), as_json)
@@ -90,7 +96,7 @@ def _listed(
     table = FittingTable(("name", "take it if", "bubble", "peak"), text=("name", "take it if"))
     first = [] if every else [family("1f1b")]
     for candidate in [*first, *candidates]:
-        name = f"{candidate.name} (for research)" if every and candidate.name in RESEARCH else candidate.name
+        name = f"{candidate.name} *" if every and candidate.name in RESEARCH - {"1f1b"} else candidate.name
         *figures, cut = _figures(candidate, p, m)
         advice = _ADVICE.get(candidate.name, candidate.summary.rstrip("."))
         table.add_row(name, "; ".join([advice, *(_needs(candidate) if every else ()), *cut]), *figures)
@@ -100,6 +106,7 @@ def _listed(
     yield f"p = {p} devices, m = {m}, F = I = W. bubble: idle share of the busiest device;"
     yield "peak: share of 1F1B's first device (equal stages); at most 2 chunks unless a row says more"
     if every:
+        yield "*: for research and comparison"
         names = ", ".join(candidate.name for candidate in candidates if candidate.asynchronous)
         yield f"{names}: one step alone; in a run, the next step fills its idle end"
     yield f"schedules NAME: formulas and options{more}"
@@ -146,7 +153,7 @@ def _explained(chosen: Family, devices: int | None, microbatches: int | None) ->
 
 def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
     chunks = "" if chosen.chunks is None else f", {chosen.chunks} chunk{'s' if chosen.chunks > 1 else ''} per device"
-    yield "placement", f"{chosen.placement}{chunks}"
+    yield "placement", f"{chosen.placement}{chunks}{placement_text(chosen.placement)}"
     yield "backward", _backward(chosen)
     yield "peak", f"{chosen.peak}, in {UNITS}"
     yield "idle time", chosen.bubble

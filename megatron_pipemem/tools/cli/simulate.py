@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isclose
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -32,7 +33,15 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import MAX_CHUNKS
 from megatron_pipemem.search.result import ResultCache
-from megatron_pipemem.tools.cli.common import Shown, print_answer, print_file, report_note, showing
+from megatron_pipemem.tools.cli.common import (
+    Shown,
+    num_chunks,
+    placement_text,
+    print_answer,
+    print_file,
+    report_note,
+    showing,
+)
 from megatron_pipemem.tools.cli.loading import (
     Loaded,
     check_attention,
@@ -75,18 +84,13 @@ from megatron_pipemem.tools.report.figure import IMAGES, write_picture
 from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline, placements_table
 from megatron_pipemem.tools.report.timeline import UNITS, DrawnRun, bytes_text
 
-_USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_factors": {}}
-_USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b", "in_a_run"))
-_USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers", "pairs"), 0)
-"""Values that ``simulate`` does not print. A list is left out if all devices have the value."""
-
 _IN_A_RUN = (
     "a searched row in a run: --pipemem-schedule auto --pipemem-memory-cap CAP --pipemem-option chunks=CHUNKS, with both "
     "numbers from its name; without chunks, auto may take fewer and have a larger bubble"
 )
 _AS_A_RUN = (
-    "placements of {chunks} chunks per device, as in a run whose flags cut the model no other way; --chunks searches "
-    f"another number, and -o max_chunks={MAX_CHUNKS} finds the best number up to {MAX_CHUNKS}"
+    "placements of {chunks} chunks per device, the number of a run without --pipemem-option chunks; -o "
+    f"max_chunks={MAX_CHUNKS} finds the best number up to {MAX_CHUNKS}"
 )
 
 
@@ -171,37 +175,122 @@ def simulate(
 
 def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iterator[Shown]:
     """Yield the results of a simulation for people: ``facts``, and the placements that a search tried."""
-    chosen, request = loaded.chosen, loaded.request
-    ends = {"lower_bound": _orders_of_bound(loaded)}
-    lines = [
-        (_PRINTED.get(key, key.replace("_", " ")), _text(key, fact) + ends.get(key, ""))
-        for key, fact in facts.items()
-        if any(value != _USUAL.get(key) for value in (fact if isinstance(fact, list) else [fact]))
-    ]
-    lines.append(("unit of time", DrawnRun(timeline).time_unit))
-    devices, microbatches = facts["devices"], facts["microbatches"]
-    if microbatches < devices:
-        own = f"1F1B itself holds {microbatches / devices:.4g}, because there are fewer microbatches than devices"
-        lines.append(("in these units", own))
-    if request.searches and not {"chunks", "max_chunks", "placement"} & set(request.options):
-        lines.append(("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks)))
-    if (search := chosen.search) is not None:
-        measure = "period" if request.searches_period else "makespan"
-        if chosen.offload is not None:
-            gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound has no memory cap"
-        elif search.is_optimal:
-            gap = "0, optimal among the placements tried"
-        else:
-            gap = f"{search.gap:.2%} of the {measure} at most"
-        yield [*lines, ("gap to the bound", gap)]
-        yield placements_table(search.candidates, measure)
-    else:
-        yield lines
-    if chosen.offload is not None and chosen.offload.kept:
-        reasons = Counter(chosen.offload.kept.values()).most_common()
-        stay = ", ".join(f"{count} ({why})" for why, count in reasons)
-        total = len(chosen.offload.kept) + len(chosen.offload.offloaded)
-        yield [("stay on the device", f"{stay} of {total} activations, one per stage and microbatch")]
+    yield [*_lines(facts, timeline, loaded)]
+    if (search := loaded.chosen.search) is not None:
+        yield placements_table(search.candidates, _measure(loaded))
+
+
+def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iterator[tuple[str, str]]:
+    """Yield the results of a simulation as pairs of a name and a text."""
+    placement, chunks = facts["placement"], num_chunks(facts["chunks"])
+    parts = f", {facts['slices']} slices per microbatch" if facts["slices"] > 1 else ""
+    yield "schedule", f"{facts['schedule']}, {chunks} per device{parts}"
+    yield "placement", f"{placement}{placement_text(placement)}"
+    yield (
+        "step",
+        (
+            f"{facts['devices']} devices, {facts['microbatches']} microbatches, {facts['messages']} messages between devices"
+        ),
+    )
+    unit = DrawnRun(timeline).time_unit
+    yield "makespan", f"{facts['makespan']:.6g} {unit if unit == 'seconds' else f'({unit})'}"
+    yield (
+        "bubble",
+        (
+            f"{facts['bubble_rate']:.2%} of the makespan: the busiest device works {facts['ideal']:.6g}, and idles for the rest"
+        ),
+    )
+    if not isclose(facts["bubble_rate"], facts["device_bubble_rate"], abs_tol=_LEAST_SHOWN):
+        share = f"{facts['device_bubble_rate']:.2%} of the longest time from a device's first pass to its last"
+        yield "bubble of papers", share
+    yield from _memory(facts, loaded)
+    yield "lower bound", _bound(facts, loaded)
+    if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
+        yield "searched", _AS_A_RUN.format(chunks=facts["chunks"])
+    if facts["replicas"] > 1:
+        yield "replicas", f"{facts['replicas']} of the model"
+    if any(versions > 1 for versions in facts["weight_versions"]):
+        yield "weight versions", f"{_listed(facts['weight_versions'])} on the devices"
+    if facts["pairs"]:
+        yield "pairs", f"{facts['pairs']} of a forward and a backward: one computes while the other's tokens travel"
+    if facts["microbatch_factors"]:
+        spans = ((quantity, min(w), max(w), fmean(w)) for quantity, w in facts["microbatch_factors"].items())
+        texts = (f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans)
+        yield "microbatches differ", f"factors of the costs: {'; '.join(texts)}"
+    if (reason := facts.get("vocabulary_reason")) is not None:
+        yield "vocabulary", reason
+    elif count := facts.get("vocabulary_barriers"):
+        yield "vocabulary", f"cut over all devices, with {count} barrier{'s' * (count > 1)} per microbatch"
+    if facts.get("single_queue_makespan"):
+        ratio = facts["single_queue_makespan"] / facts["makespan"]
+        makespan = f"makespan {facts['single_queue_makespan']:.6g}"
+        yield "one queue", f"{makespan}, {_times(ratio)} as with several hardware queues per device"
+    if facts.get("steps"):
+        yield f"{facts['steps']} steps", f"{facts['steps_makespan']:.6g} in all, without a barrier between them"
+        waiting = (
+            f"{facts['period'] * facts['gain']:.6g}, {_times(facts['gain'])}, if devices wait for each other after each"
+        )
+        yield "period", f"{facts['period']:.6g} from step to step; {waiting}"
+    if (refusal := facts.get("a_run_refuses")) is not None:
+        yield "a run refuses", refusal
+
+
+def _memory(facts: Mapping[str, Any], loaded: Loaded) -> Iterator[tuple[str, str]]:
+    """Yield the lines about activations on the devices and the host."""
+    if facts["peak_bytes"] is None or loaded.request.memory_cap is not None:
+        units = facts["peak_activations"]
+        devices = "on every device" if len(set(units)) == 1 else f"by device {_listed(units)}"
+        yield "peak", f"{facts['peak_activation']:.6g} {UNITS}; {devices}"
+    if facts["peak_bytes"] is not None:
+        share = facts["share_of_1f1b"]
+        of = "" if share is None else f", {share:.3g} of 1F1B's for the same model and cut"
+        sizes = ", ".join(map(bytes_text, facts["peak_bytes"]))
+        yield "peak in bytes", f"{bytes_text(max(facts['peak_bytes']))}{of}; by device {sizes}"
+    if (devices := facts["devices"]) > (microbatches := facts["microbatches"]):
+        yield "1f1b's own peak", f"{microbatches / devices:.4g}, because there are fewer microbatches than devices"
+    if facts["in_a_run"] is not None:
+        yield "in a run", f"W runs earlier: {_moved_in_words(facts['in_a_run'])}"
+    if facts["recomputed"]:
+        parts = (f"{mode} on stages {', '.join(map(str, stages))}" for mode, stages in facts["recomputed"].items())
+        yield "recomputed", "; ".join(parts)
+    if facts["transfers"]:
+        yield (
+            "host memory",
+            (
+                f"{facts['host_peak']:.6g} activation units at most, of one device; {facts['transfers']} copies to and from "
+                "the host in a step"
+            ),
+        )
+    if any(facts["stall_seconds"]):
+        yield "waits for copies", f"{_listed(facts['stall_seconds'])} on the devices, in the unit of the makespan"
+    offload = loaded.chosen.offload
+    if offload is not None and offload.kept:
+        reasons = Counter(offload.kept.values()).most_common()
+        total = len(offload.kept) + len(offload.offloaded)
+        yield (
+            "not offloaded",
+            (
+                f"{len(offload.kept)} of {total} activations (one per stage and microbatch): "
+                f"{', '.join(f'{count} {why}' for why, count in reasons)}"
+            ),
+        )
+
+
+_LEAST_SHOWN = 5e-5
+"""Half of the last digit of a printed bubble."""
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
+
+
+def _times(ratio: float) -> str:
+    """Return a ratio of times in words: ``1.07 times as long``, or ``as long`` if it is 1 in these digits."""
+    return "as long" if f"{ratio:.2f}" == "1.00" else f"{ratio:.2f} times as long"
+
+
+def _measure(loaded: Loaded) -> str:
+    return "period" if loaded.request.searches_period else "makespan"
 
 
 _OWN = ("1f1b", "interleaved")
@@ -227,14 +316,17 @@ def _compare(names: list[str], question: Question, as_json: bool) -> None:
                     raise
                 continue
             rows.append(_facts(timeline, loaded))
-    print_answer(rows, _comparison(rows, DrawnRun(timeline).time_unit), as_json)
+    print_answer(rows, _comparison(rows, names, DrawnRun(timeline).time_unit), as_json)
 
 
-def _comparison(rows: Sequence[Mapping[str, Any]], time_unit: str) -> Iterator[Shown]:
+def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], time_unit: str) -> Iterator[Shown]:
+    """Yield the table of the compared schedules. ``names`` are those that the user named."""
     plain = next(row["makespan"] for row in rows if row["schedule"] == _OWN[0])
-    caption = (
-        f"makespan: {time_unit}; to 1f1b: makespan against 1f1b's; bubble: idle share of the busiest device; peak: in "
-        f"{UNITS}; messages: between devices in a step"
+    unasked = " and ".join(row["schedule"] for row in rows if row["schedule"] not in names)
+    caption = f"{unasked}: Megatron's own, for comparison; " if unasked else ""
+    caption += (
+        f"makespan: {time_unit}; to 1f1b: makespan / 1f1b's; bubble: idle share of the busiest device; peak: in {UNITS}; "
+        "messages: between devices in a step"
     )
     if any(row["share_of_1f1b"] is not None for row in rows):
         caption += "; bytes: peak against 1f1b's"
@@ -364,75 +456,20 @@ def _has_only_work(schedule: Schedule) -> bool:
     return schedule.placement.replicas > 1 or bool(schedule.vocabulary_barriers) or is_forward_only
 
 
-def _orders_of_bound(loaded: Loaded) -> str:
-    """Return the orders for which the lower bound holds. Another placement or number of chunks can beat it."""
-    schedule, chosen = loaded.schedule, loaded.chosen
-    in_any_memory = bool(schedule.offloads or schedule.recomputed) or _has_only_work(schedule)
-    is_of_search = chosen.search is not None and chosen.offload is None and not in_any_memory
-    memory = "any memory" if in_any_memory else "this memory"
-    if is_of_search:
-        return f" for the makespan of any order with the placements tried in {memory}"
-    chunks = _num_chunks(schedule.placement.num_chunks)
-    return f" for the makespan of any order with this placement ({chunks}) in {memory}; another placement can beat it"
-
-
-def _num_chunks(count: int) -> str:
-    return f"{count} chunk{'s' if count > 1 else ''}"
-
-
-_PRINTED = {
-    "ideal": "busiest device works",
-    "bubble_rate": "bubble",
-    "device_bubble_rate": "bubble of papers",
-    "peak_activations": "peak per device",
-    "peak_activation": "highest peak",
-    "peak_bytes": "peak bytes per device",
-    "host_peak": "peak in host memory",
-    "stall_seconds": "waits for copies",
-    "transfers": "copies",
-    "steps_makespan": "makespan of the steps",
-    "single_queue_makespan": "one queue: makespan",
-    "single_queue_bubble_rate": "one queue: bubble",
-}
-"""Printed names that differ from the keys."""
-_OF_WHAT = {
-    "bubble_rate": " of the makespan, in which the busiest device idles",
-    "device_bubble_rate": " of the longest time from a device's first pass to its last",
-    "chunks": " per device",
-    "slices": " per microbatch",
-    "messages": " between devices in a step",
-    "replicas": " of the model",
-    "weight_versions": " on the devices",
-    "host_peak": " activation units, of one device",
-    "stall_seconds": " on the devices",
-    "transfers": " to and from the host in a step",
-    "vocabulary_barriers": " per microbatch",
-    "period": " from step to step, without a barrier",
-    "gain": " times as fast as with a barrier",
-}
-"""Ends of printed values, with their unit or total."""
-
-
-def _text(key: str, fact: Any) -> str:
-    if key == "microbatch_factors":
-        spans = ((quantity, min(weights), max(weights), fmean(weights)) for quantity, weights in fact.items())
-        return ", ".join(
-            f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans
-        )
-    if key == "in_a_run":
-        return f"W runs earlier: {_moved_in_words(fact)}"
-    if isinstance(fact, dict):
-        return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
-    if isinstance(fact, list):
-        values = ", ".join(bytes_text(value) if key == "peak_bytes" else f"{value:.4g}" for value in fact)
-        return f"{values}{_OF_WHAT.get(key, '')}"
-    if key == "peak_activation":
-        return f"{fact:.6g} {UNITS}"
-    if key == "share_of_1f1b":
-        return f"{fact:.3g} of its bytes, for the same model and cut"
-    if key.endswith("rate"):
-        return f"{fact:.2%}{_OF_WHAT.get(key, '')}"
-    return f"{fact:.6g}{_OF_WHAT.get(key, '')}" if isinstance(fact, float) else f"{fact}{_OF_WHAT.get(key, '')}"
+def _bound(facts: Mapping[str, Any], loaded: Loaded) -> str:
+    """Return the lower bound in words, with the orders for which it holds."""
+    schedule, chosen, bound = loaded.schedule, loaded.chosen, f"{facts['lower_bound']:.6g}"
+    chunks = num_chunks(schedule.placement.num_chunks)
+    if _has_only_work(schedule):
+        return f"{bound}; the busiest device's work with this placement ({chunks}); another placement can be faster"
+    in_any_memory = bool(schedule.offloads or schedule.recomputed)
+    memory = "with no higher peak" if loaded.memory_cap is None else "within the memory cap"
+    memory, measure = "in any memory" if in_any_memory else memory, _measure(loaded)
+    if chosen.search is not None and chosen.offload is None and not in_any_memory:
+        end = f"; at most {chosen.search.gap:.2%} of the {measure} can be saved" * (not chosen.search.is_optimal)
+        return f"{bound}; no order with the placements tried has a shorter {measure} {memory}{end}"
+    orders = f"no order with this placement ({chunks}) has a shorter {measure} {memory}"
+    return f"{bound}; {orders}; another placement can be faster"
 
 
 def _moved_in_words(moved: Mapping[str, float]) -> str:
@@ -633,7 +670,7 @@ def _point(timeline: Timeline, cap: float | None, is_dominated: bool, work: floa
     """
     family, chunks = _name(timeline.schedule, cap), timeline.schedule.placement.num_chunks
     return picture.Point(
-        f"{family}, {_num_chunks(chunks)}" if chunks > 2 or cap is not None else family,
+        f"{family}, {num_chunks(chunks)}" if chunks > 2 or cap is not None else family,
         timeline.schedule.placement.name,
         timeline.peak,
         1 - work / timeline.makespan if timeline.makespan else 0.0,

@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
 from megatron_pipemem.schedule.simulator import Timeline
 
 IDLE = "#f1f3f4"
-UNITS = "activation units (1F1B's first rank holds 1; equal stages, without inputs kept for W)"
+UNITS = "activation units (1F1B's first device holds 1; equal stages, inputs kept for W not counted)"
 """The unit of peaks if no bytes are known."""
 _PALEST = 0.58
 """The share of white in the colour of the last chunk, if there are many."""
