@@ -17,6 +17,7 @@ from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.tools.advise import advice as advice_module
 from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, ROOM, SAME_MEMORY, Advice, _best, advise, changed_flags
+from megatron_pipemem.tools.advise.consumers import BRIDGE, NEMO_RL, SWIFT, VERL, changes
 from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
@@ -341,6 +342,10 @@ def test_recomputation_that_memory_does_not_need_is_left_out():
     assert set(changed_flags(run, advice.needless.run)[1]) == {
         f"recompute-{name}" for name in ("granularity", "method", "num-layers")
     }
+    for consumer, word in {BRIDGE: "config.model.recompute_granularity = None", SWIFT: "none"}.items():
+        assert word in changes(consumer, run, advice.needless, {})[0]
+    assert changes(VERL, run, advice.needless, {})[0][-1].endswith(".recompute_granularity=null")
+    assert changes(NEMO_RL, run, advice.needless, {})[0] == ["++policy.megatron_cfg.activation_checkpointing=false"]
     small = replace(run, cluster=replace(run.cluster, memory_gib=advice.today.peak * 1.1 / GIB, reserved_gib=0))
     assert advise(small, names=FEW).needless is None
 

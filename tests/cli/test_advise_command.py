@@ -74,7 +74,8 @@ def test_the_printed_line_is_that_of_the_answer(advice, shown):
     assert ways["same memory"]["schedule"] == "zb-h1" and best["gain"] == max(way["gain"] for way in ways.values())
     assert shown[0].startswith("answer") and "pretrain_gpt.py" in shown[0]
     assert shown[1] == shlex.join(best["add"]), "a line of its own, to copy"
-    assert len(shown) <= 21, "with two lines for the cut vocabulary that is proposed"
+    assert len(shown) <= 23, "with two lines for the cut vocabulary that is proposed"
+    assert f"{best['gain']:.1%} shorter than today's" in shown[0]
 
 
 def test_a_run_that_exceeds_its_devices_is_told_so_first(script, advice, tmp_path):

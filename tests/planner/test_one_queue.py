@@ -16,10 +16,11 @@ from megatron_pipemem.tools.planner.pricing import as_it_stands
 from tests.planner.small_run import CLUSTER, RUN
 
 
-def run_of(schedule: str, tp: int = 1, microbatches: int = 8) -> Run:
+def run_of(schedule: str, tp: int = 1, microbatches: int = 8, connections: int | None = 1) -> Run:
     cut = Parallelism(pp=4, tp=tp, dp=CLUSTER.num_devices // 4 // tp)
     choice = ScheduleChoice(schedule, early_wgrad="none")
-    return replace(RUN, parallelism=cut.with_microbatches(microbatches), schedule=choice)
+    devices = replace(CLUSTER, max_connections=connections)
+    return replace(RUN, cluster=devices, parallelism=cut.with_microbatches(microbatches), schedule=choice)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "v-half"])
@@ -43,7 +44,13 @@ def test_only_runs_of_which_megatron_demands_it_are_told():
     today = as_it_stands(run_of("stock", tp=2))
     way = as_it_stands(run_of("v-half", tp=2))
     seconds = way.makespan * one_queue_slowdown(way) + way.step.outside_seconds
-    text = told_if_demanded([way, today], today)
-    assert f"{way.name} {seconds:.2f} ({seconds / today.seconds - 1:+.1%})" in text and "stock" not in text
-    assert told_if_demanded([as_it_stands(run_of("v-half"))], as_it_stands(run_of("stock"))) is None
-    assert one_queue_slowdown(today) is None and told_if_demanded([today], today) is None
+    text = told_if_demanded({"more memory": way, "tuned": today}, today)
+    assert (
+        f"more memory {seconds:.2f} s ({seconds / today.seconds - 1:+.1%} against today)" in text
+        and "tuned" not in text
+    )
+    text = told_if_demanded({"more memory": way}, way)
+    assert f"today {seconds:.2f} s; more memory {seconds:.2f} s (+0.0% against today)" in text, "both in one queue"
+    for other in (run_of("stock"), run_of("stock", tp=2, connections=None)):
+        assert told_if_demanded({"more memory": way}, as_it_stands(other)) is None
+    assert one_queue_slowdown(today) is None and told_if_demanded({"tuned": today}, today) is None

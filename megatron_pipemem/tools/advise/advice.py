@@ -101,10 +101,9 @@ class Advice:
 
         ``None`` if no schedule of ours is shown, or if none needs it.
         """
-        ours = [way for way in self.proposals.values() if not way.is_stock]
-        if self.today.is_stock and not ours:
+        if all(way.is_stock for way in (self.today, *self.proposals.values())):
             return None
-        return one_queue_of(self.today.run.flags) or told_if_demanded(ours, self.today)
+        return one_queue_of(self.today.run.flags) or told_if_demanded(self.proposals, self.today)
 
 
 @rare_collection()

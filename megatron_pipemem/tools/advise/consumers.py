@@ -89,11 +89,12 @@ def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[l
         foreign = {flag for flag in {*more, *less} if consumer.hook and flag.startswith("pipemem-")}
         return [*hook, *words(_without(more, foreign))], words(_without(less, foreign))
     for field, value in _changed_fields(today, way.run, way.step.placement.num_chunks).items():
-        words_of = gone if value is None and consumer is SWIFT else added
+        words_of = gone if value is None and consumer is SWIFT and field != _RECOMPUTE else added
         words_of += consumer.setting(field, value)
     return [*hook, *added], gone
 
 
+_RECOMPUTE = "recompute_granularity"
 _OTHER_NAMES = {VIRTUAL_STAGES: LAYERS_PER_STAGE, "recompute-granularity": "recompute-activations"}
 """Flags that say in a command what another flag says of a run."""
 
@@ -125,11 +126,13 @@ def call(way: Way) -> str | None:
 
 
 def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
-    """Return Megatron's fields for chunks, layout and overlaps that differ between two runs, with their new values.
+    """Return Megatron's fields that differ between two runs: recompute, chunks, layout and overlaps, with the new values.
 
     A field that is no longer needed has the value ``None``.
     """
     fields: dict[str, Any] = {}
+    if other.schedule.recompute == "none" != today.schedule.recompute:
+        fields[_RECOMPUTE] = None
     if chunks != (today.parallelism.chunks or 1):
         fields[VIRTUAL] = None if chunks == 1 else chunks
     for flag, field in ((layout.FLAG, LAYOUT), (layout.PATTERN, layout.PATTERN_ARGUMENT)):
@@ -159,7 +162,15 @@ def _hydra(prefix: str, own: Sequence[str], others: str) -> Callable[[str, Any],
     return spelled
 
 
+def _nemo_rl(field: str, value: Any) -> list[str]:
+    if field == _RECOMPUTE:  # which its own switch sets
+        return ["++policy.megatron_cfg.activation_checkpointing=false"]
+    return _hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides")(field, value)
+
+
 def _swift(field: str, value: Any) -> list[str]:
+    if field == _RECOMPUTE:  # whose default is selective
+        return [f"--{_RECOMPUTE}", "none"]
     flags = {field: flag.replace("-", "_") for flag, field in ENDS.items()}
     name = f"--{flags.get(field, field)}"
     return [name] if value is None else [name, str(value).lower() if value is False else str(value)]
@@ -170,7 +181,7 @@ BRIDGE = Consumer(where="in the recipe", setting=_python, pairs=True)
 BRIDGE_HYBRID = replace(BRIDGE, families=("1f1b", "zb-h1", "gis"))  # its provider refuses virtual stages
 NEMO_RL = Consumer(
     where="at the beginning of NeMo-RL's MegatronPolicyWorkerImpl.__init__",
-    setting=_hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides"),
+    setting=_nemo_rl,
     families=("1f1b", "zb-h1"),  # it passes one model and one data iterator
 )
 SLIME = Consumer(

@@ -247,12 +247,12 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
         rows["no recompute"] = advice.needless
     rows |= advice.proposals
     yield _table(rows)
-    yield "step: seconds; today, tuned: the step against theirs; idle: mean of the ranks;"
-    yield "GiB: the fullest rank; messages: times those of today, if more; same memory: at most today's, within 2%"
     where = f"{reading.consumer.where}: " if reading.consumer.where is not None else ""
-    for kind, other in rows.items():
-        if other is not way and other is not advice.today:
-            yield Text(f"{kind}: {where if call(other) is not None else ''}{_addition(reading, other)}")
+    others = {kind: other for kind, other in rows.items() if other is not way and other is not advice.today}
+    if others:
+        yield "to take another row, add:"
+    for kind, other in others.items():
+        yield Text(f"  {kind}: {where if call(other) is not None else ''}{_addition(reading, other)}")
     yield ""
     yield _facts_of_run(reading, advice, measured)
 
@@ -271,7 +271,9 @@ def _table(rows: Mapping[str, Way]) -> FittingTable:
     """Return the table of the compared ways, by the names of their rows."""
     today, tuned = rows["today"], rows.get("tuned stock")
     table = FittingTable(
-        ("row", "schedule", "step", "today", "tuned", "idle", "GiB", "messages"), text=("row", "schedule")
+        ("row", "schedule", "s/step", "vs today", "vs tuned", "idle", "GiB", "messages"),
+        text=("row", "schedule"),
+        caption="; ".join(_legend(rows)),
     )
     for kind, way in rows.items():
         sent = way.messages / today.messages
@@ -286,6 +288,27 @@ def _table(rows: Mapping[str, Way]) -> FittingTable:
             f"{sent:.2g}" if sent > 1 else "",
         )
     return table
+
+
+def _legend(rows: Mapping[str, Way]) -> Iterator[str]:
+    """Yield the meaning of every column, name and mark that the table of ``rows`` has."""
+    today = rows["today"]
+    if len(rows) > 1:
+        yield (
+            "vs today, vs tuned: a longer (+) or shorter (-) step than in that row"
+            if "tuned stock" in rows
+            else ("vs today: a longer (+) or shorter (-) step than today")
+        )
+    yield "idle: share of a step, mean of the ranks"
+    yield "GiB: all memory of the fullest rank"
+    if any(way.messages > today.messages for way in rows.values()):
+        yield "messages: times today's"
+    if any("v=" in way.name for way in rows.values()):
+        yield "v: chunks per rank"
+    if any(kind.startswith("same memory") for kind in rows):
+        yield f"same memory: at most {SAME_MEMORY:.0%} more than today's"
+    if any(way.has_earlier_weights for way in rows.values()):
+        yield "W earlier: so that no rank holds more than 1F1B's fullest"
 
 
 def _name(way: Way) -> str:
@@ -306,6 +329,7 @@ def _facts_of_run(reading: Reading, advice: Advice, measured: bool) -> list[tupl
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB{reserved}"
     prices = "by measured prices" if measured else f"computed for {device}"
     texts = {
+        "why this row": _preferred(advice),
         "fails": advice.fails
         and f"{advice.fails}, so Megatron stops at the start; to start it: {_addition(reading, advice.today)}",
         "too large": advice.excess and f"{_of_device(reading, advice.today)}: compared without that limit",
@@ -358,8 +382,8 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
     if best is None:
         if advice.fails is not None:
             return "only make it start; add:", today
-        has_room = "and none makes it fit" if advice.excess else "and the run has room"
-        return f"stay as you are: no schedule that fits with room is 1% faster, {has_room}", None
+        least = f"no schedule that leaves {ROOM:.0%} of a device's memory free is {AS_FAST:.0%} faster"
+        return f"stay as you are: {least}{', and none makes it fit' * (advice.excess > 0)}", None
     reason = _reason(best, advice)
     if best.is_stock or where is not None:
         advised = {"layout": "only change the layout", "recompute": "only leave out the recomputation"}.get(
@@ -367,9 +391,9 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
             f"use Megatron's own schedule {best.name.removeprefix('stock ')}" if best.is_stock else where,
         )
         added = best.is_stock and changes(reading.consumer, reading.run, best, reading.flags)[0]
-        return f"{reason}{advised}{'; add' if added else ''}:", best
+        return f"{reason}: {advised}{'; add' if added else ''}:", best
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
-    return f"{reason}{start}add:", best
+    return f"{reason}: {start}add:", best
 
 
 def _misfit(reading: Reading, advice: Advice) -> str:
@@ -390,19 +414,27 @@ def _of_device(reading: Reading, today: Way) -> str:
 
 
 def _reason(best: Way, advice: Advice) -> str:
-    """Return why the answer is ``best``, as the beginning of a sentence; empty for the fastest row in today's memory."""
-    today, saved = advice.today, advice.today.peak - best.peak
+    """Return the gain and the memory of the answer ``best``, and why it is not another row."""
+    today, gain = advice.today, best.gain(advice.today)
+    more = float(gibibytes_more(best.peak, today.peak))
+    memory = "in today's memory" if more == 0 else f"in {abs(more):g} GiB {'more' if more > 0 else 'less'} memory"
+    if gain < AS_FAST and best is not advice.stock:
+        return f"as fast as today, {memory}"
+    step = f"a step {abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'} than today's, {memory}"
+    if advice.excess and best.peak <= today.peak - advice.excess:
+        return f"the fastest that fits: {step}"
     if advice.verdict == "pairs":
-        return f"hide the travel of experts' tokens, {today.step.exchange_share:.0%} of the work: "
-    if best.gain(today) < AS_FAST and best is not advice.stock:
-        return f"for {gibibytes_more(today.peak, best.peak)} GiB less, "
-    if advice.excess and saved > 0 and best.peak <= today.peak - advice.excess:
-        return "the fastest that fits: "
-    if saved < -SAME_MEMORY * today.peak:
-        gain, more = f"{best.gain(today):.1%}", gibibytes_more(best.peak, today.peak)
-        rest = f"no row that leaves {ROOM:.0%} of a device free is {AS_FAST:.0%} faster"
-        return f"a step {gain} shorter than today's, in {more} GiB more ({rest}): "
-    return ""
+        return f"{step}, as pairs hide the travel of experts' tokens"
+    return step
+
+
+def _preferred(advice: Advice) -> str | None:
+    """Return why the answer is not the fastest row; ``None`` if it is, or if the run does not fit."""
+    best = advice.best
+    if best is None or advice.excess:
+        return None
+    faster = [f'"{kind}"' for kind, way in advice.proposals.items() if way.seconds < best.seconds]
+    return f"{', '.join(faster)} would be less than {AS_FAST:.0%} faster, and change more" if faster else None
 
 
 def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:

@@ -91,10 +91,12 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
     start = [sys.executable, "-m", "megatron_pipemem.ranks", *_rendezvous(run, nodes)]
     ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
     words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
-    return Command(tuple(words), {key: str(value) for key, value in (_demanded(run) | run.environment).items()})
+    return Command(
+        tuple(words), {key: str(value) for key, value in (demanded_environment(run) | run.environment).items()}
+    )
 
 
-def _demanded(run: Run) -> dict[str, str]:
+def demanded_environment(run: Run) -> dict[str, str]:
     """Return the environment without which Megatron stops at the start. It demands none of FSDP, nor beside expert overlap."""
     connections = run.cluster.max_connections
     free = run.pairs or any(run.flags.get(name) for name in ("use-megatron-fsdp", "use-torch-fsdp2"))

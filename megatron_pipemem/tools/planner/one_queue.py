@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from megatron_pipemem.queues import CONNECTIONS
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.waits import run_single_queues
+from megatron_pipemem.tools.launch.command import demanded_environment
 from megatron_pipemem.tools.planner.variants import PLAIN
 from megatron_pipemem.tools.planner.ways import Way
 
@@ -32,21 +33,30 @@ def one_queue_slowdown(way: Way) -> float | None:
     return run_single_queues(program, costs).makespan / simulate(schedule, costs).makespan
 
 
-def told_if_demanded(ways: Iterable[Way], today: Way) -> str | None:
-    """Return a sentence about the steps of ``ways`` with the setting that Megatron demands of many devices.
+def told_if_demanded(ways: Mapping[str, Way], today: Way) -> str | None:
+    """Return a sentence about the steps of ``ways``, by the names of their rows, with one hardware queue per rank.
 
-    ``None`` if Megatron does not demand it of the run, or if no time is known.
+    All steps are compared in it, also today's. ``None`` if Megatron does not demand it of the run on its devices, or if
+    no time is known.
     """
-    if not today.run.parallelism.cuts_layers:
+    if CONNECTIONS not in demanded_environment(today.run):
         return None
-    texts = []
-    for way in ways:
-        if (slowdown := one_queue_slowdown(way)) is not None:
-            seconds = way.makespan * slowdown + way.step.outside_seconds
-            texts.append(f"{way.name} {seconds:.2f} ({seconds / today.seconds - 1:+.1%})")
+    base = _seconds_in_one_queue(today)
+    texts = [] if today.is_stock or base is None else [f"today {base:.2f} s"]
+    for kind, way in ways.items():
+        if not way.is_stock and (seconds := _seconds_in_one_queue(way)) is not None:
+            compared = "" if base is None else f" ({seconds / base - 1:+.1%} against today)"
+            texts.append(f"{kind} {seconds:.2f} s{compared}")
     return (
-        f"with {CONNECTIONS}=1, which Megatron demands with tensor or context parallelism before Blackwell, our schedules run "
-        f"by a slower order: {', '.join(texts)}"
+        f"Megatron demands {CONNECTIONS}=1 of this run, with which our schedules take longer than in the table: "
+        f"{'; '.join(texts)}"
         if texts
         else None
     )
+
+
+def _seconds_in_one_queue(way: Way) -> float | None:
+    if way.is_stock:
+        return way.seconds
+    slowdown = one_queue_slowdown(way)
+    return None if slowdown is None else way.makespan * slowdown + way.step.outside_seconds
