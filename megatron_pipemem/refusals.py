@@ -217,7 +217,6 @@ GRAPHED_EXPERTS = Refusals(
     " with a CUDA graph per pass, which ends where tokens travel to experts",
     {
         "recompute_granularity": "a layer that runs again would run its experts within a graph; drop --recompute-granularity",
-        "mtp_num_layers": "its layers take tensors from before the decoder's last experts",
         "moe_flex_dispatcher_backend": f"{_NOT_PROVED}; pass --moe-flex-dispatcher-backend hybridep or deepep",
         "moe_hybridep_pad_uneven_dispatch_inputs": _ON_HOST,
         "moe_hybridep_pad_variable_tokens": _ON_HOST,

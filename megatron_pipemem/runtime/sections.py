@@ -6,10 +6,11 @@ until the backward of its section begins there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from megatron_pipemem.errors import UnsupportedError
 
@@ -46,6 +47,17 @@ def is_received(tensor: torch.Tensor) -> bool:
     return isinstance(tensor.grad_fn, _HandOver._backward_cls)
 
 
+def leaves_of(nodes: Iterable[Node]) -> set[torch.Tensor]:
+    """Return the tensors to whose gradients a backward may add that begins at nodes of autograd's graph."""
+    seen = {*nodes}
+    waiting = [*seen]
+    while waiting:
+        new = {node for node, _ in waiting.pop().next_functions if node is not None} - seen
+        seen |= new
+        waiting += new
+    return {node.variable for node in seen if hasattr(node, "variable")}
+
+
 @dataclass(eq=False)
 class Section:
     """A part of a forward with an autograd graph of its own. ``remedy`` ends the message of a refused model."""
@@ -59,6 +71,11 @@ class Section:
         gradients: list[torch.Tensor] = []
         self.ends.append((get_gradient_edge(tensor), gradients))
         return gradients
+
+    @property
+    def leaves(self) -> set[torch.Tensor]:
+        """The tensors to which the graph leads from its ends, such as parameters."""
+        return leaves_of([edge.node for edge, _ in self.ends])
 
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this section for a later one."""

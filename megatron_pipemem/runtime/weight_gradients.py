@@ -271,6 +271,20 @@ def accumulator_of(parameter: torch.Tensor) -> Any:
     return view.grad_fn.next_functions[0][0]
 
 
+@contextmanager
+def hooks_left_out(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within a ``with`` block, let autograd add to the gradients of parameters without a call of the hooks on its nodes."""
+    registered = [_hooks_by(accumulator_of(parameter).register_hook) for parameter in parameters]
+    before = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in zip(registered, before, strict=True):
+            hooks.update(kept)
+
+
 def _hooks_by(register: Callable) -> dict:
     handle = register(lambda *_: None)
     hooks = handle.hooks_dict_ref()

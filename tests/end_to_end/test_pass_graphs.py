@@ -9,6 +9,7 @@ from model_flags import (
     AUX_LOSS,
     DISTRIBUTED,
     EVALUATION,
+    EXPERTS,
     FUSION,
     LAYOUT,
     LLAMA,
@@ -55,6 +56,11 @@ FURTHER = {
         "v-half",
         (*MOE, *DISTRIBUTED, *EXPERT_PARTS, *FOUR, "--bf16"),
         [3 * 2 * (5 + 5)] * 2 + [3 * 2 * (3 + 5)] * 2,
+    ),
+    "further tokens after experts": (
+        "v-half",
+        (*MULTI_TOKEN, *EXPERTS, *AUX_LOSS, *EXPERT_PARTS, *FOUR),
+        [3 * 4 * (5 + 4 + 4 + 1), 3 * 4 * (5 + 5)],
     ),
     "further tokens": ("v-half", (*MULTI_TOKEN, *GROWING_SCALE, *FOUR), 3 * 2 * 3 * 4),
 }

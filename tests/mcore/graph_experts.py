@@ -1,7 +1,8 @@
 """Steps of Megatron's layers with experts as CUDA graphs that leave the experts out, two ranks of a pipeline in turn.
 
-The program of ``test_graph_experts.py``, for a process in which ``torch.cuda`` works on a CPU. It prints, for every model and
-fault, how many results of three replayed steps differ from those of the same steps without graphs.
+The program of ``test_graph_experts.py``, for a process in which ``torch.cuda`` works on a CPU. It prints, for the models in
+its arguments and with ``faults`` for every planted fault, how many results of three replayed steps differ from those of the
+same steps without graphs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,19 +20,22 @@ import torch
 import torch.distributed as dist
 from in_turn import Mail, play
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_pipemem.errors import PipememError
+from megatron_pipemem.features.graphs import runtime
 from megatron_pipemem.features.graphs.megatron import experts as room
 from megatron_pipemem.features.graphs.megatron.step import GraphedStage
 from megatron_pipemem.features.graphs.runtime import Gap, GapOfStep, GraphedWeights, GraphsOfStep, PassGraphs
-from megatron_pipemem.mcore.model.linear import split_linear
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_embedding, split_linear
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.sections import Section
@@ -47,6 +51,18 @@ LOSSES = {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "mo
 BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 0.1}
 HYBRID_EP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
 DEEP_EP = HYBRID_EP | {"moe_flex_dispatcher_backend": "deepep"}
+TIED, ALONE = "share_embeddings_and_output_weights", "depths on a stage of their own"
+DEPTHS: dict[str, dict[str, Any]] = {
+    "one depth": {"mtp_num_layers": 1},
+    "two depths": {},
+    "tied": {TIED: True},
+    "detached": {"mtp_detach_heads": True},
+    "repeated layer": {"mtp_use_repeated_layer": True},
+    ALONE: {ALONE: True},
+}
+DEEP: dict[str, Any] = {"mtp_num_layers": 2, **SHARED, **LOSSES}
+MTP = ("mtp_num_layers", "mtp_detach_heads", "mtp_use_repeated_layer")
+"""Settings of multi-token prediction."""
 MODELS = {
     "zb-h1": ("zb-h1", LOSSES),
     "v-half, shared experts": ("v-half", SHARED | LOSSES),
@@ -57,6 +73,11 @@ MODELS = {
     "v-half, hybridep": ("v-half", HYBRID_EP | SHARED | LOSSES),
     "1f1b, hybridep": ("1f1b", HYBRID_EP | BIAS),
     "zb-h1, deepep": ("zb-h1", DEEP_EP | SHARED | LOSSES),
+    **{
+        f"{schedule}, {name}": (schedule, DEEP | settings)
+        for schedule in ("1f1b", "zb-h1", "v-half")
+        for name, settings in DEPTHS.items()
+    },
 }
 
 
@@ -84,27 +105,36 @@ class World:
 
     def __init__(self, schedule: str, settings: dict[str, Any]):
         self.program = lower(build_schedule(schedule, num_devices=RANKS, num_microbatches=MICROBATCHES))
+        self._tied, alone = (settings.get(name, False) for name in (TIED, ALONE))
+        settings = {name: value for name, value in settings.items() if name not in (TIED, ALONE)}
         self.placement, self.config = self.program.placement, make_config(**settings)
         stages = self.placement.num_stages
         freq = self.config.moe_layer_freq
         kinds = freq if isinstance(freq, list) else [freq] * self.config.num_layers
+        parts = stages if not alone else max(stages - 2, 1)
+        self._depths = stages - 1 - alone
+        """The stage of multi-token prediction."""
         self.models = [
-            self._model(kinds[4 // stages * stage : 4 // stages * (stage + 1)], stage) for stage in range(stages)
+            self._model(kinds[4 // parts * stage : 4 // parts * (stage + 1)], stage) for stage in range(stages)
         ]
         self.graphs: list[GraphsOfStep] | None = None
 
-    def _model(self, kinds: list[int], stage: int) -> GPTModel:
+    def _model(self, kinds: list[int], stage: int) -> DistributedDataParallel:
         tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
-        config = make_config(**vars_of(self.config) | {"num_layers": len(kinds), "moe_layer_freq": kinds})
+        config = make_config(**vars_of(self.config) | {"num_layers": max(len(kinds), 1), "moe_layer_freq": kinds or 1})
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
-        ends["share_embeddings_and_output_weights"] = False
+        ends[TIED] = self._tied
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if config.mtp_num_layers and stage == self._depths:
+            ends["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        spec.layer_specs = spec.layer_specs[: len(kinds)]
         with managers_on_one_rank():
             model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **ends)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            parameter.main_grad = parameter.grad
-        return model
+        if model.mtp_process and not model.pre_process:  # as with several pipeline ranks
+            model.embedding.word_embeddings.weight.shared = True
+        chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        attach_ddp_hooks([chunk])
+        return chunk
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -131,6 +161,8 @@ class World:
         gradients = [gradient + 0 for gradient in self.gradients]
         sums = [entry.values.clone() for entry in get_moe_metrics_tracker().metrics.values()]
         get_moe_metrics_tracker().clear()
+        sums += [value.clone() for value in MTPLossLoggingHelper.tracker.values() if isinstance(value, torch.Tensor)]
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
         return [*(loss for of_rank in losses for loss in of_rank), *gradients, *sums, *(b.clone() for b in buffers)]
 
     def _context(self, number: int) -> StepContext:
@@ -179,13 +211,14 @@ def managers_on_one_rank() -> Iterator[None]:
 
 
 def vars_of(config: TransformerConfig) -> dict[str, Any]:
-    names = (*ONE, *SHARED, *LOSSES, *BIAS, *HYBRID_EP)
+    names = (*ONE, *SHARED, *LOSSES, *BIAS, *HYBRID_EP, *MTP)
     return {name: getattr(config, name) for name in names}
 
 
 def differing(schedule: str, settings: dict[str, Any]) -> int | str:
     """The results of three replayed steps that differ from those of the same steps without graphs, or an error's code."""
     destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     plain, graphed = World(schedule, settings), World(schedule, settings)
     tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -231,6 +264,10 @@ def captured(stage: GraphedStage, passes: PassGraphs, queue: object, *arguments:
     return passes.cut(stage.graphs, *arguments)
 
 
+def nothing_done(*_: object) -> AbstractContextManager:
+    return nullcontext()
+
+
 FAULTS: dict[str, tuple[dict[str, Any], Any, str, Callable]] = {
     "experts read fixed tensors": (ONE, Gap, "forward", without_copies),
     "gradients of experts do not arrive": (SHARED, GapOfStep, "backward", lambda gap, graphs: None),
@@ -239,6 +276,8 @@ FAULTS: dict[str, tuple[dict[str, Any], Any, str, Callable]] = {
     "weight gradients of experts are captured": (SHARED, GraphedStage, "_cut", captured),
     "the manager keeps another state": (HYBRID_EP, room, "attributes_of", lambda dispatcher: (vars(dispatcher),)),
     "the manager keeps another map": (HYBRID_EP, room._Gap, "__call__", with_first_map),
+    "depths are not handed over": (DEEP, room, "_depths_joined", nothing_done),
+    "gradients of a weight are added one by one": (DEEP, runtime, "hooks_left_out", nothing_done),
 }
 
 
@@ -247,6 +286,8 @@ def split_linears() -> None:
     linear = layers.linear_with_grad_accumulation_and_async_allreduce
     layers.linear_with_grad_accumulation_and_async_allreduce = partial(split_linear, linear)
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    lookup = layers.VocabParallelEmbedding.forward
+    layers.VocabParallelEmbedding.forward = lambda embedding, tokens: split_embedding(lookup, embedding, tokens)
 
 
 def main() -> None:
@@ -255,9 +296,9 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     cuda_graphs.install()
     split_linears()
-    names = sys.argv[1:] or MODELS
+    names = [name for name in sys.argv[1:] if name in MODELS]
     shown: dict[str, Any] = {"models": {name: differing(*MODELS[name]) for name in names}, "faults": {}}
-    for name, (settings, *fault) in FAULTS.items():
+    for name, (settings, *fault) in FAULTS.items() if "faults" in sys.argv else ():
         with mock.patch.object(*fault):
             try:
                 shown["faults"][name] = differing("zb-h1", settings)

@@ -31,7 +31,7 @@ QUESTIONS = {
     "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"fp4": "e2m1"}),
     "GRAPHED_FP8": (Request("v-half", graphs=True), Request("v-half"), LATE_SCALES),
     "EXPERT_MODULES": (Request("v-half", graphs=True), Request("v-half"), {"num_moe_experts": 8}),
-    "GRAPHED_EXPERTS": (Request("zb-h1", graphs=True), Request("zb-h1"), EXPERTS | {"mtp_num_layers": 1}),
+    "GRAPHED_EXPERTS": (Request("zb-h1", graphs=True), Request("zb-h1"), EXPERTS | {"moe_expert_capacity_factor": 1.0}),
     "WHOLE_STEP": (Request("v-half"), Request("zb-h1"), {"cuda_graph_impl": "full_iteration"}),
     "CAPTURED": (Request("1f1b"), Request("stock"), GRAPHS | {"cuda_graph_warmup_steps": 0}),
     "UNPAIRED": (Request("1f1b"), Request("1f1b", pairs=True), {"overlap_moe_expert_parallel_comm": True}),

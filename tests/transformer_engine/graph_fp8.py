@@ -33,9 +33,13 @@ from megatron.core.fp8_utils import (  # noqa: E402
     quantize_param_shard,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from transformer_engine.pytorch import quantization  # noqa: E402
 from transformer_engine.pytorch.module import base, layernorm_linear, linear  # noqa: E402
 
@@ -53,11 +57,17 @@ STEPS = 5
 RATE = 0.5
 RECIPES = {"tensorwise": "hybrid", "mxfp8": "e4m3", "none": None}
 IN_8_BITS = {"fp8_param": True, "disable_parameter_transpose_cache": True, "gradient_accumulation_fusion": True}
+DEPTHS = {"mtp_num_layers": 2}
 MODELS = {
     f"{schedule}, {recipe}, {name}": (schedule, recipe, settings)
     for schedule in ("1f1b", "zb-h1", "v-half")
     for recipe in ("tensorwise", "mxfp8")
-    for name, settings in {"kept copies": {}, "weights in 8 bits": IN_8_BITS}.items()
+    for name, settings in {
+        "kept copies": {},
+        "weights in 8 bits": IN_8_BITS,
+        "kept copies, two depths": DEPTHS,
+        "weights in 8 bits, two depths": IN_8_BITS | DEPTHS,
+    }.items()
 }
 
 
@@ -84,6 +94,8 @@ class World(graph_experts.World):
         tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
         spec = get_gpt_layer_with_transformer_engine_spec()
+        if self.config.mtp_num_layers and ends["post_process"]:
+            ends["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=True)
         model = GPTModel(self.config, spec, graph_experts.VOCABULARY, SEQUENCE, **ends, **REST)
         settings = DistributedDataParallelConfig()
         settings.delay_wgrad_compute = self.config.delay_wgrad_compute
@@ -132,6 +144,7 @@ class World(graph_experts.World):
                     attention_mask=None,
                     labels=tokens[:, 1:].contiguous(),
                 )
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
         return hidden
 
 

@@ -23,11 +23,11 @@ has an autograd graph of its own in every step. Tensors cross its borders throug
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, Key
-from megatron_pipemem.runtime.sections import Section, received
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
+from megatron_pipemem.runtime.sections import Section, leaves_of, received
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, hooks_left_out
 from megatron_pipemem.schedule.action import Kind
 
 _HOST_QUERIES = {
@@ -156,6 +156,8 @@ class Gap:
     output: torch.Tensor | None = None
     output_gradient: torch.Tensor | None = None
     input_gradients: Sequence[torch.Tensor | None] = ()
+    shared: Collection[torch.Tensor] = ()
+    """Parameters to whose gradients later parts of the backward add."""
 
     def forward(self, graphs: GraphsOfStep) -> GapOfStep:
         """Run the gap, and leave its output in the fixed tensor."""
@@ -190,7 +192,8 @@ class GapOfStep:
         gap = self.gap
         assert gap.output_gradient is not None
         self.output_gradients.append(gap.output_gradient.clone())
-        self.section.backward()
+        with hooks_left_out(gap.shared):
+            self.section.backward()
         if not gap.input_gradients:
             gap.input_gradients = [
                 graphs.result(gradients[0], f"gradient {number} of gap") if gradients else None
@@ -241,6 +244,11 @@ class PassGraphs:
         """Capture a forward, in which ``run`` may call ``cut``."""
         self.sections.append(Section(_REMEDY))
         self.forward.append(graphs.capture(run))
+        if self.sections[-1].ends:
+            raise UnsupportedError(
+                "graph-model",
+                f"the last graph of a forward hands a tensor over, whose gradient would be lost; {_REMEDY}",
+            )
 
     def cut(self, graphs: GraphsOfStep, run: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         """Run a gap between two graphs of a forward that is being captured, and return its output for the next graph.
@@ -284,14 +292,41 @@ class PassGraphs:
         ``autograd`` begins at the model's output. ``defer`` is called after every part, and within ``captured`` after those
         that are captured.
         """
+        shared = self._shared_leaves()
+        leaves = {leaf for of_part in shared for leaf in of_part}
         for number in reversed(range(len(self.forward))):
-            self.backward.append(
-                graphs.capture(partial(self._backward_once, graphs, number, autograd, defer, captured))
-            )
+            with hooks_left_out(shared.pop()):
+                self.backward.append(
+                    graphs.capture(partial(self._backward_once, graphs, number, autograd, defer, captured))
+                )
             if number:
+                self.gaps[number - 1].shared = shared.pop()
                 self.running.pop().backward(graphs)
                 defer()
+        if any(leaf.grad is not None for leaf in leaves):
+            raise UnsupportedError(
+                "graph-model", f"the loss depends on a weight's use after experts, and not on its use before; {_REMEDY}"
+            )
         self.output = None
+
+    def _shared_leaves(self) -> list[set[torch.Tensor]]:
+        """Return for every part of the forward the leaves that earlier parts use, too.
+
+        In the backward, the hooks on their gradients run after the earliest part, as if autograd summed all gradients.
+        """
+        *sections, _ = self.sections  # the last one ends at the output
+        ends = [
+            section.leaves
+            for pair in zip(sections, self.running, strict=True)
+            for section in (pair[0], pair[1].section)
+        ]
+        ends.append(leaves_of([cast(Any, self.output).grad_fn]))
+        shared: list[set[torch.Tensor]] = []
+        before: set[torch.Tensor] = set()
+        for leaves in ends:
+            shared.append(leaves & before)
+            before |= leaves
+        return shared
 
     def _backward_once(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
 )
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.stages import attributes_of, shadowed
@@ -85,15 +87,21 @@ class _Gap:
 
 @contextmanager
 def experts_left_out(
-    layers: Sequence[torch.nn.Module], cut: Callable[..., torch.Tensor], earlier: Callable[[int], Section]
+    model: torch.nn.Module,
+    layers: Sequence[torch.nn.Module],
+    cut: Callable[..., torch.Tensor],
+    earlier: Callable[[int], Section],
 ) -> Iterator[None]:
-    """Cut the captured forward of layers with experts within a ``with`` block, before and after tokens travel.
+    """Cut the captured forward of a model's layers with experts within a ``with`` block, before and after tokens travel.
 
     ``cut`` and ``earlier`` are those of the forward's ``PassGraphs``.
     """
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(_left_out(layer, cut, earlier))
+        for block in model.modules():
+            if isinstance(block, MultiTokenPredictionBlock) and not {*layers}.isdisjoint(block.modules()):
+                stack.enter_context(_depths_joined(block, earlier))
         yield
 
 
@@ -148,3 +156,35 @@ def _left_out(layer: Any, cut: Callable[..., torch.Tensor], earlier: Callable[[i
         shadowed(layer, {"mlp_bda": mlp_bda}),
     ):
         yield
+
+
+@contextmanager
+def _depths_joined(block: Any, earlier: Callable[[int], Section]) -> Iterator[None]:
+    """Hand the hidden states of all depths of multi-token prediction over to the graph that joins them.
+
+    A depth itself takes the hidden states before it from its own graph. With two depths:
+
+        graph: decoder, ..., H, ... | gap | graph: ..., H1, ... | gap | graph: ..., H2, cat(H, H1, H2)
+    """
+    join, before, left = block.forward, None, 0
+
+    def run_depths(**arguments: Any) -> torch.Tensor:
+        nonlocal before, left
+        before, left = arguments["hidden_states"], block.config.mtp_num_layers
+        joined = join(**arguments | {"hidden_states": earlier(0).hand_over(before)})
+        before = None
+        return joined
+
+    def run_depth(run: Callable[..., tuple], **arguments: Any) -> tuple:
+        nonlocal before, left
+        if arguments["hidden_states"].requires_grad:  # not detached by Megatron
+            arguments["hidden_states"] = before
+        before, *others = run(**arguments)
+        left -= 1
+        return (earlier(0).hand_over(before) if left else before, *others)
+
+    with ExitStack() as stack:
+        for depth in block.layers:
+            stack.enter_context(shadowed(depth, {"forward": partial(run_depth, depth.forward)}))
+        with shadowed(block, {"forward": run_depths}):
+            yield

@@ -324,7 +324,8 @@ class GraphedStage(ChunkStage):
             passes = self.graphs.passes[key] = PassGraphs(FixedArguments.of(self.graphs, call), own)
             logged, sums = dict(MTPLossLoggingHelper.tracker), _sums_of_experts()
             cut = partial(self._cut, passes, current_queue())
-            with experts_left_out(self._layers, cut, passes.earlier), self._captured(passes):
+            model = unwrap_model(self.model)
+            with experts_left_out(model, self._layers, cut, passes.earlier), self._captured(passes):
                 passes.capture_forward(self.graphs, partial(self._forward_once, forward, passes))
             self.graphs.weights[self.stage] = _quantised_weights(self.model)
             passes.logged = _logged_since(logged)
