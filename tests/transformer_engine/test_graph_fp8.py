@@ -11,11 +11,15 @@ from pathlib import Path
 import packages
 from lanes import nightly
 
-NAMES = ("zb-h1, tensorwise, kept copies", "zb-h1, mxfp8, weights in 8 bits", "v-half, tensorwise, weights in 8 bits")
+NAMES = (
+    *("zb-h1, tensorwise, kept copies", "zb-h1, mxfp8, weights in 8 bits, two depths"),
+    "v-half, tensorwise, weights in 8 bits, two depths",
+)
 OTHERS = (
     *("v-half, mxfp8, kept copies", "v-half, mxfp8, weights in 8 bits", "v-half, tensorwise, kept copies"),
     *("zb-h1, mxfp8, kept copies", "zb-h1, tensorwise, weights in 8 bits"),
-    *("1f1b, tensorwise, kept copies", "1f1b, mxfp8, weights in 8 bits"),
+    *("1f1b, tensorwise, kept copies", "1f1b, mxfp8, weights in 8 bits, two depths"),
+    *("v-half, mxfp8, weights in 8 bits, two depths", "zb-h1, tensorwise, kept copies, two depths"),
 )
 
 
