@@ -197,7 +197,6 @@ GRAPHED_FP8 = Refusals(
         "fp8_recipe": "delayed scaling updates its scales by calls that a replay does not make, and other recipes are not "
         "proved in graphs; pass --fp8-recipe tensorwise or mxfp8",
         "tensor_model_parallel_size": f"{_NOT_PROVED}; pass --tensor-model-parallel-size 1",
-        "num_moe_experts": _NOT_PROVED,
         "recompute_granularity": _NOT_PROVED,
         "fp8_dot_product_attention": _NOT_PROVED,
         "fp8_multi_head_attention": _NOT_PROVED,

@@ -18,6 +18,14 @@ GRAPHS = ("--cuda-graph-impl", "transformer_engine", *WARM_UP)
 # Of four layers on two ranks, four microbatches forward and backward, in the two steps after the warm-up.
 REPLAYS = 2 * (4 // 2) * 4 * 2
 
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-grouped-gemm", "--disable-bias-linear"),
+    *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "0.01"),
+)
+PARTS = ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess")
+AROUND_EXPERTS = 3 + 3 + 1
+"""Every forward and I has a graph before its first experts, between two layers with experts, and after the last."""
+
 
 @pytest.fixture
 def train(train_with_transformer_engine):
@@ -40,13 +48,9 @@ def test_passes_in_graphs_train_as_without(train):
 
 
 def test_passes_with_grouped_experts_outside_train_as_without(train):
-    """Every forward and I has a graph before its first experts, between two layers with experts, and after the last."""
-    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-grouped-gemm", "--disable-bias-linear")
-    model = (*FLAGS, *experts, "--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "0.01")
-    parts = ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess")
-    run = train("zb-h1", *model, *GRAPHS, *parts, report=None)
-    assert run.weights == train("stock", *model).weights
-    assert run.replays == [2 * 4 * (3 + 3 + 1)] * 2
+    run = train("zb-h1", *FLAGS, *EXPERTS, *GRAPHS, *PARTS, report=None)
+    assert run.weights == train("stock", *FLAGS, *EXPERTS).weights
+    assert run.replays == [2 * 4 * AROUND_EXPERTS] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -82,6 +86,7 @@ INSTEAD = nightly("the case of zb-h1, and tests/transformer_engine/test_graph_fp
     ("schedule", "flags"),
     [
         ("zb-h1", (*TENSORWISE, *FUSION)),
+        pytest.param("zb-h1", (*TENSORWISE, *FUSION, *EXPERTS), marks=INSTEAD),
         pytest.param("v-half", TENSORWISE, marks=INSTEAD),
         pytest.param("zb-h1", MXFP8, marks=INSTEAD),
         pytest.param("v-half", (*MXFP8, *FUSION), marks=INSTEAD),
@@ -95,6 +100,7 @@ def test_weights_in_8_bits_train_as_stock(train_with_transformer_engine, schedul
     assert_same_training(plain, stock)
     if schedule == "zb-h1":  # the stages lie as stock's
         assert plain.weights == stock.weights
-    run = train(schedule, *flags, *GRAPHS, report=None)
+    graphs = AROUND_EXPERTS if EXPERTS[0] in flags else 3 * (2 if schedule == "v-half" else 1)
+    run = train(schedule, *flags, *GRAPHS, *(PARTS if EXPERTS[0] in flags else ()), report=None)
     assert (run.weights, run.validation) == (plain.weights, plain.validation)
-    assert run.replays == [3 * 3 * 4 * (2 if schedule == "v-half" else 1)] * 4
+    assert run.replays == [3 * 4 * graphs] * 4

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
+import deep_ep_stand_in  # noqa: F401 - before Megatron
 import te_stand_in  # noqa: F401 - before the CPU lane
 
 from megatron_pipemem.tools.cpu import activate
@@ -44,6 +45,7 @@ from transformer_engine.pytorch import quantization  # noqa: E402
 from transformer_engine.pytorch.module import base, layernorm_linear, linear  # noqa: E402
 
 from megatron_pipemem.errors import PipememError  # noqa: E402
+from megatron_pipemem.features.graphs.megatron import experts  # noqa: E402
 from megatron_pipemem.features.graphs.megatron.step import GraphedStage  # noqa: E402
 from megatron_pipemem.features.graphs.runtime import GraphsOfStep  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage  # noqa: E402
@@ -58,6 +60,13 @@ RATE = 0.5
 RECIPES = {"tensorwise": "hybrid", "mxfp8": "e4m3", "none": None}
 IN_8_BITS = {"fp8_param": True, "disable_parameter_transpose_cache": True, "gradient_accumulation_fusion": True}
 DEPTHS = {"mtp_num_layers": 2}
+EXPERTS = {
+    **{"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_token_dispatcher_type": "alltoall"},
+    **{"moe_grouped_gemm": True, "add_bias_linear": False, "moe_router_dtype": "fp32"},
+    "moe_shared_expert_intermediate_size": 32,
+    **graph_experts.LOSSES,
+}
+HYBRID_EP = EXPERTS | graph_experts.HYBRID_EP
 MODELS = {
     f"{schedule}, {recipe}, {name}": (schedule, recipe, settings)
     for schedule in ("1f1b", "zb-h1", "v-half")
@@ -68,6 +77,13 @@ MODELS = {
         "kept copies, two depths": DEPTHS,
         "weights in 8 bits, two depths": IN_8_BITS | DEPTHS,
     }.items()
+}
+MODELS |= {
+    "v-half, tensorwise, hybridep, two depths": ("v-half", "tensorwise", HYBRID_EP | DEPTHS),
+    "zb-h1, mxfp8, experts in 8 bits": ("zb-h1", "mxfp8", EXPERTS | IN_8_BITS),
+    "1f1b, mxfp8, hybridep": ("1f1b", "mxfp8", HYBRID_EP),
+    "v-half, tensorwise, experts in 8 bits": ("v-half", "tensorwise", EXPERTS | IN_8_BITS),
+    "zb-h1, tensorwise, experts": ("zb-h1", "tensorwise", EXPERTS),
 }
 
 
@@ -93,7 +109,7 @@ class World(graph_experts.World):
     def _stage(self, stage: int) -> DistributedDataParallel:
         tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
-        spec = get_gpt_layer_with_transformer_engine_spec()
+        spec = get_gpt_layer_with_transformer_engine_spec(self.config.num_moe_experts, self.config.moe_grouped_gemm)
         if self.config.mtp_num_layers and ends["post_process"]:
             ends["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=True)
         model = GPTModel(self.config, spec, graph_experts.VOCABULARY, SEQUENCE, **ends, **REST)
@@ -213,11 +229,17 @@ def unnoticed(fault: Callable[[World], AbstractContextManager]) -> Callable[[Wor
     return both
 
 
+def without_precision(world: World) -> AbstractContextManager:
+    """Let replays compute experts as outside of the context of fp8."""
+    return mock.patch.object(experts, "_precision", lambda config: nullcontext)
+
+
 FAULTS: dict[str, tuple[Callable[[World], AbstractContextManager], dict[str, Any]]] = {
     "copies are not updated": (without_updates, {}),
     "copies are replaced": (with_other_copies, {}),
     "weights in 8 bits move": (with_other_bytes, IN_8_BITS),
     "weights in 8 bits move, unnoticed": (unnoticed(with_other_bytes), IN_8_BITS),
+    "experts compute in 16 bits": (without_precision, EXPERTS),
 }
 
 

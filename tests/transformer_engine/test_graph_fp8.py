@@ -14,12 +14,14 @@ from lanes import nightly
 NAMES = (
     *("zb-h1, tensorwise, kept copies", "zb-h1, mxfp8, weights in 8 bits, two depths"),
     "v-half, tensorwise, weights in 8 bits, two depths",
+    *("v-half, tensorwise, hybridep, two depths", "zb-h1, mxfp8, experts in 8 bits"),
 )
 OTHERS = (
     *("v-half, mxfp8, kept copies", "v-half, mxfp8, weights in 8 bits", "v-half, tensorwise, kept copies"),
     *("zb-h1, mxfp8, kept copies", "zb-h1, tensorwise, weights in 8 bits"),
     *("1f1b, tensorwise, kept copies", "1f1b, mxfp8, weights in 8 bits, two depths"),
     *("v-half, mxfp8, weights in 8 bits, two depths", "zb-h1, tensorwise, kept copies, two depths"),
+    *("zb-h1, tensorwise, experts", "v-half, tensorwise, experts in 8 bits", "1f1b, mxfp8, hybridep"),
 )
 
 
@@ -35,11 +37,13 @@ def printed_for(*names: str) -> dict:
 def test_replayed_steps_equal_plain_steps_and_faults_are_found():
     shown = printed_for(*NAMES, "faults")
     assert shown["models"] == dict.fromkeys(NAMES, 0)
-    assert shown["faults"].pop("copies are not updated") > 0 < shown["faults"].pop("weights in 8 bits move, unnoticed")
-    assert shown["faults"] == dict.fromkeys(("copies are replaced", "weights in 8 bits move"), "graph-model")
+    faults = shown["faults"]
+    assert faults.pop("copies are not updated") > 0 < faults.pop("weights in 8 bits move, unnoticed")
+    assert faults.pop("experts compute in 16 bits") > 0
+    assert faults == dict.fromkeys(("copies are replaced", "weights in 8 bits move"), "graph-model")
     assert len({*shown["losses"].values()}) == 3, "values are not rounded to 8 bits"
 
 
-@nightly("three other cases")
+@nightly("five other cases")
 def test_all_recipes_and_schedules():
     assert printed_for(*OTHERS)["models"] == dict.fromkeys(OTHERS, 0)

@@ -42,6 +42,24 @@ def quantize(tensor, quantizer, output=None, noop=None):
     return output
 
 
+def split_quantize(tensor, split_sizes, quantizers, disable_bulk_allocation=False):
+    """Quantise parts of a tensor's rows, each with its own quantizer."""
+    return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(split_sizes), quantizers, strict=True)]
+
+
+def fused_multi_row_padding(input, output, rows, padded_rows):
+    """Copy parts of rows to longer parts of the output, whose further rows are 0."""
+    for part, padded in zip(input.split(rows), output.split(padded_rows), strict=True):
+        padded[: len(part)] = part
+        padded[len(part) :] = 0
+
+
+def fused_multi_row_unpadding(input, output, padded_rows, rows):
+    """Copy the first rows of parts of the input to shorter parts of the output."""
+    for padded, part in zip(input.split(padded_rows), output.split(rows), strict=True):
+        part.copy_(padded[: len(part)])
+
+
 def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
     pieces = quantizer.alloc_tensors(shape, device=device)
     form = quantizer.create_metadata(shape, dtype=dtype)
@@ -60,7 +78,7 @@ def _write(tensor: torch.Tensor, quantizer: Any, output: Any) -> None:
     if hasattr(quantizer, "scale"):
         scale = quantizer.scale
     else:
-        largest = tensor.abs().max().float().reshape(1)
+        largest = tensor.abs().float().flatten().amax(0, keepdim=True) if tensor.numel() else torch.zeros(1)
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(
                 largest, op=torch.distributed.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group()

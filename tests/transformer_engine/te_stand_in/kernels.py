@@ -75,6 +75,7 @@ def te_general_grouped_gemm(
     outs = torch.split(out[0], list(m_splits)) if single_output else out
     for group, (a, b, into) in enumerate(zip(A, B, outs, strict=True)):
         wanted = bias[group] if bias[group].numel() else None
+        a, b = values(a, columnwise=not transa), values(b, columnwise=transb)
         if not b.numel():
             if not accumulate:
                 into.zero_()

@@ -10,7 +10,7 @@ experts has a fixed size again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,13 +57,14 @@ class _Gap:
 
     ``names`` are the attributes (``attributes_of``) that hold tensors of that graph, in the order in which they follow the
     tokens and probabilities. Each has the position of its dictionary before it. ``constants`` are the attributes that hold
-    no tensors, one mapping per dictionary.
+    no tensors, one mapping per dictionary. ``precision`` returns the context in which Transformer Engine computed the graph.
     """
 
     dispatcher: Any
     methods: Sequence[Callable]
     names: Sequence[tuple[int, str]]
     constants: Sequence[Mapping[str, Any]]
+    precision: Callable[[], AbstractContextManager]
 
     def __call__(self, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
         keepers = attributes_of(self.dispatcher)
@@ -73,7 +74,8 @@ class _Gap:
         for (position, name), tensor in zip(self.names, state, strict=True):
             keepers[position][name] = tensor
         try:
-            return self.compute(tokens, probs)
+            with self.precision():
+                return self.compute(tokens, probs)
         finally:
             for attributes, earlier in zip(keepers, before, strict=True):
                 attributes.clear()
@@ -83,6 +85,24 @@ class _Gap:
         dispatch, compute, combine = self.methods
         output, _ = compute(*dispatch(tokens, probs))
         return combine(output)
+
+
+def _precision(config: Any) -> Callable[[], AbstractContextManager]:
+    """Return a function that returns the context in which Transformer Engine's layers compute now, such as one of fp8.
+
+    Megatron opens it around layers, and a replay runs none.
+    """
+    if not (config.fp8 or getattr(config, "fp4", None)):
+        return nullcontext
+    from transformer_engine.pytorch import fp8_autocast
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as state
+
+    return partial(
+        fp8_autocast,
+        enabled=state.is_fp8_enabled(),
+        fp8_recipe=state.get_fp8_recipe(),
+        fp8_group=state.get_fp8_group(),
+    )
 
 
 @contextmanager
@@ -133,7 +153,8 @@ def _left_out(layer: Any, cut: Callable[..., torch.Tensor], earlier: Callable[[i
                 f"the dispatcher of experts makes {', '.join(on_host)} on the host, which a replay does not repeat; pass "
                 "--cuda-graph-impl none",
             )
-        return cut(_Gap(dispatcher, methods, tuple(state), constants), tokens, probs, *state.values()), probs
+        gap = _Gap(dispatcher, methods, tuple(state), constants, _precision(experts.config))
+        return cut(gap, tokens, probs, *state.values()), probs
 
     def postprocess(output: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
         return finish(output, None if shared is None else earlier(1).hand_over(shared))
