@@ -73,9 +73,11 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     if (measured := measured_bubble(report)) is not None:
         planned = busiest(rank["predicted_bubble_rate"] for rank in ranks)
         seconds = chosen["measured_makespan"] if chosen else None
+        is_equal = chosen and chosen.get("priced_by") == "unit"
+        costs = "with F = I = W, equal stages and messages that take no time" if is_equal else "with the run's costs"
         text.append(
-            f"bubble {planned:.1%} planned (by the run's costs, or F = I = W and free messages), {measured:.1%} measured, "
-            "of the rank that idles least"
+            f"bubble (idle share of the rank that idles least): {shown(planned, 1, '.1%')} planned {costs}, {measured:.1%} "
+            "measured"
             + ("" if seconds is None else f"; a step takes {seconds:.4g} s (median) from its first pass to its last")
         )
     if ahead := _most(ranks, "steps_ahead"):

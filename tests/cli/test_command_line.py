@@ -187,4 +187,6 @@ def test_no_line_is_wider_than_the_terminal(pipemem, monkeypatch, words, columns
     monkeypatch.setenv("COLUMNS", str(columns))
     done = pipemem(*words.split())
     assert done.exit_code == 0
-    assert [line for line in done.stdout.splitlines() if len(line) > columns and not line.startswith("paste: ")] == []
+    assert [
+        line for line in done.stdout.splitlines() if len(line) > columns and not line.startswith("--pipeline")
+    ] == []

@@ -49,12 +49,16 @@ def test_a_run_is_told_from_its_folder_and_from_its_report(pipemem, run, tmp_pat
     assert told.stdout.splitlines()[:4] == [
         "v-half, 2 pipeline ranks with 2 chunks each, 4 microbatches: 3 steps measured",
         "peak activations 3 MiB on the fullest rank, predicted = counted on every rank; 0.75 of 1F1B's bytes",
-        "bubble 10.0% planned (by the run's costs, or F = I = W and free messages), 20.0% measured, of the rank that idles "
-        "least; a step takes 0.125 s (median) from its first pass to its "
-        "last",
+        "bubble (idle share of the rank that idles least): 10.0% planned with the run's costs, 20.0% measured; a step takes "
+        "0.125 s (median) from its first pass to its last",
         "loss 3 in the first step, 1.5 in the last of 3",
     ]
     assert ["1", "1", "1", "10.0%", "20.0%"] in [line.split() for line in told.stdout.splitlines()]
+
+
+def test_the_costs_of_a_planned_bubble_are_named(pipemem, run):
+    told = " ".join(pipemem("report", run(plans=[PLAN | {"priced_by": "unit"}])).stdout.split())
+    assert "10.0% planned with F = I = W" in told
 
 
 OVERLAP = {"steps_ahead": 2, "steps_taken_back": 1, "rollback_bytes": 3 << 20}

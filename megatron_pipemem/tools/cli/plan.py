@@ -26,7 +26,6 @@ from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 from megatron_pipemem.schedule.options import AUTO, FLOPS, NOT_NEGATIVE, OFF, STOCK
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.stream import LEAST_GAIN
 from megatron_pipemem.tools.advise.advice import refusal_of, tuned_stock
 from megatron_pipemem.tools.cli.common import Shown, print_answer, print_lines, showing
 from megatron_pipemem.tools.cli.launch import Set
@@ -63,7 +62,7 @@ from megatron_pipemem.tools.planner.space import (
 from megatron_pipemem.tools.planner.ways import Answer, Way, facts, gibibytes, run_files
 from megatron_pipemem.tools.report.terminal import FittingTable
 
-_REASONS = 12
+_REASONS = 6
 
 
 def plan_command(
@@ -102,13 +101,13 @@ def plan_command(
     microbatches of long sequences are also planned in 2, 4 or 8 slices; ``--only slices=1,16`` names others.
 
     The first row is the run as it stands, if it names a parallelism that fills its cluster. If Megatron's own schedules are
-    faster with another layout or number of chunks, the next row is the fastest of them. ``today`` compares the step with the
+    faster with another layout or number of chunks, the next row is the fastest of them. ``vs today`` compares the step with the
     first row's: -20% is a fifth shorter. ``idle`` is the part of the schedule in which ranks idle, on average.
 
     If the run has ``--tp-comm-overlap``, Megatron's own schedules keep the flag, and ours are priced without it. With
     ``--overlap-moe-expert-parallel-comm``, schedules are priced with pairs (variant ``pairs``) and without. If the run has
-    ``pipemem_overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The gain
-    then says how many times faster that is than with the barrier.
+    ``pipemem_overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. ``no
+    barrier`` then says how many times faster that is than with the barrier.
 
     Examples:
         # rank plans, with the limit of each
@@ -161,8 +160,7 @@ def plan_command(
         "output": [*files],
     }
     doubt = doubt_of(way.run for way in (*answer.plans, *([] if today is None else [today])))
-    too_large = _too_large(today, stock, limit)
-    notes = (too_large, host, one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
+    notes = (host, one_queue, doubt, None if other is None else _worth_of_overlap(kept, other))
     steps = [
         ("memory", f"at most {gibibytes(limit)} GiB of a device; --memory XGiB gives another limit"),
         *(
@@ -172,7 +170,8 @@ def plan_command(
         ),
         *([("next", _next_step(output))] if answer.plans else []),
     ]
-    print_answer(result, (*_shown(answer, today, stock, list(filter(None, notes))), steps), as_json)
+    first_line = _answer(answer.plans, today, limit)
+    print_answer(result, (*first_line, *_shown(answer, today, stock, list(filter(None, notes))), steps), as_json)
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -190,11 +189,25 @@ def _next_step(output: Path | None) -> str:
     return f"{written}pipemem launch {path}, or --pipemem-plan {path} on a command of your own"
 
 
-def _too_large(today: Way | None, stock: Way | None, memory: float) -> str | None:
-    """Return a note that names the user's rows that need more than ``memory`` bytes; ``None`` if none do."""
-    rows = {"today": today, "tuned": stock}
-    names = [name for name, way in rows.items() if way is not None and way.peak > memory]
-    return f"too large for {gibibytes(memory)} GiB: {', '.join(names)}" if names else None
+def _answer(plans: Sequence[Way], today: Way | None, memory: float) -> Iterator[Shown]:
+    """Yield the fastest plan in words, compared with ``today``, the run as it stands."""
+    if not plans:
+        return
+    best, large = plans[0], today is not None and today.peak > memory
+    cut = best.run.parallelism
+    sizes = ", ".join(f"{key} {getattr(cut, key)}" for key in ("tp", "pp", "dp", "cp") if getattr(cut, key) > 1)
+    text = f"{_name(best)} with {sizes or 'one rank'}: {_seconds(best)} s a step"
+    if today is not None:
+        gain = best.gain(today)
+        text += f", {abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'} than today's"
+        text = f"no plan is faster than today's run; the fastest is {text}" if gain <= 0 and not large else text
+    if today is not None and large:
+        text += f", which does not fit: it takes {gibibytes(today.peak)} GiB of the {gibibytes(memory)} GiB allowed"
+    yield [("answer", text)]
+
+
+def _seconds(way: Way) -> str:
+    return f"{way.seconds:#.4g}".rstrip(".")
 
 
 def _limits(texts: Sequence[str]) -> Limits:
@@ -215,14 +228,14 @@ def _shown(answer: Answer, today: Way | None, stock: Way | None, notes: Sequence
     if answer.plans:
         yield _table(answer.plans, today, stock)
         yield from notes
-    reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
+    reasons = FittingTable(("left out", "because"), text=("left out", "because"))
     common = answer.rejected.most_common()
     for reason, count in common[:_REASONS]:
         reasons.add_row(str(count), reason)
     if len(common) > _REASONS:
         reasons.add_row(str(sum(count for _, count in common[_REASONS:])), "other reasons; --json lists all")
     yield reasons
-    yield f"{answer.considered} combinations considered in {answer.seconds:.1f} s"
+    yield f"{answer.considered} combinations considered in {answer.seconds:.1f} s, of which {len(answer.plans)} are listed"
 
 
 def _as_it_stands(run: Run, slowdown: MeasuredSlowdown | None) -> Way | None:
@@ -241,23 +254,14 @@ def _as_it_stands(run: Run, slowdown: MeasuredSlowdown | None) -> Way | None:
 
 
 _COLUMNS = (
-    *("schedule", "tp", "pp", "dp", "cp", "mb", "recompute", "s/step", "today", "MFU", "peak GiB", "of 1F1B"),
-    *("idle", "gain", "binds"),
+    *("schedule", "tp", "pp", "dp", "cp", "mb", "recompute", "s/step", "vs today", "MFU", "GiB"),
+    *("idle", "no barrier", "largest loss"),
 )
 
 
 def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> FittingTable:
-    caption = (
-        "today: s/step against today's; "
-        "peak: all memory of the fullest rank; of 1F1B: the most activations of a rank, as a share of those of 1F1B with "
-        "balanced layers; idle: the mean of all ranks; binds: the largest loss, as a share of the step; mb: sequences of a "
-        "microbatch"
-    )
-    if any(way is not None and way.gain_without_barrier is not None for way in (today, stock, *plans)):
-        caption += "; gain: times as fast without a barrier between steps"
-    if any(way is not None and way.has_earlier_weights for way in (today, stock, *plans)):
-        caption += "; W earlier: so that no rank holds more than 1F1B's fullest"
-    table = FittingTable(_COLUMNS, text=("schedule", "recompute", "binds"), caption=caption)
+    caption = "; ".join(_legend([way for way in (today, stock, *plans) if way is not None], today is not None))
+    table = FittingTable(_COLUMNS, text=("schedule", "recompute", "largest loss"), caption=caption)
     has_contexts = any(way.run.parallelism.cp > 1 for way in plans)
     for heading, way in (("today: ", today), ("tuned: ", stock)):
         if way is not None:
@@ -265,6 +269,24 @@ def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> Fittin
     for way in plans:
         table.add_row(_name(way), *_values(way, today, has_contexts))
     return table
+
+
+def _legend(ways: Sequence[Way], has_today: bool) -> Iterator[str]:
+    """Yield the meaning of every column, name and mark that the table of ``ways`` has."""
+    if any(way.run.parallelism.chunks for way in ways):
+        yield "v: chunks per rank"
+    if any(way.schedule == AUTO for way in ways):
+        yield "auto: a searched order"
+    yield "mb: sequences of a microbatch"
+    if has_today:
+        yield "vs today: a longer (+) or shorter (-) step than today's"
+    yield "GiB: all memory of the fullest rank"
+    yield "idle: share of a step, mean of the ranks"
+    yield "largest loss: as a share of the step"
+    if any(way.gain_without_barrier is not None for way in ways):
+        yield "no barrier: times as fast as with a barrier between steps"
+    if any(way.has_earlier_weights for way in ways):
+        yield "W earlier: so that no rank holds more than 1F1B's fullest"
 
 
 def _name(way: Way, is_own: bool = False) -> str:
@@ -291,20 +313,12 @@ def _values(way: Way, today: Way | None, has_contexts: bool) -> Iterator[str]:
     cut = way.run.parallelism
     yield from map(str, (cut.tp, cut.pp, cut.dp, cut.cp if has_contexts else "", cut.micro_batch))
     yield way.run.schedule.recompute
-    yield f"{way.seconds:#.4g}".rstrip(".")
-    if today is None:
-        yield ""
-    else:
-        yield "-" if way is today else f"{-way.gain(today):+.1%}"
+    yield _seconds(way)
+    yield "" if today is None or way is today else f"{-way.gain(today):+.1%}"
     yield f"{way.mfu:.1%}"
     yield gibibytes(way.peak)
-    yield "-" if way.share_of_1f1b is None else f"{way.share_of_1f1b:.2f}"
     yield f"{way.idle_rate:.1%}"
-    without_barrier = way.gain_without_barrier
-    if without_barrier is None:
-        yield ""
-    else:
-        yield "none" if without_barrier <= LEAST_GAIN else f"{without_barrier:.3f}"
+    yield "" if way.gain_without_barrier is None else f"{way.gain_without_barrier:.3f}"
     yield way.binds
 
 
@@ -525,28 +539,29 @@ class _Layout:
 
 def _shown_layouts(run: Run, comparison: Balance, layouts: Mapping[str, _Layout]) -> Iterator[Shown]:
     best = layouts["best"]
+    verdict = _verdict(run, comparison, best.rank_bytes is not None)
+    yield [("answer", f"the even split {verdict}; flags of the best layout:")]
+    yield Text(best.flags)
     empty, ranks = sum(not seconds for seconds in best.rank_seconds), len(best.rank_seconds)
     if empty:
         yield [("empty ranks", f"{empty} of {ranks} hold nothing; fewer pipeline ranks do the same work")]
-    yield _ranks(run, comparison.best.step.placement, layouts)
-    columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
-    caption = (
-        "ms: F, I and W of one microbatch on a rank; above mean: the slowest rank against the mean of all; of best: s/step "
-        "against the best layout"
-    )
-    table = FittingTable(columns, text=("layout",), caption=caption)
+    names: dict[tuple[int, ...], list[str]] = {}
     for name, one in layouts.items():
+        names.setdefault(one.layers, []).append(name)
+    different = {same[0]: layouts[same[0]] for same in names.values()}
+    yield _ranks(run, comparison.best.step.placement, different)
+    caption = "ms: F, I and W of one microbatch, of the slowest rank"
+    caption += "; vs best: a longer step than the best layout's" * (len(different) > 1)
+    table = FittingTable(("layout", "slowest ms", "s/step", "vs best", "most GiB"), text=("layout",), caption=caption)
+    for one in different.values():
         table.add_row(
-            name,
+            " = ".join(names[one.layers]),
             _milliseconds(max(one.rank_seconds)),
-            f"{one.imbalance:.1%}",
             f"{one.step_seconds:#.4g}".rstrip("."),
-            f"{one.step_seconds / best.step_seconds:.3f}",
+            "" if one is best else f"{one.step_seconds / best.step_seconds - 1:+.1%}",
             "" if one.rank_bytes is None else gibibytes(max(one.rank_bytes)),
         )
     yield table
-    yield Text(f"paste: {best.flags}")
-    yield [("even split", _verdict(run, comparison, best.rank_bytes is not None))]
 
 
 def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:
@@ -557,7 +572,7 @@ def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:
     elif comparison.even_is_as_good:
         text = f"is as good, within {AS_GOOD:.1%} of a step"
     else:
-        text = f"takes {comparison.even.seconds / comparison.best.seconds - 1:.1%} longer"
+        text = f"takes {comparison.even.seconds / comparison.best.seconds - 1:.1%} longer than the best layout"
     if knows_memory and comparison.best.peak <= room < comparison.even.peak:
         text += f", but does not fit into the {gibibytes(room)} GiB of a device"
     if layout.uncut(run.model, stages) is None:
@@ -576,10 +591,10 @@ def _ranks(run: Run, placement: Placement, layouts: Mapping[str, _Layout]) -> Fi
     for name in layouts:
         text += [name, f"{name} load"]
         columns += [name, f"{name} ms", f"{name} load"]
-    columns[4:4] = ["GiB"]
+    columns[4:4] = [f"{columns[1]} GiB"]
     title = f"{schedule}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch"
     title += ", with a shade per chunk" * (placement.num_chunks > 1)
-    table = FittingTable(columns, text=text, title=title)
+    table = FittingTable(columns, text=text, title=title, caption=_letters_of(layouts))
     longest = max(max(one.rank_seconds) for one in layouts.values())
     for rank in range(cut.pp):
         cells = [str(rank)]
@@ -588,10 +603,30 @@ def _ranks(run: Run, placement: Placement, layouts: Mapping[str, _Layout]) -> Fi
             bar = _bar([one.stage_seconds[stage] / placement.replicas for stage in owned], longest)
             layers = " ".join(one.stages[stage % len(one.stages)] or "-" for stage in owned)
             cells += [layers, _milliseconds(one.rank_seconds[rank]), bar]
-        bytes_of_ranks = layouts["best"].rank_bytes
+        bytes_of_ranks = next(iter(layouts.values())).rank_bytes
         cells[4:4] = ["" if bytes_of_ranks is None else gibibytes(bytes_of_ranks[rank])]
         table.add_row(*cells)
     return table
+
+
+_LETTERS = {
+    "E": "embedding",
+    "t": "layer (t*2: two)",
+    "m": "multi-token prediction",
+    "L": "LM head and loss",
+    "M": "Mamba",
+    "*": "attention",
+    "-": "FFN",
+}
+"""Megatron's letters of layouts and of hybrid patterns."""
+
+
+def _letters_of(layouts: Mapping[str, _Layout]) -> str:
+    """Return the legend of the letters that the stages of the layouts have."""
+    letters = set("".join(stage for one in layouts.values() for stage in one.stages))
+    of_kind = "M*-" if "M" in letters else "EtmL"
+    legend = ", ".join(f"{letter} {_LETTERS[letter]}" for letter in of_kind if letter in letters)
+    return f"load: the ms as a bar; stages: {legend}"
 
 
 def _milliseconds(seconds: float) -> str:

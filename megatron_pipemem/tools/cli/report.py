@@ -100,6 +100,7 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
 def _show_run(path: Path, as_json: bool) -> None:
     with opened_report(path) as report:
         shown: list[Shown] = [*lines(report), run_table(report)]
+        shown += [[("next", f"pipemem explain {path} splits the idle time by cause")]] * bool(report.get("last_step"))
         page = report["timelines"] and Path(report["timelines"]) / "run.html"
     print_answer(report, shown + [page] * bool(page and page.is_file()), as_json)
 
@@ -146,15 +147,20 @@ def explain_command(
         # print JSON for other programs
         pipemem explain out/runs/tiny-cpu --json
     """
-    case = read_case(report)
+    case, file = read_case(report), report / REPORT if report.is_dir() else report
     facts = explain(case)
     answer: list[Shown] = [
-        [("next", "give the run too, as for advise, to compare schedules and layouts at these times")]
+        [
+            (
+                "next",
+                f"pipemem explain {file} RUN compares schedules and layouts at these times; RUN: its script or file",
+            )
+        ]
     ]
     if source:
         from megatron_pipemem.tools.cli.advise import advise_measured  # only here, because it imports the planner
 
-        answer, facts["advice"] = advise_measured(source, report / REPORT if report.is_dir() else report)
+        answer, facts["advice"] = advise_measured(source, file)
         today, measured = facts["advice"]["ways"]["today"]["schedule"], case.schedule.name
         if measured != today and {measured, today} <= {family.name for family in families()}:
             answer.append([("other schedule", f"the report is of {measured}, and the run has {today}")])

@@ -549,7 +549,7 @@ class _Planner:
 
 
 def _standing(plans: int, count: int, waiting: int, bound: float) -> str:
-    return f"{plans} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
+    return f"{plans} of {count} plans found, {waiting} combinations left, none faster than {bound:.4g} s a step"
 
 
 def _short(run: Run) -> int:

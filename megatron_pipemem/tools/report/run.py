@@ -69,25 +69,25 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
     total = Counter({cause: sum(device["causes_ns"][cause] for device in idle) for cause in CAUSES})
     text = [
-        f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: bubble "
-        f"{facts['bubble_rate']:.1%} in a usual step, of the rank that idles least; the explained step, the last, takes "
-        f"{seconds(step)}"
+        f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: the last step takes "
+        f"{seconds(step)}, of which its busiest rank idles {min(row['idle_ns'] for row in idle) / _NANOSECONDS / step:.1%}"
     ]
     longest = [
         (cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds
     ]
     for number, (cause, idle_seconds) in enumerate(longest[:2]):
-        rank = "ranks idle most for" if number == 0 else "then for"
+        rank = "largest cause of idle time" if number == 0 else "second"
         text.append(
-            f"{rank} {cause}: {seconds(idle_seconds)} on average ({idle_seconds / step:.1%} of the step); {_why(cause, facts)}"
+            f"{rank}: {cause}, {seconds(idle_seconds)} mean of the ranks ({idle_seconds / step:.1%} of the step). "
+            f"{_why(cause, facts)}"
         )
     outside = facts["outside_seconds"]
     if outside:
         text.append(
-            f"outside the pipeline a training step takes {seconds(outside)} more: optimizer, reduction of gradients, data, log"
+            f"outside the pipeline, a step takes {seconds(outside)} more: optimizer, reduction of gradients, data, log"
         )
     own = facts["simulated_seconds"]
-    text.append(f"simulated with its median times, the run's own schedule takes {seconds(own)}")
+    text.append(f"if every pass and message took its median time and the host were never late: {seconds(own)} a step")
     return text
 
 
@@ -99,7 +99,10 @@ def idle_table(facts: Mapping[str, Any]) -> FittingTable:
     causes = [cause for cause in CAUSES if any(row["causes_ns"][cause] for row in facts["idle"])]
     unit, scale = _unit(facts["seconds"])
     rows = FittingTable(
-        ("rank", "computes", "idles", *causes, "waits for"), text=("waits for",), title=f"rank by rank, in {unit}"
+        ("rank", "computes", "idles", *causes, "late ranks"),
+        text=("late ranks",),
+        title=f"rank by rank, in {unit}",
+        caption="idles: the sum of its causes, in the columns to the right; late ranks: their parts of late actions",
     )
 
     def times(nanoseconds: Mapping[str, int], names: Iterable[str]) -> list[str]:
@@ -127,30 +130,35 @@ def _unit(amount: float) -> tuple[str, float]:
 
 
 def _why(cause: str, facts: Mapping[str, Any]) -> str:
-    """Return the rest of a sentence about a cause of idle time: its source in this run."""
+    """Return two sentences about a cause of idle time: its source in this run, and what reduces it."""
     if cause == SCHEDULE:
         return (
-            f"{facts['schedule']} has this idle time with {facts['microbatches']} microbatches even if all stages are equal; "
-            "another schedule or more microbatches reduce it"
+            f"{facts['schedule']} has this idle time with {facts['microbatches']} microbatches even if all stages are equal. "
+            "Another schedule or more microbatches reduce it"
         )
     if cause == IMBALANCE:
         stages: Sequence[float] = facts["stages"]
         slowest, mean = max(range(len(stages)), key=stages.__getitem__), sum(stages) / len(stages)
-        return f"stage {slowest} takes {stages[slowest] / mean:.2f} times as long as the mean of all stages"
+        ratio = f"{stages[slowest] / mean:.2f} times as long as the mean of all stages"
+        return f"Stage {slowest} takes {ratio}. pipemem layout moves layers away from it"
     if cause == MICROBATCHES:
-        return f"the slowest microbatch takes {facts['slowest_microbatch']:.2f} times as long as the median one"
+        ratio = f"{facts['slowest_microbatch']:.2f} times as long as the median one"
+        return f"The slowest microbatch takes {ratio}. --pipemem-microbatch-costs FLOPs orders them for it"
     if cause == MESSAGES:
         links: Mapping[str, float] = facts["links"]
         if not links:
-            return "they arrive late"
+            return "They arrive late. A schedule with fewer chunks sends fewer"
         link = max(links, key=links.__getitem__)
-        return f"one from rank {link.replace('-', ' to ')} takes {seconds(links[link])}"
+        slowest_link = f"One from rank {link.replace('-', ' to ')} takes {seconds(links[link])}"
+        return f"{slowest_link}. A schedule with fewer chunks sends fewer"
     if cause == LATE:
         ranks: Counter[str] = Counter()
         for device in facts["idle"]:
             ranks.update(device["late_ns"])
-        return f"actions of rank {ranks.most_common(1)[0][0]} took longer than usual, more so than on other ranks"
+        late = f"Actions of rank {ranks.most_common(1)[0][0]} took longer than usual, more so than on other ranks"
+        return f"{late}. Look for other work on its machine"
     return {
-        HOST: "the host was late with its work before and between actions (data, Python, launches)",
-        BARRIER: "finished ranks wait for the others before the next step begins",
+        HOST: "The CPU was late with its work before and between actions. Faster data loading, fewer Python callbacks or CUDA "
+        "graphs help",
+        BARRIER: "Finished ranks wait for the others before the next step begins. --pipemem-overlap-steps lets them begin",
     }[cause]
