@@ -14,8 +14,12 @@ shards. So the device computes that part before its next action. All orders come
 deadlock.
 
 If X or a collective ends just after a device has begun a pass, then S, T or LOSS waits for that whole pass. In a steady
-state that can repeat for every microbatch. So a second simulation gives another order: collectives take no time, and a
-device waits for an X that arrives soon. The faster of both at the true prices is taken.
+state that can repeat for every microbatch. So a second simulation gives another order, and the faster of both at the
+true prices is taken:
+
+- With two barriers, every LOSS runs one forward late, as in the paper's code. So T of a microbatch and S of the next one
+  run together on all devices, and the collectives between them have the time of a whole pass.
+- With one barrier there is no time for that. Collectives take no time, and a device waits for an X that arrives soon.
 
 Example: the last of two devices up to its first backward, without the passes of the embedding. Brackets hold
 collectives: X broadcasts the head's input, and G the gradient of the loss.
@@ -70,7 +74,7 @@ class PassRun:
 
     An idle device runs the most urgent action that is ready: the next of its order, or a pass whose collectives have
     ended. Times, such as ``now``, are in ticks (``_TICKS``). ``patience`` is how long it waits for the next head's input,
-    as a share of the action that it would run.
+    as a share of the action that it would run. ``has_late_losses`` delays every LOSS by one forward of the last stage.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class PassRun:
         costs: Costs,
         needs: Callable[[Action], tuple[Action, ...]],
         patience: float = 0.0,
+        has_late_losses: bool = False,
     ) -> None:
         placement = schedule.placement
         self._placement, self._orders, self._barriers = placement, orders, barriers
@@ -106,6 +111,7 @@ class PassRun:
         self._done: set[Collective] = set()
         # Per device, the units whose input gradient a device computes when its running action ends (one barrier).
         self._input_gradients: list[list[int]] = [[] for _ in orders]
+        self._losses_due = self._late_losses() if has_late_losses else None
         self._channel_free = 0
         self._events: list[tuple[int, int, int, Collective | None]] = []
         self._serial = 0
@@ -133,6 +139,29 @@ class PassRun:
                     at=(device, self._at[device], action),
                 )
         return tuple(map(tuple, self._lists))
+
+    def _late_losses(self) -> list[int]:
+        """Return, for every action of the last stage's device, how many losses run before it, no fewer and no more.
+
+        The loss of the newest forward is left for later. After the last forward, every backward lets one more loss run.
+
+            two barriers:    F0  F1  LOSS0 F2  LOSS1 B0  F3  LOSS2 B1  LOSS3 B2  B3
+        """
+        units, last_stage = self._units, self._placement.num_stages - 1
+        forwards = losses = 0
+        due = []
+        for kind, stage, unit in self._orders[self._last]:
+            completes = stage == last_stage and unit == units.last(unit)
+            is_backward = completes and kind in (Kind.I, Kind.B)
+            if forwards < units.num_microbatches:
+                losses = max(losses, forwards - 1)
+            else:
+                losses = min(losses + is_backward, units.num_microbatches)
+            if is_backward:
+                losses = max(losses, units.microbatch(unit) + 1)
+            due.append(losses)
+            forwards += completes and kind is Kind.F
+        return [*due, units.num_microbatches]
 
     def _push(self, time: int, device: int = -1, collective: Collective | None = None) -> None:
         self._serial += 1
@@ -249,7 +278,8 @@ class PassRun:
         if count[Kind.EMBED_F] < min(self._num_units, self._begun + _EMBEDDINGS_AHEAD):
             yield Kind.EMBED_F
         losses = count[Kind.LOSS]
-        is_loss_left = device == self._last and losses < self._units.num_microbatches
+        due = self._losses_due[self._at[device]] if self._losses_due else self._units.num_microbatches
+        is_loss_left = device == self._last and losses < due
         if is_loss_left and all((Kind.STATS, unit) in done for unit in self._units.of(losses)):
             yield Kind.LOSS
         # Only the softmax of one microbatch is alive at a time.
@@ -275,6 +305,9 @@ class PassRun:
         if self._at[device] == len(order):
             return None
         action = order[self._at[device]]
+        due = self._losses_due[self._at[device]] if self._losses_due and device == self._last else 0
+        if self._count[device][Kind.LOSS] < due:
+            return None
         earliest = now
         for needed in self._needs(action):
             if needed.kind in COLLECTIVES:
@@ -349,15 +382,19 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     def needs(action: Action) -> tuple[Action, ...]:
         return needs_of(action, schedule.placement, fused, schedule.units, barriers)
 
-    def with_passes(assumed: Costs, patience: float = 0.0) -> Schedule:
-        lists = PassRun(schedule, orders, barriers, assumed, needs, patience).lists()
+    def with_passes(assumed: Costs, patience: float = 0.0, has_late_losses: bool = False) -> Schedule:
+        lists = PassRun(schedule, orders, barriers, assumed, needs, patience, has_late_losses).lists()
         return replace(schedule, orders=lists, vocabulary_barriers=barriers)
 
     prices = costs.vocabulary_costs(schedule.placement, barriers, schedule.units)
     if not any(prices.collective_seconds().values()):
         return with_passes(costs)
-    free = replace(costs, vocabulary=replace(prices, collectives=0.0))
-    return min(with_passes(costs), with_passes(free, _PATIENCE), key=lambda order: simulate(order, costs).makespan)
+    trains = any(action.kind in BACKWARD for action in orders[0])
+    if barriers == 2 and trains and schedule.units.are_whole:
+        second = with_passes(costs, has_late_losses=True)
+    else:
+        second = with_passes(replace(costs, vocabulary=replace(prices, collectives=0.0)), _PATIENCE)
+    return min(with_passes(costs), second, key=lambda order: simulate(order, costs).makespan)
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
