@@ -90,6 +90,8 @@ def train(steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("this is a program for several ranks; start it with: torchrun --nproc-per-node 4 " + __file__)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     for step, loss in enumerate(train()):

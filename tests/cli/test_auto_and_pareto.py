@@ -42,7 +42,7 @@ def test_auto_searches_for_the_period_of_steps_without_a_barrier(pipemem, pipeme
     one, many = pipemem_json(*ask), pipemem_json(*ask, "-o", "period=true")
     assert many["period"] < one["period"] and many["makespan"] >= one["makespan"]
     assert many["lower_bound"] == pytest.approx(12), "the work of every device"
-    assert "of the period at most" in pipemem(*ask, "-o", "period=true").stdout
+    assert "of the period can be saved" in pipemem(*ask, "-o", "period=true").stdout
 
 
 def test_auto_takes_placement_and_chunks(pipemem_json):
@@ -65,7 +65,13 @@ def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
     assert any("instead of" in trade for trade in answer["trades"])
     searched = [choice for choice in answer["choices"] if choice["memory_cap"] is not None]
     said = pipemem(*ask).stdout
-    assert searched and all(f"auto {row['memory_cap']:.4g}, {row['chunks']} chunks" in said for row in searched)
+    rows = [line.split() for line in said.splitlines()]
+    assert searched and all(
+        ["auto", f"{row['memory_cap']:.4g},", "searched", str(row["chunks"])] == line[1:5]
+        for row in searched
+        for line in rows
+        if "searched" in line and line[:1] == ["*"]
+    )
     assert "1,1.5,.5" in said and f"{LEAST_SAVED:.0%}" in said
     everything = pipemem_json(*ask, "--all")["choices"]
     assert {"1f1b", "v-min", "auto"} <= {choice["schedule"] for choice in everything}

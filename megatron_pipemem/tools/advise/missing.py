@@ -20,7 +20,7 @@ class MissingValues(ConfigError):
     """Several sizes have no value (``unknown-size``)."""
 
     def __init__(self, missing: Sequence[MissingValue], remedies: Sequence[str], rest: str = "") -> None:
-        message = f"need values that are not there; give {', '.join(remedies)}{rest}"
+        message = f"no value is given; give {', '.join(remedies)}{rest}"
         super().__init__("unknown-size", message, key=", ".join(dict.fromkeys(str(error.key) for error in missing)))
         self.missing, self.remedies = tuple(missing), tuple(remedies)
 

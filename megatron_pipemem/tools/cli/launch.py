@@ -275,6 +275,8 @@ def init(
     if reason is not None:
         report_note(f"{path}: {reason}")
     print_lines(path)
+    starts = "" if reason is not None else f"; pipemem launch {path} starts it"
+    report_note(f"pipemem plan {path} ranks other parallel sizes and schedules{starts}")
 
 
 def _name(name_or_path: str, path: Path) -> str:

@@ -17,7 +17,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.model.model import Execution, Model, kind_name
 from megatron_pipemem.schedule.display import doing
-from megatron_pipemem.tools.cli.common import Shown, print_answer, report_note, showing
+from megatron_pipemem.tools.cli.common import Shown, console, print_answer, print_facts, report_note, showing
 from megatron_pipemem.tools.cli.options import Json, takes_group
 from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load, locate, read_raw, typed
@@ -144,6 +144,10 @@ def profile(
     print_answer(result, _shown(prices, ratios, run or model, named), as_json)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
+    if not as_json:
+        file = output or "FILE.json"
+        uses = f"simulate, show and pareto take it as --costs {file}, plan and advise as --profile {file}"
+        print_facts(console(), [("next", uses if output is not None else f"add --output {file}; {uses}")])
 
 
 def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Profile:
@@ -174,7 +178,9 @@ def _bandwidths() -> Bandwidths | None:
     from megatron_pipemem.mcore import on_cpu_ranks
 
     if on_cpu_ranks() or not torch.cuda.is_available():
-        report_note("no GPU here: the link to the host was not measured, and k comes from the cluster file")
+        report_note(
+            "no GPU here: the link to the host was not measured, and the offload ratio comes from the cluster file"
+        )
         return None
     from megatron_pipemem.features.offload.runtime.channels import CudaChannel
     from megatron_pipemem.features.offload.runtime.host import measure_bandwidths
@@ -202,8 +208,9 @@ def _ratios(prices: Profile, cluster: Cluster) -> dict[str, float]:
 
 
 def _shown(prices: Profile, ratios: dict[str, float], name: object, cluster: str) -> Iterator[Shown]:
-    columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
-    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {prices.source}")
+    columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "freed by I MiB", "parameters")
+    how = "by formulas" if prices.source == "formulas" else prices.source
+    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {how}")
     rows: list[tuple[str, Part]] = [
         *((f"layer: {kind_name(kind)}", layer) for kind, layer in prices.layers.items()),
         ("embedding" + ", vision tower" * (prices.model.tower is not None), prices.first - prices.middle),
@@ -220,20 +227,24 @@ def _shown(prices: Profile, ratios: dict[str, float], name: object, cluster: str
         )
     yield table
     yield (
-        "F: forward; I: input gradient; W: weight gradient; saved: activations kept from F to I; MiB released at I: the part "
-        "of them that I frees, and W frees the rest"
+        "F: forward; I: input gradient; W: weight gradient; saved: activations kept from F on; freed by I: the part of them "
+        "that I frees; W frees the rest"
     )
     measured = prices.source == "measured"
     of_cluster = f"cluster {cluster} (--cluster NAME prices another)"
     seconds = f"computing alone, on {prices.device}" if measured else f"formulas, at {prices.device}, for {of_cluster}"
     rates = prices.bandwidths
-    recomputed = f"{ratios['cheap_recomputed']:.2f} with norms and activation functions recomputed"
+    recomputed = f"{ratios['cheap_recomputed']:.2f} times if norms and activation functions are recomputed"
     link = f"; link of {of_cluster}" if rates is None and measured else ""
     yield [
         ("seconds", seconds),
         ("message", f"{prices.message_bytes / MIB:.2f} MiB between two stages"),
         ("optimizer", f"{prices.optimizer_seconds * 1e9:.3f} ns per parameter"),
-        ("k of a layer", f"{ratios['as_is']:.2f}, {recomputed}; up to 1, computing hides all offload{link}"),
+        (
+            "offload ratio",
+            f"a layer's activations take {ratios['as_is']:.2f} times as long to the host and back as its F, I and W "
+            f"({recomputed}); at 1 or less, computing hides all copies{link}",
+        ),
     ]
     if rates is not None:
         yield (

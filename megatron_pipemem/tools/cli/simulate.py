@@ -85,11 +85,11 @@ from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimelin
 from megatron_pipemem.tools.report.timeline import UNITS, DrawnRun, bytes_text
 
 _IN_A_RUN = (
-    "a searched row in a run: --pipemem-schedule auto --pipemem-memory-cap CAP --pipemem-option chunks=CHUNKS, with both "
-    "numbers from its name; without chunks, auto may take fewer and have a larger bubble"
+    "auto X, searched: the fastest order found within a memory cap of X; in a run --pipemem-schedule auto "
+    "--pipemem-memory-cap X --pipemem-option chunks=CHUNKS"
 )
 _AS_A_RUN = (
-    "placements of {chunks} chunks per device, the number of a run without --pipemem-option chunks; -o "
+    "placements of {chunks} chunks per device, as in a run without --pipemem-option chunks=N; -o "
     f"max_chunks={MAX_CHUNKS} finds the best number up to {MAX_CHUNKS}"
 )
 
@@ -604,7 +604,7 @@ def pareto(
     def shown() -> Iterator[Shown]:
         yield picture.table([points[number] for number in listed], in_bytes)
         message = "" if isinstance(prices.p2p, Mapping) else f", and a message takes {prices.p2p:g}"
-        yield f"costs: F, I, W = {price_options.costs}{message}"
+        yield f"chunks: per device; costs: F, I, W = {price_options.costs}{message}"
         if any(points[number].cap is not None for number in listed):
             yield _IN_A_RUN
         if cheap:

@@ -53,7 +53,7 @@ def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
 
     With ``in_bytes`` the caption says that peaks are shares of 1F1B's bytes, otherwise activation units.
     """
-    columns = ("front", "schedule", "placement", "peak", "bubble")
+    columns = ("front", "schedule", "chunks", "placement", "peak", "bubble")
     caption = (
         "front: * if no other schedule has both a lower peak and a smaller bubble; bubble: idle share of the busiest "
         f"device; peak: in {_unit(in_bytes)}"
@@ -62,7 +62,8 @@ def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
     for point in sorted(points, key=_by_peak):
         rows.add_row(
             "" if point.dominated else "*",
-            point.name if point.cap is None else f"{point.name} (searched)",
+            (point.family or point.name) if point.cap is None else f"{point.family}, searched",
+            str(point.chunks),
             point.placement,
             f"{point.peak:.4g}",
             f"{point.bubble_rate:.2%}",
