@@ -41,6 +41,10 @@ from megatron_pipemem.tools.config.loading import load, unpriced_part
 from megatron_pipemem.tools.megatron.known_flags import known_flags
 from megatron_pipemem.tools.report.terminal import FittingTable
 
+CAPTION = (
+    "idle: mean of the ranks; in the same memory: our fastest; stock tuned: Megatron's own with other chunks or layers, where "
+    "devices have room; step: against today's"
+)
 COLUMNS = ("recipe", "p, m", "today", "idle", "in the same memory", "step", "stock tuned", "step")
 _RANKS = "pipeline_model_parallel_size"
 LARGE_GAIN = 0.05
@@ -157,7 +161,7 @@ def main() -> None:
             named = " ".join((schedule, *(f"{name}={value}" for name, value in changes.items())))
             Console().print(f"{named}: {errors[None]} of {len(settings)} accepted; refused: {others}")
         return
-    table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3]), Counter[str](), []
+    table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3], caption=CAPTION), Counter[str](), []
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     for facts in recipes():
         answer = asked(facts)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emulated.measure import Row, measure
+from emulated.measure import LEGEND, Row, measure
 from emulated.runtimes import Step, megatron_steps, our_steps, torch_steps
 from emulated.steps import BARRIER, DROPPED, OVERLAPPED, StepsRow, measure_steps
 from rich import box
@@ -88,7 +88,7 @@ def duels(rows: list[Row]) -> list[Duel]:
 
 def rows_table(rows: list[Row]) -> Table:
     """Return a table: seconds, activation units, measured / simulated, spread over the repeats, and error of the passes."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=LEGEND, caption_justify="left")
     for heading in ("runtime", "schedule", "peak", "planned", "measured", "ratio", "spread", "pass"):
         table.add_column(heading, justify="left" if heading in ("runtime", "schedule") else "right", no_wrap=True)
     for row in rows:
@@ -107,7 +107,8 @@ def rows_table(rows: list[Row]) -> Table:
 
 def duels_table(pairs: list[Duel]) -> Table:
     """Return a table of peers against the fastest schedule of ours with no more memory."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    caption = "ours: the fastest that holds no more than the peer; peak: activation units; seconds: of a step"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for heading in ("peer", "peak", "seconds", "ours", "peak", "seconds", "speedup"):
         table.add_column(heading, justify="left" if heading in ("peer", "ours") else "right", no_wrap=True)
     for duel in pairs:
@@ -173,7 +174,8 @@ def overlaps(rows: list[StepsRow]) -> list[OverlapStatistics]:
 
 def steps_table(rows: list[StepsRow]) -> Table:
     """Return a table of seconds from step to step, planned and measured, with the spread over the repeats."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    caption = "planned, measured: seconds from step to step; ratio: measured / planned; spread: slowest - fastest repeat, of it"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for heading in ("runtime", "schedule", "barrier", "planned", "measured", "ratio", "spread"):
         table.add_column(heading, justify="left" if heading in ("runtime", "schedule", "barrier") else "right")
     for row in rows:
@@ -191,7 +193,11 @@ def steps_table(rows: list[StepsRow]) -> Table:
 
 def overlaps_table(gains: list[OverlapStatistics]) -> Table:
     """Return a table of the schedules' gains."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    caption = (
+        "gains: times as fast without a barrier as with it, and as stock; pays up to: the share of steps with clipped "
+        "gradients, which are undone, at which nothing is gained"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for heading in ("schedule", "planned gain", "measured", "against stock", "pays up to"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     for gain in gains:

@@ -63,6 +63,10 @@ RECIPES = (
     Recipe("llama3-70b", 4, 8, 5, 1, "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", "perf_recipes/llama/h100/llama3.py"),
 )
 """As of commit 067f987 (August 2026). The file's first layout is for 16 ranks of one chunk, and its third for 8 of two."""
+CAPTION = (
+    "slowest rank, step: seconds with the layout of pipemem layout / with the one by hand; step, even split: with the even "
+    "split / by hand; most GiB of a rank: of pipemem layout, by hand"
+)
 COLUMNS = ("model", "ranks x chunks", "by hand", "`pipemem layout`", "slowest rank", "step", "step, even split")
 
 
@@ -85,9 +89,7 @@ def row(recipe: Recipe, layouts: Balance) -> tuple[str, ...]:
 
 def main() -> None:
     console = Console(width=170, highlight=False)
-    table = FittingTable(
-        (*COLUMNS, "most GiB"), text=COLUMNS[:4], title="ratios to the layout by hand; most GiB: ours, by hand"
-    )
+    table = FittingTable((*COLUMNS, "most GiB"), text=COLUMNS[:4], caption=CAPTION)
     results = []
     for recipe in RECIPES:
         layouts = balance(recipe.run(), recipe.by_hand)

@@ -53,6 +53,10 @@ TOKENS = 2**22
 SEQUENCES = (2**15, 2**17, 2**19)
 PIPELINES = (1, 2, 4, 8, 16)
 COUNTS = (1, 2, 4, 8, 16, 32)
+CAPTION = (
+    "tokens: of a sequence; m: microbatches; v: chunks per rank; peak: all memory of the fullest rank; bubble: idle share of "
+    "the busiest rank; binds: largest loss, as a share of the step"
+)
 COLUMNS = ("tokens", "cut", "pp", "dp", "m", "schedule", "recompute", "s/step", "MFU", "peak GiB", "bubble", "binds")
 
 
@@ -240,7 +244,7 @@ def main() -> None:
 
 def plan_ways(given: argparse.Namespace, console: Console) -> list[dict]:
     """Plan every way to cut sequences, print the table, and return it as JSON data."""
-    table = FittingTable(COLUMNS, text=("cut", "schedule", "recompute", "binds"))
+    table = FittingTable(COLUMNS, text=("cut", "schedule", "recompute", "binds"), caption=CAPTION)
     results = []
     for sequence in given.sequence or SEQUENCES:
         for way in ways(sequence):

@@ -48,6 +48,12 @@ EIGHT_DEVICES = {"v": {0.6: 3, 0.8: 3, 1.0: 4, 1.4: 5}, "interleaved": {0.6: 3, 
 PUBLISHED_SCHEDULED = "244 of 690 (even p only; the rest refused or failed)"
 
 
+CAPTION = (
+    "k: seconds of copying activations / of computing them; in flight: most chunks whose activations a device holds; "
+    "published, target: the authors' number of them; bubble, its bound: idle time of the busiest device, in passes of a chunk"
+)
+
+
 def costs_of(ratio: float) -> Costs:
     return replace(Costs(), channel=Channel(ratio=ratio))
 
@@ -134,7 +140,7 @@ def feasibility(quick: bool) -> dict[str, object]:
 
 
 def show(console: Console, title: str, rows: list[dict[str, object]]) -> None:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
     for heading in rows[0]:
         table.add_column(heading, justify="right")
     for row in rows:

@@ -279,7 +279,11 @@ def _layers_steps(size: Size) -> dict[str, Callable[[], object]]:
 
 def table(rows: list[Row]) -> Table:
     """Return a table of every engine's host time per step and per action, and its ratio to stock's."""
-    printed = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    caption = (
+        "p, m: devices, microbatches; us: microseconds of the host; calls: of Python functions per action; to stock: / "
+        "stock's, of the columns before"
+    )
+    printed = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for heading in ("ranks", "schedule", "p", "m", "engine", "us/step", "us/action", "to stock", "calls", "to stock"):
         left = heading in ("ranks", "schedule", "engine")
         printed.add_column(heading, justify="left" if left else "right", no_wrap=True)

@@ -1,6 +1,6 @@
 """Compare the planner's predictions with the measurements of papers on the same setups.
 
-Claim: with one set of efficiencies, that of ``configs/clusters/a100-80g.yaml``, the planner ranks schedules and cuts as the
+Claim: with one set of efficiencies, that of the cluster ``a100-80g``, the planner ranks schedules and cuts as the
 papers' measurements do. No row has a fit of its own, and the table shows where planner and paper differ.
 
     python benchmarks/papers.py
@@ -330,7 +330,18 @@ def _cut(answer: Answer) -> str:
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    caption = (
+        "paper, planner: measured, predicted; / base: against the baseline of the setup; off: planner's against paper's"
+    )
+    result = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        pad_edge=False,
+    )
     for column in ("setup", "paper", "planner", "paper / base", "planner / base", "off", "note"):
         result.add_column(column, justify="left" if column in ("setup", "note") else "right")
     for row in rows:

@@ -49,6 +49,13 @@ GRID_CAPS = (0.4, 0.5, 0.55, 0.625, 0.75, 0.875, 1.0, 1.25)
 GRID_RATIOS = (EQUAL, (1.0, 1.2, 0.8), UNEQUAL, (1.0, 1.5, 1.0), (1.0, 1.7, 0.9), (1.0, 2.0, 1.0))
 
 
+CAPTION = (
+    "p, m: devices, microbatches; c: time of a message; cap: memory, 1 is 1F1B's peak; found: bubble of the found order; "
+    "bound: no order of a searched placement idles less; gap: found - bound; to V's: found - the bound of a V with 2 chunks; "
+    "best family: the fastest in the cap, with its bubble; s: of searching"
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One search. Rates are the idle parts of the makespan on the busiest device."""
@@ -168,7 +175,7 @@ def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCos
 
 
 def table(rows: Sequence[Row]) -> Table:
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=CAPTION, caption_justify="left")
     headings = "p, m|F:I:W|c|cap|chunks|found|bound|gap|to V's|best family|placement|found by|s".split("|")
     for heading in headings:
         left = heading in ("p, m", "F:I:W", "best family", "placement", "found by")
@@ -241,7 +248,9 @@ def grid_searches(count: int, rng: random.Random) -> Iterator[tuple[float, list[
 
 
 def grid_table(grid: Iterable[tuple[float, Sequence[Row]]]) -> Table:
-    result = Table("cap", "cases", "optimal", "median, %", "mean, %", "largest, %", box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ("cap", "cases", "optimal", "median, %", "mean, %", "largest, %")
+    caption = "cap: memory, 1 is 1F1B's peak; %: how much longer a step is than its lower bound"
+    result = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for cap, rows in grid:
         gaps = [100 * row.makespan_gap for row in rows]
         spread = (f"{value:.1f}" for value in (median(gaps), mean(gaps), max(gaps)))

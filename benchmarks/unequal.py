@@ -117,7 +117,11 @@ def compare(name: str, packed: bool, arguments: argparse.Namespace) -> dict:
     console.print(f"{lengths.what}, {how}: the largest microbatch is {spread:.2f} times the average", style="bold")
     columns = [list(ways(batch, arguments.devices, arguments.seconds, arguments.longer)) for batch in batches]
     rows = [list(row) for row in zip(*columns, strict=True)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    caption = (
+        "speedup: mean over the batches, against 1F1B in arrival order; least: of the batches; memory: largest peak / that "
+        "1F1B's; over bound: time / its lower bound; ms: longest planning"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for heading in ("way", "speedup", "least", "memory", "over bound", "ms"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for row in rows:

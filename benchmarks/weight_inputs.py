@@ -257,24 +257,29 @@ def main() -> None:
         lines = [
             [f"{value:.2f}" if isinstance(value, float) else value for value in timing.values()] for timing in timings
         ]
-        show(console, tuple(timings[0]), lines)
+        show(console, tuple(timings[0]), lines, "ratio of W's seconds with gathers to those without: measured, planned")
     elif asked.head:
         written = shown = head_rows()
-        show(console, HEAD, shown)
-        show(console, COMPARED, way_rows())
+        shares_of_bytes = (
+            "peak bytes of zb-h1's fullest rank / 1F1B's: as published, and with W earlier if that differs"
+        )
+        show(console, HEAD, shown, f"p: {shares_of_bytes}; time: a step with W earlier / as published")
+        show(console, COMPARED, way_rows(), "share: of 1F1B's peak bytes; time: of a step / as published")
     elif asked.early:
         written = shown = early_shares()
-        show(console, EARLY_BYTES, early_bytes())
-        show(console, EARLY_SHARES, shown)
+        show(console, EARLY_BYTES, early_bytes(), "`none`, `auto`: values of --pipemem-early-wgrad")
+        by_setting = "peak bytes / 1F1B's, by the setting; time: of a step / with `none`; 8 ranks"
+        show(console, EARLY_SHARES, shown, f"units: peak / 1F1B's by layers alone; others: {by_setting}")
     else:
         kept = {name: layer_bytes(MODEL, execution) for name, execution in EXECUTIONS.items()}
         after = [
             ("after F", *(f"{way.saved / 2**20:.0f}" for way in kept.values())),
             ("from I to W", *(f"{way.after_input / 2**20:.0f}" for way in kept.values())),
         ]
-        show(console, ("MiB of a layer", *kept), after)
+        show(console, ("MiB of a layer", *kept), after, "kept activations, by the inputs that wait for W")
         written = shown = rows()
-        show(console, COLUMNS, shown)
+        by_layers = "units: peak / 1F1B's by layers alone; others: peak bytes / 1F1B's"
+        show(console, COLUMNS, shown, f"{by_layers}, by the inputs that wait for W; p ranks, 2p microbatches")
     path = (
         Path("out/benchmarks")
         / f"weight_inputs{'_emulated' if asked.emulated else '_early' if asked.early else ''}.json"
@@ -283,8 +288,8 @@ def main() -> None:
     write_whole(path, json.dumps(written, indent=1))
 
 
-def show(console: Console, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    table = FittingTable(tuple(columns))
+def show(console: Console, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> None:
+    table = FittingTable(tuple(columns), caption=caption)
     for line in lines:
         table.add_row(*line)
     console.print(table)

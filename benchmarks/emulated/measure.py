@@ -58,6 +58,13 @@ class Row:
         return self.seconds / self.simulated - 1
 
 
+LEGEND = (
+    "peak: activation units (1F1B's first rank holds 1); planned, measured: seconds of a step; ratio: measured / planned; "
+    "spread: slowest - fastest repeat, as a share of measured; pass: by how much sleeps took longer than asked"
+)
+"""The meaning of columns that tables of measured rows have."""
+
+
 def measure(devices: int, repeats: int, prepare: Callable[[], Iterable[Step]]) -> list[Row]:
     """Run everything on fresh ranks.
 

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from emulated.measure import Row, measure
+from emulated.measure import LEGEND, Row, measure
 from emulated.runtimes import Step, megatron_steps, our_steps
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.features.slices.prices import slice_costs
@@ -147,7 +147,7 @@ def run_emulated(arguments: argparse.Namespace) -> list[dict]:
 
 
 def _rows_table(rows: list[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=LEGEND, caption_justify="left")
     for heading in ("runtime", "schedule / slices", "peak", "planned", "measured", "ratio", "pass"):
         left = heading.startswith(("runtime", "schedule"))
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
@@ -158,7 +158,8 @@ def _rows_table(rows: list[Row]) -> Table:
 
 
 def _gains_table(rows: list[Gain]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    caption = "memory: peak / that of whole microbatches; simulated, measured: times as fast as whole microbatches"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for heading in ("whole microbatches", "slices", "fastest", "memory", "simulated", "measured"):
         left = heading in ("whole microbatches", "fastest")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)

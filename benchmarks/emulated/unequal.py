@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from emulated.measure import Row, measure
+from emulated.measure import LEGEND, Row, measure
 from emulated.runtimes import Step, megatron_steps, our_steps
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.schedule.action import Kind
@@ -101,7 +101,7 @@ def _told(case: Case, title: str, rows: list[Row]) -> dict:
     """Print the rows, and return them as JSON data."""
     console = Console()
     console.print(f"{title}: {case.devices} devices, {case.microbatches} microbatches", style="bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=LEGEND, caption_justify="left")
     for heading in ("way", "peak", "planned", "measured", "ratio", "pass", "speedup"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for row in rows:

@@ -93,7 +93,7 @@ def numbers(name: str, answer: dict) -> Iterator[str]:
     elif name == "report":
         for point in answer["results"]:
             yield from (f"{point['tokens_per_second']:,.0f}", f"{point['seconds_per_step']:.4g}")
-            yield from (f"{max(point[key]) / MIB:.4g}" for key in ("predicted_peak_bytes", "counted_peak_bytes"))
+            yield from (f"{max(point[key]) / MIB:,.0f}" for key in ("predicted_peak_bytes", "counted_peak_bytes"))
             yield from (f"{min(point[key]):.1%}" for key in ("predicted_bubble_rate", "measured_bubble_rate"))
             yield f"{point['share_of_1f1b']:.2f}"
     elif name == "profile":

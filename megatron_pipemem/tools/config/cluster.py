@@ -1,4 +1,4 @@
-"""Describe a cluster, as in ``configs/clusters/NAME.yaml``: devices, memory, speed and links."""
+"""Describe a cluster, as in ``clusters/NAME.yaml``: devices, memory, speed and links."""
 
 from __future__ import annotations
 

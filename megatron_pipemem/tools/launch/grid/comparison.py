@@ -45,8 +45,8 @@ def table(points: Sequence[Result]) -> FittingTable:
     rows = FittingTable(
         ("#", *columns, *_FIGURES),
         text=("#", *columns),
-        caption="Peaks: activation MiB of the fullest rank, counted in the run; = if every rank held the predicted bytes "
-        "exactly.\nOf 1F1B: share of 1F1B's bytes for the same model and cut.\n"
+        caption="Peaks: activation MiB of the fullest rank, predicted, and counted in the run; = if every rank held its "
+        "predicted bytes, ≠ if not.\nOf 1F1B: share of 1F1B's bytes for the same model and cut.\n"
         "Bubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
     )
     for point in sorted(points, key=lambda point: (-_speed(point), point.index)):
@@ -55,13 +55,18 @@ def table(points: Sequence[Result]) -> FittingTable:
             *(str(point.settings.get(column, "")) for column in columns),
             f"{_speed(point):,.0f}",
             f"{point.seconds_per_step:.4g}",
-            "-" if point.predicted_peak is None else f"{point.predicted_peak / _MIB:.4g}",
-            f"{_peak(point) / _MIB:.4g} {_AGREEMENT[point.peaks_agree]}",
+            "-" if point.predicted_peak is None else _mebibytes(point.predicted_peak),
+            f"{_mebibytes(_peak(point))} {_AGREEMENT[point.peaks_agree]}",
             "-" if point.share_of_1f1b is None else f"{point.share_of_1f1b:.2f}",
             *(_rate(busiest(rates)) for rates in (point.predicted_bubble_rate, point.measured_bubble_rate)),
             style="" if point.index in chosen else "dim",
         )
     return rows
+
+
+def _mebibytes(nbytes: float) -> str:
+    amount = nbytes / _MIB
+    return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.4g}"
 
 
 def draw(points: Sequence[Result], title: str = "") -> Figure:
