@@ -98,6 +98,10 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: question.is_ours and not question.request.may_split, refusals.WHOLE_BACKWARD),
     (lambda question: question.is_ours and question.is_uncaptured, refusals.UNCAPTURED),
     (lambda question: question.request.graphs, refusals.GRAPHED),
+    (
+        lambda question: question.request.graphs and question.value_of("recompute_granularity") == "selective",
+        refusals.GRAPHED_MODULES,
+    ),
     (lambda question: question.request.graphs, refusals.GRAPHED_USER_BUFFERS),
     (lambda question: question.request.graphs and question.value_of("fp8"), refusals.GRAPHED_FP8),
     (lambda question: question.leaves_experts_out, refusals.EXPERT_MODULES),

@@ -28,7 +28,13 @@ _FLAGS = {
     "is_inference_rng_tracker": "inference-rng-tracker",
 }
 """The flag of an attribute, if it has another name than the attribute."""
-_DEFAULTS = {"add_bias_linear": True, "clip_grad": 1.0, "fp8_recipe": "delayed", "rerun_mode": "validate_results"}
+_DEFAULTS = {
+    "add_bias_linear": True,
+    "clip_grad": 1.0,
+    "fp8_recipe": "delayed",
+    "recompute_modules": "core_attn",
+    "rerun_mode": "validate_results",
+}
 """The value of an attribute in Megatron if its flag is not given."""
 _UNCOUNTED = ("quantile_balancing", "global_aux_loss")
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
@@ -180,7 +186,6 @@ GRAPHED = Refusals(
         "enable_hyper_connections": _NOT_REPLAYED,
         "attention_dropout": f"{_DRAWN}; pass --attention-dropout 0",
         "hidden_dropout": f"{_DRAWN}; pass --hidden-dropout 0",
-        "recompute_granularity": f"{_NOT_PROVED}; pass --recompute-granularity full",
         "variable_seq_lengths": _ONE_SHAPE,
         "sft": _ONE_SHAPE,
         "dataloader_inter_document_masking": _ONE_SHAPE,
@@ -188,7 +193,16 @@ GRAPHED = Refusals(
         "experimental_attention_variant": _NOT_PROVED,
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
-    only={"recompute_granularity": lambda granularity: granularity == "selective"},
+)
+_PROVED_MODULES = {"layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts"}
+GRAPHED_MODULES = Refusals(
+    " with selective recomputation and a CUDA graph per pass",
+    {
+        "recompute_modules": "core_attn reads a number on the host, moe would run experts within a graph, and others are not "
+        f"proved in graphs; pass --recompute-modules with some of {', '.join(sorted(_PROVED_MODULES))}",
+    },
+    _NO_GRAPHS.replace("; pass", ", or pass"),
+    only={"recompute_modules": lambda modules: not {*_listed(modules)} <= _PROVED_MODULES},
 )
 _PROVED_RECIPES = ("tensorwise", "mxfp8")
 GRAPHED_FP8 = Refusals(
@@ -208,7 +222,6 @@ GRAPHED_FP8 = Refusals(
         "recompute_granularity": bool,
     },
 )
-_OUTSIDE = "it computes on a stream of its own, outside of the graph"
 _ON_HOST = "the host reads a number of tokens before it puts them in order"
 _PROVED_BACKENDS = ("deepep", "hybridep")
 GRAPHED_EXPERTS = Refusals(
@@ -220,7 +233,6 @@ GRAPHED_EXPERTS = Refusals(
         "moe_hybridep_pad_variable_tokens": _ON_HOST,
         "moe_expert_capacity_factor": _ON_HOST,
         "moe_router_padding_for_quantization": _ON_HOST,
-        "moe_shared_expert_overlap": _OUTSIDE,
         "moe_latent_size": _NOT_PROVED,
         "moe_router_force_load_balancing": _DRAWN,
         "moe_router_force_biased": _DRAWN,
@@ -230,7 +242,7 @@ GRAPHED_EXPERTS = Refusals(
         "moe_enable_routing_replay": _NOT_REPLAYED,
         "moe_routing_trace_path": _NOT_REPLAYED,
         "save_tokens_per_expert_interval": _NOT_REPLAYED,
-        "overlap_dispatch_backward_with_experts_wgrad": _OUTSIDE,
+        "overlap_dispatch_backward_with_experts_wgrad": "it computes on a stream of its own, outside of the graph",
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={
@@ -238,7 +250,6 @@ GRAPHED_EXPERTS = Refusals(
             kind in (kinds or "") for kind in ("sinkhorn", "quantile_balancing")
         ),
         "moe_flex_dispatcher_backend": lambda backend: backend not in (None, *_PROVED_BACKENDS),
-        "recompute_granularity": bool,
     },
 )
 _CAPTURED_PARTS = {"moe_router", "moe_preprocess"}

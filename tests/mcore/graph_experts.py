@@ -23,8 +23,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import layers, random
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -33,7 +33,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.features.graphs import runtime
 from megatron_pipemem.features.graphs.megatron import experts as room
-from megatron_pipemem.features.graphs.megatron.step import GraphedStage
+from megatron_pipemem.features.graphs.megatron.step import GraphedStage, GraphedSteps
 from megatron_pipemem.features.graphs.runtime import Gap, GapOfStep, GraphedWeights, GraphsOfStep, PassGraphs
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_embedding, split_linear
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
@@ -47,6 +47,7 @@ SEQUENCE, HIDDEN, VOCABULARY = 16, 32, 64
 ONE = {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 """An expert that gets the tokens themselves, and not a sorted copy."""
 SHARED = {"moe_shared_expert_intermediate_size": 24}
+OVERLAPPED = {"moe_shared_expert_overlap": True, "moe_shared_expert_gate": True, **SHARED}
 LOSSES = {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.5, 0.5]}
 BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 0.1}
 HYBRID_EP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
@@ -61,18 +62,33 @@ DEPTHS: dict[str, dict[str, Any]] = {
     ALONE: {ALONE: True},
 }
 DEEP: dict[str, Any] = {"mtp_num_layers": 2, **SHARED, **LOSSES}
-MTP = ("mtp_num_layers", "mtp_detach_heads", "mtp_use_repeated_layer")
-"""Settings of multi-token prediction."""
+MIXED = {"moe_layer_freq": [1, 0, 1, 1]}
+LATENT = {
+    "multi_latent_attention": True,
+    "rotary_interleaved": False,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+}
+LATENT |= dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 32)
+
+
+def again(*modules: str) -> dict[str, Any]:
+    """Settings to recompute these parts of layers."""
+    return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
+
+
 MODELS = {
     "zb-h1": ("zb-h1", LOSSES),
     "v-half, shared experts": ("v-half", SHARED | LOSSES),
     "1f1b, bias": ("1f1b", BIAS | SHARED),
     "zbv, allgather": ("zbv", {"moe_token_dispatcher_type": "allgather", **SHARED, **BIAS}),
     "one expert": ("zb-h1", ONE),
-    "dense between": ("v-half", {"moe_layer_freq": [1, 0, 1, 1]} | LOSSES),
+    "dense between": ("v-half", MIXED | LOSSES),
     "v-half, hybridep": ("v-half", HYBRID_EP | SHARED | LOSSES),
     "1f1b, hybridep": ("1f1b", HYBRID_EP | BIAS),
     "zb-h1, deepep": ("zb-h1", DEEP_EP | SHARED | LOSSES),
+    "shared experts overlap": ("v-half", DEPTHS["one depth"] | OVERLAPPED | LOSSES),
+    "deepep, shared experts overlap": ("zb-h1", DEEP_EP | OVERLAPPED),
+    "parts again": ("v-half", again("mlp", "shared_experts", "mla_up_proj") | MIXED | SHARED | LATENT),
     **{
         f"{schedule}, {name}": (schedule, DEEP | settings)
         for schedule in ("1f1b", "zb-h1", "v-half")
@@ -97,7 +113,8 @@ def make_config(**settings: Any) -> TransformerConfig:
     plain = {"add_bias_linear": False, "transformer_impl": "local", "gradient_accumulation_fusion": False}
     plain |= dict.fromkeys(("persist_layer_norm", "masked_softmax_fusion", "bias_dropout_fusion"), False)
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "deallocate_pipeline_outputs": True}
-    return TransformerConfig(**{**sizes, **experts, **plain, **dropout, **settings})
+    kind = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
+    return kind(**{**sizes, **experts, **plain, **dropout, **settings})
 
 
 class World:
@@ -106,8 +123,8 @@ class World:
     def __init__(self, schedule: str, settings: dict[str, Any]):
         self.program = lower(build_schedule(schedule, num_devices=RANKS, num_microbatches=MICROBATCHES))
         self._tied, alone = (settings.get(name, False) for name in (TIED, ALONE))
-        settings = {name: value for name, value in settings.items() if name not in (TIED, ALONE)}
-        self.placement, self.config = self.program.placement, make_config(**settings)
+        self.settings = {name: value for name, value in settings.items() if name not in (TIED, ALONE)}
+        self.placement, self.config = self.program.placement, make_config(**self.settings)
         stages = self.placement.num_stages
         freq = self.config.moe_layer_freq
         kinds = freq if isinstance(freq, list) else [freq] * self.config.num_layers
@@ -121,15 +138,16 @@ class World:
 
     def _model(self, kinds: list[int], stage: int) -> DistributedDataParallel:
         tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
-        config = make_config(**vars_of(self.config) | {"num_layers": max(len(kinds), 1), "moe_layer_freq": kinds or 1})
+        config = make_config(**self.settings | {"num_layers": max(len(kinds), 1), "moe_layer_freq": kinds or 1})
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
         ends[TIED] = self._tied
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
         if config.mtp_num_layers and stage == self._depths:
             ends["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         spec.layer_specs = spec.layer_specs[: len(kinds)]
+        position = "rope" if config.multi_latent_attention else "learned_absolute"
         with managers_on_one_rank():
-            model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **ends)
+            model = GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type=position, **ends)
         if model.mtp_process and not model.pre_process:  # as with several pipeline ranks
             model.embedding.word_embeddings.weight.shared = True
         chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
@@ -210,19 +228,16 @@ def managers_on_one_rank() -> Iterator[None]:
         yield
 
 
-def vars_of(config: TransformerConfig) -> dict[str, Any]:
-    names = (*ONE, *SHARED, *LOSSES, *BIAS, *HYBRID_EP, *MTP)
-    return {name: getattr(config, name) for name in names}
-
-
 def differing(schedule: str, settings: dict[str, Any]) -> int | str:
-    """The results of three replayed steps that differ from those of the same steps without graphs, or an error's code."""
+    """The results of three replayed steps that differ from those of the same steps without graphs, or an error's code.
+
+    The steps without graphs recompute nothing.
+    """
     destroy_moe_metrics_tracker()
     MTPLossLoggingHelper.tracker.clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    plain, graphed = World(schedule, settings), World(schedule, settings)
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.fork = lambda *_: nullcontext()  # as in a capture of ``GraphedSteps``; nothing here is random
+    kept = {name: value for name, value in settings.items() if not name.startswith("recompute")}
+    plain, graphed = World(schedule, kept), World(schedule, settings)
     count, replays = 0, cuda_graphs.CUDAGraph.counts["replays"]
     try:
         for number in range(STEPS):
@@ -259,6 +274,14 @@ def with_first_map(gap: Any, tokens: torch.Tensor, probs: torch.Tensor, *state: 
     return _gap(gap, tokens, probs, *state[:position], _maps[0], *state[position + 1 :])
 
 
+_compute = room._Gap.compute
+
+
+def without_input_gradient(gap: Any, tokens: torch.Tensor, probs: torch.Tensor, *of_shared: torch.Tensor) -> Any:
+    """Lose the gradient of the input of overlapped shared experts."""
+    return _compute(gap, tokens, probs, *map(torch.Tensor.detach, of_shared))
+
+
 def captured(stage: GraphedStage, passes: PassGraphs, queue: object, *arguments: Any) -> torch.Tensor:
     """Queue the weight gradients of experts with those that are captured."""
     return passes.cut(stage.graphs, *arguments)
@@ -273,12 +296,24 @@ FAULTS: dict[str, tuple[dict[str, Any], Any, str, Callable]] = {
     "gradients of experts do not arrive": (SHARED, GapOfStep, "backward", lambda gap, graphs: None),
     "the residual is not cut": (SHARED, Section, "hand_over", lambda section, tensor: tensor),
     "the dispatcher keeps another state": (SHARED, room._Gap, "__call__", with_latest_state),
+    "the gradient of shared experts is lost": (OVERLAPPED, room._Gap, "compute", without_input_gradient),
     "weight gradients of experts are captured": (SHARED, GraphedStage, "_cut", captured),
     "the manager keeps another state": (HYBRID_EP, room, "attributes_of", lambda dispatcher: (vars(dispatcher),)),
     "the manager keeps another map": (HYBRID_EP, room._Gap, "__call__", with_first_map),
     "depths are not handed over": (DEEP, room, "_depths_joined", nothing_done),
     "gradients of a weight are added one by one": (DEEP, runtime, "hooks_left_out", nothing_done),
 }
+
+
+def leave_random_streams() -> None:
+    """Leave the random streams of Megatron as they are in a capture, as ``GraphedSteps`` does in a run."""
+    steps = GraphedSteps()
+    GraphedSteps._is_capturing = property(lambda _: cuda_graphs.CUDAGraph.is_capturing)
+    fork = random.CudaRNGStatesTracker.fork
+    random.CudaRNGStatesTracker.fork = lambda tracker, *names: steps._fork(partial(fork, tracker), *names)
+    random._get_all_rng_states = partial(steps._get_states, random._get_all_rng_states)
+    random._set_all_rng_states = partial(steps._set_states, random._set_all_rng_states)
+    random._get_share_storage = lambda: cuda_graphs.restore
 
 
 def split_linears() -> None:
@@ -295,6 +330,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     cuda_graphs.install()
+    leave_random_streams()
     split_linears()
     names = [name for name in sys.argv[1:] if name in MODELS]
     shown: dict[str, Any] = {"models": {name: differing(*MODELS[name]) for name in names}, "faults": {}}

@@ -23,12 +23,14 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 EXPERTS = {"num_moe_experts": 8, "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"]}
 LATE_SCALES = {"fp8": "e4m3", "fp8_recipe": "delayed"}
 BUFFERS = {"tp_comm_overlap": True, "tensor_model_parallel_size": 2}
+SELECTIVE = {"recompute_granularity": "selective"}
 V = Placement.v_shape(4)
 # By the table that refuses: a question that it is for, another that takes the same settings, and the settings.
 QUESTIONS = {
     "SCHEDULES": (Request("1f1b"), Request("stock"), {"use_megatron_fsdp": True}),
     "UNCAPTURED": (Request("v-half"), Request("1f1b"), GRAPHS),
     "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"fp4": "e2m1"}),
+    "GRAPHED_MODULES": (Request("zb-h1", graphs=True), Request("zb-h1"), SELECTIVE | {"recompute_modules": ["moe"]}),
     "GRAPHED_FP8": (Request("v-half", graphs=True), Request("v-half"), LATE_SCALES),
     "EXPERT_MODULES": (Request("v-half", graphs=True), Request("v-half"), {"num_moe_experts": 8}),
     "GRAPHED_EXPERTS": (Request("zb-h1", graphs=True), Request("zb-h1"), EXPERTS | {"moe_expert_capacity_factor": 1.0}),
@@ -138,7 +140,7 @@ VALUES = {
 """Values that are refused, where ``True`` is none."""
 BESIDE = {
     "CAPTURED": GRAPHS,
-    "GRAPHED": {"recompute_granularity": "selective"},
+    "GRAPHED_MODULES": SELECTIVE,
     "GRAPHED_EXPERTS": EXPERTS,
     "GRAPHED_FP8": LATE_SCALES,
     "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
@@ -295,7 +297,12 @@ FREE = "--pipemem-overlap-steps --rerun-mode disabled"
         (
             "zb-h1 --cuda-graph-impl local --recompute-granularity selective",
             "unsupported-setting",
-            ("recompute_granularity", "full"),
+            ("recompute_modules", "core_attn"),
+        ),
+        (
+            "zb-h1 --cuda-graph-impl local --recompute-granularity selective --recompute-modules moe_act layernorm",
+            None,
+            (),
         ),
         ("zb-h1 --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0", "unsupported-setting", (1,)),
     ],

@@ -85,6 +85,31 @@ def _alias(tensor: torch.Tensor, pool: Pool) -> torch.Tensor:
     return _formatted(memory, tensor)
 
 
+def discard(storage: torch.UntypedStorage, size: int) -> None:
+    """Replaces ``UntypedStorage.resize_``. Memory of a pool, which has no other size, loses its values from here on."""
+    if any(storage.data_ptr() in pool.blocks for pool in CUDAGraph.pools.values()):
+        assert size == 0, "no tensor of a graph becomes larger"
+        _bytes_of(storage).fill_(255)
+    else:
+        _RESIZE(storage, size)
+
+
+def restore(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Replaces Megatron's function that gives a discarded tensor the memory of ``source``. Here it gets the values."""
+    storage, values = tensor.untyped_storage(), source.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(values.nbytes())
+    _bytes_of(storage).copy_(_bytes_of(values))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the memory of a storage as a tensor that autograd does not know."""
+    return torch.frombuffer((ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
+
+
+_RESIZE = torch.UntypedStorage.resize_
+
+
 class _Capture(TorchDispatchMode):
     def __init__(self, pool: Pool) -> None:
         super().__init__()
@@ -183,6 +208,7 @@ class CUDAGraph:
     pools: dict[Any, Pool] = {}
     counts: Counter[str] = Counter()
     """Captures and replays of all graphs of the process."""
+    is_capturing = False
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._capture: _Capture | None = None
@@ -190,8 +216,10 @@ class CUDAGraph:
     def capture_begin(self, pool: Any = None, **_: Any) -> None:
         self._capture = _Capture(self.pools.setdefault(pool or next(_handles), Pool()))
         self._capture.__enter__()
+        CUDAGraph.is_capturing = True
 
     def capture_end(self) -> None:
+        CUDAGraph.is_capturing = False
         self._capture.__exit__(None, None, None)
         self._capture.undo()
         self.counts["captures"] += 1
@@ -227,5 +255,6 @@ def install() -> None:
     """Replace CUDA graphs in PyTorch. Call it before Transformer Engine is imported."""
     torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = CUDAGraph
     torch.as_tensor = _as_tensor
+    torch.UntypedStorage.resize_ = discard
     torch._C._host_emptyCache = lambda: None
     torch._C._graph_pool_handle = torch.cuda.graph_pool_handle = lambda: (next(_handles), 0)

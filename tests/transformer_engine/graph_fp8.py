@@ -38,7 +38,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from transformer_engine.pytorch import quantization  # noqa: E402
@@ -99,17 +99,19 @@ class World(graph_experts.World):
         precision = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
         if RECIPES[recipe] is not None:
             precision |= {"fp8": RECIPES[recipe], "fp8_recipe": recipe}
-        self.config = TransformerConfig(
-            **(sizes | plain | dropout | precision | settings), attention_backend=AttnBackend.unfused
-        )
+        kind = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
+        self.config = kind(**(sizes | plain | dropout | precision | settings), attention_backend=AttnBackend.unfused)
         self.config.delay_wgrad_compute = schedule != "1f1b"
         self._copies: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.models = [self._stage(stage) for stage in range(self.placement.num_stages)]
 
+    def _layers(self) -> Any:
+        return get_gpt_layer_with_transformer_engine_spec(self.config.num_moe_experts, self.config.moe_grouped_gemm)
+
     def _stage(self, stage: int) -> DistributedDataParallel:
         tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
-        spec = get_gpt_layer_with_transformer_engine_spec(self.config.num_moe_experts, self.config.moe_grouped_gemm)
+        spec = self._layers()
         if self.config.mtp_num_layers and ends["post_process"]:
             ends["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=True)
         model = GPTModel(self.config, spec, graph_experts.VOCABULARY, SEQUENCE, **ends, **REST)

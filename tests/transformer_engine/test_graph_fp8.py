@@ -25,12 +25,12 @@ OTHERS = (
 )
 
 
-def printed_for(*names: str) -> dict:
+def printed_for(*names: str, program: str = "graph_fp8.py") -> dict:
     environment = packages.environment(packages.NEWEST)
     folders = [str(Path(__file__).parents[1] / folder) for folder in ("mcore", "runtime")]
     environment["PYTHONPATH"] = os.pathsep.join((*folders, environment["PYTHONPATH"]))
-    program = [sys.executable, str(Path(__file__).with_name("graph_fp8.py")), *names]
-    ran = subprocess.run(program, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    command = [sys.executable, str(Path(__file__).with_name(program)), *names]
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(ran.stdout.splitlines()[-1])
 
 

@@ -2,7 +2,7 @@
 
 A layer's router, its shared experts and the order of its tokens are captured. Tokens then travel to their experts, are
 computed there, and travel back without a graph, because their number differs from step to step. The sum of a token's
-experts has a fixed size again.
+experts has a fixed size again. Shared experts that overlap the messages run without a graph, too, with that sum.
 
     graph: attention, norm, route, preprocess | gap: dispatch, experts, combine | graph: postprocess, residual, attention, ...
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ def layers_with_experts(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     return layers
 
 
-_OUTSIDE = ("dispatch", "routed_experts_compute", "combine")
-"""The methods of experts that run in a gap."""
+_OUTSIDE = ("dispatch", "routed_experts_compute", "combine", "postprocess")
+"""The methods of experts that run in a gap, the last one only if shared experts do."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class _Gap:
     ``names`` are the attributes (``attributes_of``) that hold tensors of that graph, in the order in which they follow the
     tokens and probabilities. Each has the position of its dictionary before it. ``constants`` are the attributes that hold
     no tensors, one mapping per dictionary. ``precision`` returns the context in which Transformer Engine computed the graph.
+    ``shared`` are shared experts that overlap messages, whose input is the last tensor if the dispatcher takes it before them.
     """
 
     dispatcher: Any
@@ -65,26 +67,32 @@ class _Gap:
     names: Sequence[tuple[int, str]]
     constants: Sequence[Mapping[str, Any]]
     precision: Callable[[], AbstractContextManager]
+    shared: Any = None
 
-    def __call__(self, tokens: torch.Tensor, probs: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, probs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        state, of_shared = others[: len(self.names)], others[len(self.names) :]
         keepers = attributes_of(self.dispatcher)
         before = [dict(attributes) for attributes in keepers]
         for attributes, constants in zip(keepers, self.constants, strict=True):
             attributes.update(constants)
+        keepers[0]["shared_experts"] = self.shared
         for (position, name), tensor in zip(self.names, state, strict=True):
             keepers[position][name] = tensor
         try:
             with self.precision():
-                return self.compute(tokens, probs)
+                return self.compute(tokens, probs, *of_shared)
         finally:
             for attributes, earlier in zip(keepers, before, strict=True):
                 attributes.clear()
                 attributes.update(earlier)
 
-    def compute(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        dispatch, compute, combine = self.methods
+    def compute(self, tokens: torch.Tensor, probs: torch.Tensor, *of_shared: torch.Tensor) -> torch.Tensor:
+        dispatch, compute, combine, add_shared = self.methods
+        if of_shared:
+            self.shared.pre_forward_comm(*of_shared)
         output, _ = compute(*dispatch(tokens, probs))
-        return combine(output)
+        output = combine(output)
+        return output if self.shared is None else add_shared(output, None)
 
 
 def _precision(config: Any) -> Callable[[], AbstractContextManager]:
@@ -130,6 +138,8 @@ def _left_out(layer: Any, cut: Callable[..., torch.Tensor], earlier: Callable[[i
     experts, residual_add = layer.mlp, layer.mlp_bda
     dispatcher, finish = experts.token_dispatcher, experts.postprocess
     methods = [getattr(experts, name) for name in _OUTSIDE]
+    overlapped = dispatcher.shared_experts
+    of_shared: list[torch.Tensor] = []  # the input of overlapped shared experts, until the gap has it
     # Such as the order of experts on other ranks, which no microbatch changes.
     permanent = {
         id(value) for held in attributes_of(dispatcher) for value in held.values() if isinstance(value, torch.Tensor)
@@ -153,10 +163,14 @@ def _left_out(layer: Any, cut: Callable[..., torch.Tensor], earlier: Callable[[i
                 f"the dispatcher of experts makes {', '.join(on_host)} on the host, which a replay does not repeat; pass "
                 "--cuda-graph-impl none",
             )
-        gap = _Gap(dispatcher, methods, tuple(state), constants, _precision(experts.config))
-        return cut(gap, tokens, probs, *state.values()), probs
+        gap = _Gap(dispatcher, methods, tuple(state), constants, _precision(experts.config), overlapped)
+        others = [*state.values(), *of_shared]
+        of_shared.clear()
+        return cut(gap, tokens, probs, *others), probs
 
     def postprocess(output: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        if overlapped is not None:
+            return output
         return finish(output, None if shared is None else earlier(1).hand_over(shared))
 
     def mlp_bda(*settings: bool) -> Callable:
@@ -171,8 +185,11 @@ def _left_out(layer: Any, cut: Callable[..., torch.Tensor], earlier: Callable[[i
         "combine": lambda output: output,
         "postprocess": postprocess,
     }
+    of_dispatcher: dict[str, Any] = dict(_BEFORE_MESSAGES) if hasattr(dispatcher, "cuda_dtoh_point") else {}
+    if overlapped is not None:
+        of_dispatcher["shared_experts"] = SimpleNamespace(pre_forward_comm=of_shared.append)
     with (
-        shadowed(dispatcher, _BEFORE_MESSAGES if hasattr(dispatcher, "cuda_dtoh_point") else {}),
+        shadowed(dispatcher, of_dispatcher),
         shadowed(experts, inside),
         shadowed(layer, {"mlp_bda": mlp_bda}),
     ):

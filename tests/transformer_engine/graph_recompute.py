@@ -1,0 +1,78 @@
+"""Program of a process that has Transformer Engine on its path: parts of layers that are recomputed, a CUDA graph per pass.
+
+It prints, for the models in its arguments and with ``faults`` for a planted fault, how many results of replayed steps differ
+from those of the same steps without graphs and without recomputation.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import graph_fp8  # isort: skip - before Megatron
+
+import cuda_graphs
+import graph_experts
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import random
+
+LATENT = graph_experts.LATENT | {"add_bias_linear": False}
+EXPERTS = LATENT | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True}
+EXPERTS |= {"num_layers": 2, "moe_layer_freq": [0, 1], "moe_token_dispatcher_type": "alltoall"}
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+RECIPE = EXPERTS | SHARED | {"moe_shared_expert_overlap": True, "mtp_num_layers": 1}
+DENSE = ("layernorm", "mla_up_proj", "mlp")
+MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    "v-half": ("v-half", "none", RECIPE, (*DENSE, "moe_act")),
+    "zb-h1, tensorwise": ("zb-h1", "tensorwise", EXPERTS | SHARED, (*DENSE, "moe_act", "shared_experts")),
+    "zb-h1, mxfp8": ("zb-h1", "mxfp8", RECIPE | graph_fp8.IN_8_BITS, (*DENSE, "moe_act")),
+}
+
+
+class World(graph_fp8.World):
+    """Ranks whose stages have a dense layer, and then one with experts if there are experts."""
+
+    def _layers(self) -> Any:
+        return get_gpt_decoder_block_spec(self.config, use_transformer_engine=True)
+
+
+def differing(schedule: str, recipe: str, settings: dict[str, Any], modules: tuple[str, ...]) -> int:
+    plain = World(schedule, recipe, **settings)
+    graphed = World(schedule, recipe, **settings, **graph_experts.again(*modules))
+    count = 0
+    for number in range(4):
+        pairs = zip(plain.step(number, False), graphed.step(number, number > 0), strict=True)  # the first step warms up
+        count += sum(not torch.equal(*pair) for pair in pairs)
+        for world in (plain, graphed):
+            world.update()
+    return count
+
+
+def restored_once(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Give a tensor the recomputed values in steps without graphs, and not in captures."""
+    if not cuda_graphs.CUDAGraph.is_capturing:
+        cuda_graphs.restore(tensor, source)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    graph_fp8.quantization._FP8_SUPPORT = graph_fp8.quantization._MXFP8_SUPPORT = True, ""
+    graph_experts.leave_random_streams()
+    graph_experts.split_linears()
+    names = sys.argv[1:]
+    shown: dict[str, Any] = {"models": {name: differing(*MODELS[name]) for name in names if name in MODELS}}
+    if "faults" in names:
+        with mock.patch.object(random, "_get_share_storage", lambda: restored_once):
+            shown["faults"] = differing("zb-h1", "none", LATENT, ("mla_up_proj",))
+    json.dump(shown, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

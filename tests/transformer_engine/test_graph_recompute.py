@@ -1,0 +1,17 @@
+"""Replayed steps that recompute parts of layers equal steps without graphs and recomputation to the bit; a fault is found."""
+
+from __future__ import annotations
+
+from lanes import nightly
+from test_graph_fp8 import printed_for
+
+
+def test_replayed_steps_equal_plain_steps_and_a_fault_is_found():
+    shown = printed_for("v-half", "faults", program="graph_recompute.py")
+    assert shown["models"] == {"v-half": 0} and shown["faults"] > 0
+
+
+@nightly("the case above")
+def test_parts_are_recomputed_in_8_bits():
+    names = ("zb-h1, tensorwise", "zb-h1, mxfp8")
+    assert printed_for(*names, program="graph_recompute.py")["models"] == dict.fromkeys(names, 0)
