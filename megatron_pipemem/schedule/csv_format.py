@@ -397,7 +397,7 @@ def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str
         return "torch-new", f"detected: {match[0].lstrip('0123456789')} occurs, BW does not"
     if dialect == "torch":
         return "torch-new", "detected: BW does not occur"
-    return "pipemem", "detected: nothing that only torch writes occurs"
+    return "pipemem", "detected: neither BW nor messages of torch occur"
 
 
 def _action(text: str, letters: str, line: int, column: int) -> Action:

@@ -382,6 +382,7 @@ def test_a_searched_order_is_written_beside_its_run(tmp_path):
     limits = ["--only", "schedule=1f1b,auto", "--only", "pp=4", "--only", "tp=1", "--only", "micro_batch=1"]
     done = pipemem("plan", source, "--output", target, "--search-seconds", "0.3", *limits)
     assert done.exit_code == 0 and "largest loss" in done.output, done.output
+    assert done.output.startswith("answer"), "the fastest plan comes before the table"
     run = load(target, Run)
     assert run.schedule.name == str(tmp_path / "best.csv") and feasible(run) is None
     order = Schedule.from_csv((tmp_path / "best.csv").read_text())

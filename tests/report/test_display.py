@@ -59,7 +59,7 @@ def test_a_terminal_shows_letters(schedule, search_result, monkeypatch) -> None:
 
     assert "device 1|" in shown(schedule).replace(" ", "").replace("device1", "device 1")
     assert shown(schedule) == shown(simulate(schedule)) != shown(simulate(schedule, COSTS))
-    assert "found by" in shown(search_result) and f"{simulate(search_result.schedule, COSTS).makespan:.6g}" in shown(
+    assert "bound" in shown(search_result) and f"{simulate(search_result.schedule, COSTS).makespan:.6g}" in shown(
         search_result
     )
 

@@ -183,4 +183,4 @@ def _reason(best: str, steps: Mapping[str, Timeline]) -> str:
 
 
 def _named(way: str) -> str:
-    return _UNCUT_OPTIONS.get(way) or f"vocabulary parallelism by Algorithm {way}"
+    return _UNCUT_OPTIONS.get(way) or f"cut vocabulary by Algorithm {way}"

@@ -390,7 +390,10 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
             advice.verdict,
             f"use Megatron's own schedule {best.name.removeprefix('stock ')}" if best.is_stock else where,
         )
-        added = best.is_stock and changes(reading.consumer, reading.run, best, reading.flags)[0]
+        added = changes(reading.consumer, reading.run, best, reading.flags)[0]
+        if not best.is_stock:
+            rest = "; put the other lines there too" if reading.consumer is BRIDGE else "; add the rest to the command"
+            return f"{reason}: put the next line {advised}{rest if added else ''}:", best
         return f"{reason}: {advised}{'; add' if added else ''}:", best
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
     return f"{reason}: {start}add:", best

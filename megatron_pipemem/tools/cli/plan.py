@@ -62,6 +62,8 @@ from megatron_pipemem.tools.planner.space import (
 from megatron_pipemem.tools.planner.ways import Answer, Way, facts, gibibytes, run_files
 from megatron_pipemem.tools.report.terminal import FittingTable
 
+_LEAST_GAIN = 0.001
+"""Fraction of a step from which a plan counts as faster: the printed digits show it."""
 _REASONS = 6
 
 
@@ -170,7 +172,7 @@ def plan_command(
         ),
         *([("next", _next_step(output))] if answer.plans else []),
     ]
-    first_line = _answer(answer.plans, today, limit)
+    first_line = _answer(answer.plans, today, stock, limit)
     print_answer(result, (*first_line, *_shown(answer, today, stock, list(filter(None, notes))), steps), as_json)
     for path, text in files.items():
         write_whole(path, text)
@@ -189,8 +191,8 @@ def _next_step(output: Path | None) -> str:
     return f"{written}pipemem launch {path}, or --pipemem-plan {path} on a command of your own"
 
 
-def _answer(plans: Sequence[Way], today: Way | None, memory: float) -> Iterator[Shown]:
-    """Yield the fastest plan in words, compared with ``today``, the run as it stands."""
+def _answer(plans: Sequence[Way], today: Way | None, stock: Way | None, memory: float) -> Iterator[Shown]:
+    """Yield the fastest plan in words, compared with ``today``, the run as it stands, and with tuned ``stock``."""
     if not plans:
         return
     best, large = plans[0], today is not None and today.peak > memory
@@ -200,7 +202,9 @@ def _answer(plans: Sequence[Way], today: Way | None, memory: float) -> Iterator[
     if today is not None:
         gain = best.gain(today)
         text += f", {abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'} than today's"
-        text = f"no plan is faster than today's run; the fastest is {text}" if gain <= 0 and not large else text
+        text = f"no plan beats today's run; the fastest is {text}" if gain < _LEAST_GAIN and not large else text
+    if stock is not None and stock.peak <= memory and stock.seconds < best.seconds:
+        text += f'; Megatron\'s own schedule in the row "tuned" is {stock.gain(best):.1%} shorter than that'
     if today is not None and large:
         text += f", which does not fit: it takes {gibibytes(today.peak)} GiB of the {gibibytes(memory)} GiB allowed"
     yield [("answer", text)]

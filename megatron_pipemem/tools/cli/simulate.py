@@ -128,7 +128,7 @@ def simulate(
     one number.
 
     With ``--steps``, every device begins a step as soon as it has finished the previous step. A run does so with
-    --pipemem-overlap-steps. The period is the time from step to step. The gain compares it with steps at whose end all
+    --pipemem-overlap-steps. The period is the time from step to step. It is compared with steps at whose end all
     devices wait, as in stock Megatron.
 
     Examples:

@@ -359,14 +359,14 @@ HEADINGS = ("placement", "chunks", "makespan", "bound", "peak", "found by")
 
 def placements_table(candidates: Iterable[Candidate], seconds: str = HEADINGS[2]) -> FittingTable:
     """Return a table of the best schedule of each placement. ``seconds`` is the heading of the makespan column."""
-    table = FittingTable((*HEADINGS[:2], seconds, *HEADINGS[3:]), text=("placement", "found by"))
+    table = FittingTable((*HEADINGS[:2], seconds, *HEADINGS[3:-1]), text=("placement",))
     for candidate in candidates:
-        table.add_row(*cells(candidate))
+        table.add_row(*cells(candidate)[:-1])
     return table
 
 
 def cells(candidate: Candidate) -> tuple[str, ...]:
-    """Return the cells of a placement's row in ``placements_table``."""
+    """Return the cells of a placement's row, one for each of ``HEADINGS``."""
     placement = candidate.schedule.placement
     makespan, bound, peak = f"{candidate.makespan:.6g}", f"{candidate.lower_bound:.6g}", f"{max(candidate.peaks):.4g}"
     parts = candidate.schedule.units.parts
