@@ -19,7 +19,8 @@ true prices is taken:
 
 - With two barriers, every LOSS runs one forward late, as in the paper's code. So T of a microbatch and S of the next one
   run together on all devices, and the collectives between them have the time of a whole pass.
-- With one barrier there is no time for that. Collectives take no time, and a device waits for an X that arrives soon.
+- With one barrier there is no time for that, and parts of a microbatch share a LOSS. Then collectives take no time, and a
+  device waits for an X that arrives soon.
 
 Example: the last of two devices up to its first backward, without the passes of the embedding. Brackets hold
 collectives: X broadcasts the head's input, and G the gradient of the loss.
