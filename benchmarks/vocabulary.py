@@ -310,7 +310,8 @@ def run_simulated(arguments: argparse.Namespace) -> int:
     console.print(drawn(ratios))
     near = sum(not e.reason for e in ratios)
     console.print(
-        f"{near} of {len(ratios)} ratios within {WITHIN:.0%} of the paper's; the others are listed with a reason"
+        f"{near} of {len(ratios)} ratios within {WITHIN:.0%} of the paper's"
+        + "; the others are listed with a reason" * (near < len(ratios))
     )
     rows = [asdict(e) | {"off": e.off, "reason": e.reason} for e in ratios]
     written(console, rows, arguments.output or Path("out/benchmarks/vocabulary.json"))

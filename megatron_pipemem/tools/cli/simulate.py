@@ -14,6 +14,7 @@ import typer
 
 from megatron_pipemem.conflicts import check_conflicts
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.offload.transfers import NOT_CHOSEN
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
@@ -130,6 +131,9 @@ def simulate(
     With ``--steps``, every device begins a step as soon as it has finished the previous step. A run does so with
     --pipemem-overlap-steps. The period is the time from step to step. It is compared with steps at whose end all
     devices wait, as in stock Megatron.
+
+    In ``--json``, times are in the unit of ``--costs``, rates are fractions of 1, and peaks are in activation units, of
+    which 1F1B's first device holds 1.
 
     Examples:
         # compare schedules with each other, with 1F1B and with interleaved 1F1B
@@ -271,11 +275,13 @@ def _memory(facts: Mapping[str, Any], loaded: Loaded) -> Iterator[tuple[str, str
             "not offloaded",
             (
                 f"{len(offload.kept)} of {total} activations (one per stage and microbatch): "
-                f"{', '.join(f'{count} {why}' for why, count in reasons)}"
+                f"{', '.join(f'{count} {_WHY.get(why, why)}' for why, count in reasons)}"
             ),
         )
 
 
+_WHY = {NOT_CHOSEN: "left out by --offload"}
+"""Printed reasons that differ from the planner's."""
 _LEAST_SHOWN = 5e-5
 """Half of the last digit of a printed bubble."""
 

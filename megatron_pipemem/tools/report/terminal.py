@@ -336,7 +336,8 @@ def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bo
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
     if has_numbers:
-        of = "microbatch" if drawn.timeline.schedule.units.are_whole else "slice, counted over all microbatches"
+        parts = drawn.timeline.schedule.units.parts
+        of = "microbatch" if parts == 1 else f"slice, from 0 to {parts - 1} in microbatch 0 and counted on"
         entries.append(Text(f"number: {of}, with dashes to the end of the pass", style="dim"))
     if drawn.in_units:
         entries.append(Text("peak: 1F1B's first device holds 1", style="dim"))
