@@ -487,8 +487,6 @@ SPLIT_BACKWARD = Refusals(
     {
         "use_transformer_engine_op_fuser": "its fused operations compute their own weight gradients",
         "overlap_dispatch_backward_with_experts_wgrad": "the weight gradients of experts would run within I",
-        "mtp_use_repeated_layer": "W would compute the weight gradients of one depth; drop "
-        "--mtp-use-repeated-layer, or pass --transformer-impl local",
     },
 )
 

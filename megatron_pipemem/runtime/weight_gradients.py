@@ -15,7 +15,7 @@ A W adds to a parameter's gradient past autograd. It may do so only if autograd 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,6 +84,10 @@ class WeightGradientQueue:
 
     def put(self, work: DeferredWeightGradient) -> None:
         self._pending.append(work)
+
+    @property
+    def pending(self) -> Sequence[DeferredWeightGradient]:
+        return self._pending
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for work in self._pending:

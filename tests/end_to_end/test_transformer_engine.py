@@ -60,6 +60,7 @@ DELTA_NETS = (
     *("--linear-num-value-heads", "8", "--linear-conv-kernel-dim", "4"),
     *("--seq-length", "16"),  # which PyTorch goes through token by token
 )
+REPEATED = ("--mtp-num-layers", "2", "--mtp-use-repeated-layer")
 SPARSE = (
     *("--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "16"),
     *("--dsa-indexer-topk", "16", "--dsa-indexer-loss-coeff", "0.01", "--no-dsa-indexer-rotate-activation"),
@@ -169,13 +170,15 @@ MODELS = {
     "delta-nets-tp2": ("zb-h1", (*DEFAULTS, *LLAMA, *DELTA_NETS, *TP_AND_SP)),
     "grouped-experts-ep2": ("v-half", (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *EP2, "--moe-shared-expert-overlap")),
     "grouped-experts-bias": ("zb-h1", (*OVERLAP, *GROUPED_EXPERTS)),  # without fusion
+    "repeated-depth": ("zb-h1", (*DEFAULTS, *LLAMA, *REPEATED)),
+    "repeated-depth-experts-bias": ("v-half", (*OVERLAP, *ROPE, UNTIED, *GROUPED_EXPERTS, *REPEATED)),  # without fusion
     "further-tokens": ("v-half", (*DEFAULTS, *LLAMA, "--mtp-num-layers", "1")),
     "delta-nets-experts": ("v-half", (*DEFAULTS, *LLAMA, *DELTA_NETS, *GROUPED_EXPERTS, "--attention-output-gate")),
     "sparse": ("zb-h1", (*DEFAULTS, NO_BIAS, *LATENT, *SPARSE, "--dsa-indexer-use-sparse-loss")),
     "sparse-tp2": ("v-half", (*DEFAULTS, NO_BIAS, *LATENT, *SPARSE, *TP_AND_SP)),
     "tp2": ("v-half", TP2),
 }
-NIGHTLY_MODELS = {"further-tokens", "delta-nets-experts", "sparse", "sparse-tp2", "tp2"}
+NIGHTLY_MODELS = {"further-tokens", "repeated-depth", "delta-nets-experts", "sparse", "sparse-tp2", "tp2"}
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ QUESTIONS = {
     "LAYERWISE_SLICED": (Request("seq1f1b", rng="layerwise"), Request("seq1f1b"), {"hidden_dropout": 0.1}),
     "DELAYED_SCALING": (Request("1f1b", recompute="full"), Request("1f1b"), ENGINE | LATE_SCALES),
     "WHOLE_BACKWARD": (Request("1f1b"), Request("v-half"), {"defer_embedding_wgrad_compute": True}),
-    "SPLIT_BACKWARD": (Request("v-half"), Request("1f1b"), ENGINE | {"mtp_use_repeated_layer": True}),
+    "SPLIT_BACKWARD": (Request("v-half"), Request("1f1b"), ENGINE | {"use_transformer_engine_op_fuser": True}),
     "QUANTISED_USER_BUFFERS": (
         Request("v-half"),
         Request("1f1b"),

@@ -200,6 +200,27 @@ def test_what_a_backward_has_left_is_queued_once():
     assert len([*queue.tensors()]) == 1
 
 
+@pytest.mark.parametrize(("at_once", "backwards"), [(True, 1), (False, 1), (False, 2)])
+def test_a_module_that_ran_twice_reports_the_sum_of_its_gradients_once(at_once, backwards):
+    """One backward leaves both gradients, or each of two parts of a backward leaves one."""
+    module, queue = Stored(), ImmediateWeightGradients() if at_once else WeightGradientQueue()
+    kept, reported = module.wgrad_store.context.queue, []
+    module.wgrad_accumulation_and_reduce_hooks = [lambda: reported.append(module.weight.grad.sum().item())]
+
+    def backward_dw():
+        (value,), _ = kept.pop(0)
+        module.weight.grad = value.expand(2, 2).clone()
+        for hook in module.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    module.backward_dw = backward_dw
+    for left in torch.arange(1.0, 3.0).view(backwards, -1):
+        kept += [[[value], None] for value in left]
+        transformer_engine.defer((module,), queue)
+    queue.run()
+    assert reported == [12.0]
+
+
 def test_weights_without_a_forward_of_their_own_are_hooked_by_ddp():
     absorbed = absorbed_mla.AbsorbedMLASelfAttention.__new__(absorbed_mla.AbsorbedMLASelfAttention)
     torch.nn.Module.__init__(absorbed)

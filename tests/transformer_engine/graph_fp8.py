@@ -48,6 +48,7 @@ from megatron_pipemem.errors import PipememError  # noqa: E402
 from megatron_pipemem.features.graphs.megatron import experts  # noqa: E402
 from megatron_pipemem.features.graphs.megatron.step import GraphedStage  # noqa: E402
 from megatron_pipemem.features.graphs.runtime import GraphsOfStep  # noqa: E402
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
@@ -60,6 +61,7 @@ RATE = 0.5
 RECIPES = {"tensorwise": "hybrid", "mxfp8": "e4m3", "none": None}
 IN_8_BITS = {"fp8_param": True, "disable_parameter_transpose_cache": True, "gradient_accumulation_fusion": True}
 DEPTHS = {"mtp_num_layers": 2}
+REPEATED = DEPTHS | {"mtp_use_repeated_layer": True}
 EXPERTS = {
     **{"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_token_dispatcher_type": "alltoall"},
     **{"moe_grouped_gemm": True, "add_bias_linear": False, "moe_router_dtype": "fp32"},
@@ -84,6 +86,8 @@ MODELS |= {
     "1f1b, mxfp8, hybridep": ("1f1b", "mxfp8", HYBRID_EP),
     "v-half, tensorwise, experts in 8 bits": ("v-half", "tensorwise", EXPERTS | IN_8_BITS),
     "zb-h1, tensorwise, experts": ("zb-h1", "tensorwise", EXPERTS),
+    "zb-h1, none, repeated depth": ("zb-h1", "none", EXPERTS | REPEATED),
+    "v-half, mxfp8, repeated depth in 8 bits": ("v-half", "mxfp8", EXPERTS | IN_8_BITS | REPEATED),
 }
 
 
@@ -117,7 +121,9 @@ class World(graph_experts.World):
         model = GPTModel(self.config, spec, graph_experts.VOCABULARY, SEQUENCE, **ends, **REST)
         settings = DistributedDataParallelConfig()
         settings.delay_wgrad_compute = self.config.delay_wgrad_compute
-        return DistributedDataParallel(self.config, settings, model)
+        chunk = DistributedDataParallel(self.config, settings, model)
+        attach_ddp_hooks([chunk])
+        return chunk
 
     def _runner(self, context: Any, rank: int, stage: int, in_graphs: bool) -> ChunkStage:
         stages = self.placement.stages[rank]

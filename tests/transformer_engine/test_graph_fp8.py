@@ -22,6 +22,7 @@ OTHERS = (
     *("1f1b, tensorwise, kept copies", "1f1b, mxfp8, weights in 8 bits, two depths"),
     *("v-half, mxfp8, weights in 8 bits, two depths", "zb-h1, tensorwise, kept copies, two depths"),
     *("zb-h1, tensorwise, experts", "v-half, tensorwise, experts in 8 bits", "1f1b, mxfp8, hybridep"),
+    *("zb-h1, none, repeated depth", "v-half, mxfp8, repeated depth in 8 bits"),
 )
 
 

@@ -11,6 +11,7 @@ configuration has been checked.
 * With fused accumulation it does not set ``grad``, and DDP's hook treats a missing ``grad`` as an error.
 * Before 2.20 it fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
 * In fp8 it does not set the ``grad`` of a bias, which the backward has computed.
+* Of a module that ran several times, it reports every gradient to DDP, and not their sum.
 
 So the gradient that a backward leaves in ``grad`` is kept with its microbatch, and put back for its W.
 """
@@ -217,17 +218,29 @@ def notice_frozen_input(module: torch.nn.Module, inputs: tuple) -> None:
 def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
     """Queue the weight gradients that the latest backward has left in these modules, unless they are queued already.
 
-    Those of marked weights (``is_early``), and of modules whose input was frozen, are computed at once.
+    Those of marked weights (``is_early``), and of modules whose input was frozen, are computed at once. A module that
+    ran several times in the forward has left several.
     """
-    at_once = ImmediateWeightGradients()
+    at_once = WeightGradientQueue()
+    latest = {work.module: work for work in queue.pending if isinstance(work, DelayedWeightGradient)}
     for module in modules:
         left = cast(Any, module).wgrad_store.context.queue
-        if not left or isinstance(left[-1][0], _Queued):  # its output got no gradient, like an index without a loss
+        new = [entry for entry in left if not isinstance(entry[0], _Queued)]
+        if not new:  # its output got no gradient, like an index without a loss
             continue
         hooked = _hooked_by_module(module)
         early = getattr(module, _FROZEN_INPUT, False) or any(is_early(weight) for _, weight in hooked)
-        work = DelayedWeightGradient(module, hooked, *_left_by_backward(module, hooked))
-        (at_once if early else queue).put(work)
+        for entry in new:
+            work = DelayedWeightGradient(module, hooked, *_left_by_backward(module, hooked, entry))
+            if module in latest:
+                latest[module].is_last = False
+            latest[module] = work
+            (at_once if early or isinstance(queue, ImmediateWeightGradients) else queue).put(work)
+    at_once.run()
+
+
+_REPORT = "wgrad_accumulation_and_reduce_hooks"
+"""Attribute of a module: DDP's hooks, which ``backward_dw()`` calls at its end."""
 
 
 @dataclass
@@ -237,13 +250,15 @@ class DelayedWeightGradient(DeferredWeightGradient):
     The module computes the oldest in its own queue, so these must run in the order of the backwards. ``hooked`` are the
     parameters that it then reports to DDP, with their names. ``gradients`` are those that autograd has already
     computed, mostly of biases that Megatron adds itself. ``kept`` is the list of tensors that Transformer Engine keeps
-    for this work, some of them shards.
+    for this work, some of them shards. A module that ran several times in the forward has several works, and reports
+    the sum of their gradients to DDP after the last one, as autograd would.
     """
 
     module: Any
     hooked: list[tuple[str, torch.nn.Parameter]]
     gradients: dict[torch.nn.Parameter, torch.Tensor]
     kept: list
+    is_last: bool = True
     _arriving: list[tuple[int, Arriving]] = field(default_factory=list)
 
     @property
@@ -280,9 +295,18 @@ class DelayedWeightGradient(DeferredWeightGradient):
             elif parameter.grad is not None:
                 earlier[parameter], parameter.grad = parameter.grad, None
         self._make_whole()
-        self.module.backward_dw()
+        attributes = vars(self.module)
+        report = attributes.get(_REPORT, [])
+        attributes[_REPORT] = []
+        try:
+            self.module.backward_dw()
+        finally:
+            attributes[_REPORT] = report
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        if self.is_last:
+            for hook in report:
+                hook()
 
 
 @functools.cache
@@ -292,7 +316,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _left_by_backward(
-    module: Any, hooked: list[tuple[str, torch.nn.Parameter]]
+    module: Any, hooked: list[tuple[str, torch.nn.Parameter]], entry: list
 ) -> tuple[dict[torch.nn.Parameter, torch.Tensor], list]:
     gradients = {}
     for name, parameter in hooked:
@@ -302,9 +326,8 @@ def _left_by_backward(
         if not ("weight" in name and (module.fuse_wgrad_accumulation or hasattr(module, "num_gemms"))):
             gradients[parameter] = parameter.grad
         parameter.grad = None
-    queue = module.wgrad_store.context.queue
     # A saved input comes with the graph that computed it, which would keep the stage's input, and its gradient, until W.
-    queue[-1][0] = kept = _Queued(map(_without_graph, queue[-1][0]))
+    entry[0] = kept = _Queued(map(_without_graph, entry[0]))
     return gradients, kept
 
 
