@@ -211,16 +211,12 @@ GRAPHED_FP8 = Refusals(
         "fp8_recipe": "delayed scaling updates its scales by calls that a replay does not make, and other recipes are not "
         "proved in graphs; pass --fp8-recipe tensorwise or mxfp8",
         "tensor_model_parallel_size": f"{_NOT_PROVED}; pass --tensor-model-parallel-size 1",
-        "recompute_granularity": _NOT_PROVED,
         "fp8_dot_product_attention": _NOT_PROVED,
         "fp8_multi_head_attention": _NOT_PROVED,
         "fp8_output_proj": _NOT_PROVED,
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
-    only={
-        "fp8_recipe": lambda recipe: recipe not in _PROVED_RECIPES,
-        "recompute_granularity": bool,
-    },
+    only={"fp8_recipe": lambda recipe: recipe not in _PROVED_RECIPES},
 )
 _ON_HOST = "the host reads a number of tokens before it puts them in order"
 _PROVED_BACKENDS = ("deepep", "hybridep")

@@ -122,7 +122,6 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "context_parallel_size": "above 1",
     "cuda_graph_impl": "but `none`",
     ("GRAPHED_MODULES", "recompute_modules"): "",
-    ("GRAPHED_FP8", "recompute_granularity"): "",
     "fp8_recipe": "but `tensorwise`, `mxfp8`",
     "tensor_model_parallel_size": "above 1",
     ("UNCAPTURED", "cuda_graph_impl"): "`local`, or `transformer_engine` with more than whole backwards",

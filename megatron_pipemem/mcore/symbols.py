@@ -468,6 +468,14 @@ TRANSFORMER_ENGINE = (
     ),
 )
 """Functions by which Transformer Engine gathers tensors, also into user buffers, and keeps them for W, if it is installed."""
+TE_RNG_STATE = tuple(
+    Symbol("transformer_engine.pytorch.distributed", name, parameters, purposes=RNG_TRACKER.purposes)
+    for name, parameters in (
+        ("_get_cuda_rng_state", ("device", "graph_safe")),
+        ("_set_cuda_rng_state", ("new_state", "graph_safe")),
+    )
+)
+"""The state with which Transformer Engine's recomputation, which Megatron takes in 8 bits, draws the numbers of a forward."""
 
 # The losses of multi-token prediction, where the head is cut over the pipeline.
 PROCESS_MTP_LOSS = tuple(

@@ -351,7 +351,12 @@ def test_random_streams_stay_as_they_are_in_a_capture():
             pass
         assert steps._get_states(lambda: (1, 2, 3)) == (None,) * 3
         steps._set_states(mock.Mock(side_effect=AssertionError), None, None, None)
+        assert steps._get_state(mock.Mock(side_effect=AssertionError), graph_safe=False) is None
+        steps._set_state(mock.Mock(side_effect=AssertionError), None, graph_safe=False)
     assert steps._get_states(lambda: (1, 2, 3)) == (1, 2, 3)
+    assert steps._get_state(lambda graph_safe: graph_safe, graph_safe=False) is False
+    steps._set_state(make, 1, graph_safe=False)
+    make.assert_called_with(1, graph_safe=False)
     steps._set_states(make, 1, 2, 3)
     make.assert_called_with(1, 2, 3)
     steps.close(True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,16 +22,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import random
+from transformer_engine.pytorch import distributed as te_distributed
+
+from megatron_pipemem.features.graphs.megatron.step import GraphedSteps
 
 LATENT = graph_experts.LATENT | {"add_bias_linear": False}
 EXPERTS = LATENT | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True}
 EXPERTS |= {"num_layers": 2, "moe_layer_freq": [0, 1], "moe_token_dispatcher_type": "alltoall"}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 RECIPE = EXPERTS | SHARED | {"moe_shared_expert_overlap": True, "mtp_num_layers": 1}
+WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DENSE = ("layernorm", "mla_up_proj", "mlp")
 MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "v-half": ("v-half", "none", RECIPE, (*DENSE, "moe_act")),
     "zb-h1, tensorwise": ("zb-h1", "tensorwise", EXPERTS | SHARED, (*DENSE, "moe_act", "shared_experts")),
+    "zb-h1, layers": ("zb-h1", "tensorwise", LATENT, ()),
     "zb-h1, mxfp8": ("zb-h1", "mxfp8", RECIPE | graph_fp8.IN_8_BITS, (*DENSE, "moe_act")),
 }
 
@@ -43,7 +50,7 @@ class World(graph_fp8.World):
 
 def differing(schedule: str, recipe: str, settings: dict[str, Any], modules: tuple[str, ...]) -> int:
     plain = World(schedule, recipe, **settings)
-    graphed = World(schedule, recipe, **settings, **graph_experts.again(*modules))
+    graphed = World(schedule, recipe, **settings, **(graph_experts.again(*modules) if modules else WHOLE_LAYERS))
     count = 0
     for number in range(4):
         pairs = zip(plain.step(number, False), graphed.step(number, number > 0), strict=True)  # the first step warms up
@@ -59,12 +66,21 @@ def restored_once(tensor: torch.Tensor, source: torch.Tensor) -> None:
         cuda_graphs.restore(tensor, source)
 
 
+def uncaptured(call: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that raises on a GPU while its stream is captured."""
+    assert not cuda_graphs.CUDAGraph.is_capturing
+    return call(*args, **kwargs)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     graph_fp8.quantization._FP8_SUPPORT = graph_fp8.quantization._MXFP8_SUPPORT = True, ""
     graph_experts.leave_random_streams()
+    steps = GraphedSteps()
+    for name, method in (("_get_cuda_rng_state", steps._get_state), ("_set_cuda_rng_state", steps._set_state)):
+        setattr(te_distributed, name, partial(method, partial(uncaptured, getattr(te_distributed, name))))
     graph_experts.split_linears()
     names = sys.argv[1:]
     shown: dict[str, Any] = {"models": {name: differing(*MODELS[name]) for name in names if name in MODELS}}

@@ -7,11 +7,12 @@ from test_graph_fp8 import printed_for
 
 
 def test_replayed_steps_equal_plain_steps_and_a_fault_is_found():
-    shown = printed_for("v-half", "faults", program="graph_recompute.py")
-    assert shown["models"] == {"v-half": 0} and shown["faults"] > 0
+    names = ("v-half", "zb-h1, mxfp8")
+    shown = printed_for(*names, "faults", program="graph_recompute.py")
+    assert shown["models"] == dict.fromkeys(names, 0) and shown["faults"] > 0
 
 
-@nightly("the case above")
-def test_parts_are_recomputed_in_8_bits():
-    names = ("zb-h1, tensorwise", "zb-h1, mxfp8")
+@nightly("the cases above")
+def test_parts_and_layers_are_recomputed_with_current_scaling():
+    names = ("zb-h1, tensorwise", "zb-h1, layers")
     assert printed_for(*names, program="graph_recompute.py")["models"] == dict.fromkeys(names, 0)

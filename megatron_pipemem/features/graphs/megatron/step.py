@@ -33,6 +33,7 @@ from megatron_pipemem.mcore.symbols import (
     LANGUAGE_MODULE,
     RNG_TRACKER,
     SET_RNG_STATES,
+    TE_RNG_STATE,
     Replacements,
 )
 from megatron_pipemem.runtime.activation_ledger import is_quantised
@@ -78,6 +79,7 @@ class GraphedSteps(Extension):
             (RNG_TRACKER, self._make_tracker),
             (GET_RNG_STATES, self._get_states),
             (SET_RNG_STATES, self._set_states),
+            *(zip(TE_RNG_STATE, (self._get_state, self._set_state), strict=True) if random.HAVE_TE else ()),
         ]
 
     def _build(self, original: Callable, model: torch.nn.Module, config: Any, *args, **kwargs) -> None:
@@ -135,6 +137,13 @@ class GraphedSteps(Extension):
             step.stages[stage] = runner.recast(GraphedStage, graphs=self._graphs, stage=stage)
         step.replays_passes = True
         return [GraphedWeights(self._graphs)]
+
+    def _get_state(self, original: Callable[..., Any], *args, **kwargs) -> Any:
+        return None if self._is_capturing else original(*args, **kwargs)
+
+    def _set_state(self, original: Callable[..., None], *args, **kwargs) -> None:
+        if not self._is_capturing:
+            original(*args, **kwargs)
 
     def _reads_replaced(self, graphs: GraphsOfStep, step: Step) -> bool:
         """Return whether the graphs read memory that was replaced since, such as quantised copies of weights."""
