@@ -145,6 +145,10 @@ def test_one_peak_and_one_bubble_are_printed_unless_they_differ(pipemem, tmp_pat
     assert "bubble of papers" in printed("zbv", "-p", 4, "-m", 8)
     bytes_alone = printed(*SIZE[1:], "--costs", file)
     assert "peak in bytes" in bytes_alone and "peak" not in bytes_alone
+    compared = " ".join(pipemem("simulate", "1f1b", "zb-h1", "-p", 4, "-m", 8, "--costs", file).stdout.split())
+    assert "peak: share of 1f1b's bytes" in compared and "activation units" not in compared
+    assert "not offloaded" not in printed("zbv", "-p", 4, "-m", 8, "-o", "recompute=selective")
+    assert "not offloaded" in printed("zbv", "-p", 4, "-m", 8, "--offload", "half")
 
 
 def test_rows_that_nobody_asked_for_are_named(pipemem):

@@ -268,7 +268,7 @@ def _memory(facts: Mapping[str, Any], loaded: Loaded) -> Iterator[tuple[str, str
     if any(facts["stall_seconds"]):
         yield "waits for copies", f"{_listed(facts['stall_seconds'])} on the devices, in the unit of the makespan"
     offload = loaded.chosen.offload
-    if offload is not None and offload.kept:
+    if loaded.request.offload != OFF and offload is not None and offload.kept:
         reasons = Counter(offload.kept.values()).most_common()
         total = len(offload.kept) + len(offload.offloaded)
         yield (
@@ -300,7 +300,7 @@ def _measure(loaded: Loaded) -> str:
 
 
 _OWN = ("1f1b", "interleaved")
-_COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "bytes", "messages")
+_COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "messages")
 
 
 def _compare(names: list[str], question: Question, as_json: bool) -> None:
@@ -330,23 +330,21 @@ def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], time_un
     plain = next(row["makespan"] for row in rows if row["schedule"] == _OWN[0])
     unasked = " and ".join(row["schedule"] for row in rows if row["schedule"] not in names)
     caption = f"{unasked}: Megatron's own, for comparison; " if unasked else ""
+    in_bytes = all(row["share_of_1f1b"] is not None for row in rows)
+    peak = "share of 1f1b's bytes, for the same model and cut" if in_bytes else f"in {UNITS}"
     caption += (
-        f"makespan: {time_unit}; to 1f1b: makespan / 1f1b's; bubble: idle share of the busiest device; peak: in {UNITS}; "
+        f"makespan: {time_unit}; to 1f1b: makespan / 1f1b's; bubble: idle share of the busiest device; peak: {peak}; "
         "messages: between devices in a step"
     )
-    if any(row["share_of_1f1b"] is not None for row in rows):
-        caption += "; bytes: peak against 1f1b's"
     table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=caption)
     for facts in rows:
-        share = facts["share_of_1f1b"]
         table.add_row(
             facts["schedule"],
             str(facts["chunks"]),
             f"{facts['makespan']:.6g}",
             f"{facts['makespan'] / plain:.3f}",
             f"{facts['bubble_rate']:.1%}",
-            f"{facts['peak_activation']:.4g}",
-            "" if share is None else f"{share:.2f}",
+            f"{facts['share_of_1f1b']:.2f}" if in_bytes else f"{facts['peak_activation']:.4g}",
             str(facts["messages"]),
         )
     yield table
@@ -609,8 +607,9 @@ def pareto(
 
     def shown() -> Iterator[Shown]:
         yield picture.table([points[number] for number in listed], in_bytes)
-        message = "" if isinstance(prices.p2p, Mapping) else f", and a message takes {prices.p2p:g}"
-        yield f"chunks: per device; costs: F, I, W = {price_options.costs}{message}"
+        message = "" if isinstance(prices.p2p, Mapping) else f", and a message takes {prices.p2p:g} in the same unit"
+        costs = f"F, I, W = {price_options.costs}" if "," in price_options.costs else f"those of {price_options.costs}"
+        yield f"chunks: per device; costs: {costs}{message}"
         if any(points[number].cap is not None for number in listed):
             yield _IN_A_RUN
         if cheap:
