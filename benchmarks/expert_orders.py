@@ -10,10 +10,13 @@ slower. Seconds are those of the pipeline by the planner's prices. ``docs/expert
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from megatron_pipemem.choose.choice import choose
@@ -121,39 +124,55 @@ def ours(run: Run, limit: float, placements: tuple[Placement, ...], seconds: flo
     return min(rows, key=lambda row: row.seconds)
 
 
-def bound_with_ramps(placement: Placement, num_microbatches: int, costs: Costs) -> float:
-    """Return a lower bound for steps with pairs, in which the first forwards and the last backwards have no partner.
+def bound_with_ramps(
+    placement: Placement, num_microbatches: int, costs: Costs, room: Sequence[float] | None = None
+) -> float:
+    """Return a lower bound for steps with pairs, in which the first forwards and the last backwards have no forward or
+    backward as partner.
 
-    Before its first I, a device waits for a microbatch to pass all stages, and runs some x of its F alone. After its last
-    F, a microbatch has to pass back, and the device runs some y of its backwards alone. In between are pairs. The bound is
-    the least over x and y, on the device for which it is largest.
+    Before its first I, a device waits for a microbatch to pass all stages, and runs some F alone. After its last F, a
+    microbatch has to pass back, and the device runs some I, two in a pair. As many as it runs there are held at once, within
+    ``room``. W run after the first I. The bound is the least over the numbers of F and I, and of pairs of both, on the device
+    for which it is largest.
     """
     n, seconds, place = placement.num_stages, costs.seconds(placement), placement.devices
-    forward, inputs, weights = (seconds[kind] for kind in (Kind.F, Kind.I, Kind.W))
-    sent, returned = (costs.exchange_seconds(placement)[kind] for kind in (Kind.F, Kind.I))
+    forward, inputs, weights = (np.array(seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W))
+    sent, returned = (np.array(costs.exchange_seconds(placement)[kind]) for kind in (Kind.F, Kind.I))
     links = [costs.link_seconds(*ends) if ends[0] != ends[1] else 0.0 for ends in pairwise(place)]
     bound = 0.0
     for device in range(placement.num_devices):
         own = [stage for stage in range(n) if place[stage] == device]
-        first, last = own[0], own[-1]
+        first, last, count = own[0], own[-1], len(own) * num_microbatches
+
+        def least(values: np.ndarray, own: list[int] = own) -> np.ndarray:
+            """Return the least sums of 0, 1, 2, ... of the device's microbatches."""
+            return np.array([0.0, *np.cumsum(np.sort(np.repeat(values[own], num_microbatches)))])
+
         arrival = sum(forward[:first]) + sum(links[:first])
         before = sum(forward) + sum(links) + sum(inputs[last + 1 :]) + sum(links[last:])
         after = sum(forward[last + 1 :]) + sum(links[last:]) + sum(inputs) + sum(links)
-        alone, back, both = (
-            [0.0, *accumulate(sorted(value for value in values for _ in range(num_microbatches)))]
-            for values in (
-                [forward[s] for s in own],
-                [inputs[s] + weights[s] - min(returned[s], weights[s]) for s in own],
-                [max(forward[s] - sent[s] + inputs[s] - returned[s] + weights[s], sent[s] + returned[s]) for s in own],
-            )
+        alone, back = (
+            least(forward),
+            np.maximum(least(inputs / 2), np.maximum(least(inputs - returned), least(returned))),
         )
-        count = len(alone) - 1
-        least = max(before, arrival + alone[count]) + back[count]
-        for x, y in product(range(count), range(count + 1)):
-            pairs = min(count - x, count - y)
-            middle = both[pairs] + alone[count - x - pairs] + back[count - y - pairs]
-            least = min(least, max(before, arrival + alone[x]) + middle + max(after, back[y]))
-        bound = max(bound, least)
+        computing = least(forward - sent) + least(inputs - returned)
+        both = np.maximum(computing, least(sent) + least(returned))
+        all_weights = num_microbatches * sum((weights - np.minimum(returned, weights) / 2)[own])
+        most = count
+        if room is not None and costs.memory is not None:
+            most = int(np.searchsorted(least(np.array(costs.memory[Kind.F])), room[device], side="right")) - 1
+        # Either all F run before the first I, or the last F runs after it.
+        of_device = max(max(before, arrival + alone[count]) + back[count], arrival + alone[count] + after)
+        of_device = of_device if most == count else math.inf
+        for pairs in range(count + 1):
+            single = count - pairs
+            x = np.arange(min(most, single, count - 1) + 1)[:, None]
+            y = np.arange(min(most, single) + 1)[None, :]
+            begin = np.maximum(before, arrival + alone[x])
+            rest = alone[single - x] + back[single - y]
+            middle = np.maximum(both[pairs] + np.maximum(after, back[y]), computing[pairs] + back[y] + all_weights)
+            of_device = min(of_device, (begin + rest + middle).min())
+        bound = max(bound, of_device)
     return bound
 
 
@@ -164,7 +183,8 @@ def cells(setting: Setting, seconds: float) -> tuple[str, ...]:
     p = run.parallelism.pp
     searched = ours(run, stock.held, (stock.step.placement, Placement.v_shape(p)), seconds)
     problem = searched.step.placement, setting.microbatches, searched.step.costs
-    bound = max(lower_bound(*problem, pairs=True), bound_with_ramps(*problem))
+    room = searched.step.room(stock.held)
+    bound = max(lower_bound(*problem, pairs=True), bound_with_ramps(*problem, room))
     cut = f"TP{run.parallelism.tp} PP{p} EP{run.parallelism.ep}, m = {setting.microbatches}"
     return (
         f"{setting.name} {cut}",

@@ -273,6 +273,8 @@ def drop_turn(turns: Turns, d: int, turn: int) -> None:
 @as_machine_code
 def may_join(first: int, second: int, units: int) -> bool:
     """Return whether two actions may be a pair: an F and a backward of another unit, or two I."""
+    if first < 0:
+        return False
     if first < units:
         return second >= units and second % units != first
     return first < 2 * units and units <= second < 2 * units
@@ -301,23 +303,21 @@ def change_turn(turns: Turns, units: int, d: int, turn: int, kind: float, distan
         codes[d, turn, which] = code - units if code >= _WHOLE * units else code + units
         return code >= units
     if second < 0:  # join
-        other = turn + step
-        while (
-            0 <= other < count and reach and (codes[d, other, 1] >= 0 or first < units and codes[d, other, 0] < units)
-        ):
+        other, a, b = turn, NONE, NONE
+        while reach and not may_join(a, b, units):
             other += step
             reach -= 1
-        if not (0 <= other < count and reach):
-            return False
-        mate = codes[d, other, 0]
-        a, b = (first, mate) if step > 0 else (mate, first)
-        if b < units:
-            a, b = b, a
-        if a < units:
-            if detail * 2 % 1 < 0.5:
+            if not 0 <= other < count:
+                return False
+            if codes[d, other, 1] >= 0:
+                continue
+            a, b = (first, codes[d, other, 0]) if step > 0 else (codes[d, other, 0], first)
+            if b < units:
+                a, b = b, a
+            if a >= units:  # two I
+                a, b = units + a % units, units + b % units
+            elif b >= units and detail * 2 % 1 < 0.5:
                 b = b - units if b >= _WHOLE * units else b + units
-        else:
-            a, b = units + a % units, units + b % units
         if not may_join(a, b, units):
             return False
         at, dropped = (turn, other) if detail < 0.5 else (other, turn)
@@ -330,9 +330,8 @@ def change_turn(turns: Turns, units: int, d: int, turn: int, kind: float, distan
         codes[d, turn, 0], codes[d, turn, 1] = second, NONE
         place_turn(turns, d, min(turn + int(detail * 3), count), first, NONE)
         return True
-    # Exchange the first or second actions of two neighbours.
-    other = turn + 1
-    if other == count or codes[d, other, 1] < 0:
+    other = turn + reach  # exchange the first or second actions of two pairs
+    if other >= count or codes[d, other, 1] < 0:
         return False
     which = int(detail * 16) % 2
     codes[d, turn, which], codes[d, other, which] = codes[d, other, which], codes[d, turn, which]
