@@ -39,13 +39,13 @@ _IDLE_SHARE = 0.5
 """The share of a W's time that a device must wait for its next turn, if W is to run before it."""
 _DRAWS = 5
 """The random numbers of one change: its turn, kind, distance and detail, and the delay that is accepted."""
-_HOT, _COLD = 2e-3, 2e-4
+_HOT, _COLD = 5e-3, 2e-4
 """The delay that is accepted with a chance of 1/e, at first and at last, as a share of a device's F."""
 _MOST_WORK = 3e8
 """The most changes at effort 1, times the number of turns."""
 _CHANGES_PER_TURN = 400
 """The most changes at effort 1, divided by the number of turns."""
-_WORK_AT_ONCE = 1 << 21
+_WORK_AT_ONCE = 1 << 20
 """The number of changes times that of turns between two looks at the clock."""
 
 
@@ -508,11 +508,13 @@ def improved(
     critical_path(turns, times, path)
     if changes:  # compiled outside of the time limit
         anneal(lanes, m, turns, best, times, path, makespans, np.zeros(0), np.zeros((0, _DRAWS)))
-    deadline = time.thread_time() + seconds
+    begin = time.thread_time()
     for first in range(0, changes, at_once):
-        if time.thread_time() > deadline:
+        elapsed = time.thread_time() - begin
+        if elapsed >= seconds:
             break
-        progress = (first + np.arange(min(at_once, changes - first))) / changes  # from 0 to 1
+        # From 0 to 1, by the changes or by the time.
+        progress = np.maximum((first + np.arange(min(at_once, changes - first))) / changes, elapsed / seconds)
         heat = forward_seconds * _HOT * (_COLD / _HOT) ** progress
         draws = 1 - rng.random((len(progress), _DRAWS))
         anneal(lanes, m, turns, best, times, path, makespans, heat, draws)
