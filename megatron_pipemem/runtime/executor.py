@@ -566,6 +566,8 @@ class Executor:
         """
         runner, other = (cast(PairRunner, self._stages[of.key[0]]) for of in (first, second))
         arguments = [self._arguments_of(backward) for backward in (first, second)]
+        if self.ledger is not None:
+            self.ledger.free_later(second.key[1])
         with self.measured(first.action):
             gradients = runner.run_backwards(arguments.pop(0), other, arguments.pop())
             self._finish(first)

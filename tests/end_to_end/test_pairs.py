@@ -29,7 +29,7 @@ def test_pairs_of_two_input_gradients_train_as_the_plain_order(train, equals_sto
     )
     file = tmp_path / "backwards.csv"
     file.write_text(text.replace("O", "OVERLAP_B_B"))
-    assert len(Schedule.from_csv(file.read_text()).pairs) == 6
+    assert len(Schedule.from_csv(file.read_text()).pairs) == 7
     equals_stock(str(file), *FLAGS, *EIGHT, ours=OVERLAP, nbytes="bounded", train=train)
 
 
