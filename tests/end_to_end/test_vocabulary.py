@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from comparing import assert_close_gradients, assert_close_training, assert_predicted_bytes
 from lanes import nightly
@@ -10,7 +12,6 @@ from model_flags import DISTRIBUTED, EVALUATION, LAYOUT, RESUMED, TP2, UNTIED, V
 SEARCH = ("--pipemem-memory-cap", "0.8", "--pipemem-option", "seconds=1")
 # On four ranks, and also where T comes before REDUCE_X on some devices: schedule, algorithm, flags of ours
 ON_FOUR = [
-    ("1f1b", "1", ()),
     ("interleaved", "2", ()),
     ("zb-h1", "2", ()),
     ("v-half", "2", ()),
@@ -47,6 +48,16 @@ def check(run, stock, tied: bool, first: float = FIRST, later: float = LATER, gr
 def test_placements_train_as_stock(train, schedule, algorithm, ours):
     stock = train("stock", UNTIED, gradients=True)
     check(train(schedule, UNTIED, *ours, VOCABULARY, algorithm, gradients=True), stock, tied=False)
+
+
+def test_late_losses_train_as_stock(train, tmp_path):
+    """Algorithm 1 delays every loss by one forward if collectives have a price."""
+    costs = tmp_path / "costs.json"
+    shards = {"score": 0.1, "gradient": 0.1, "collectives": 0.05}
+    costs.write_text(json.dumps({"forward": 1, "backward_input": 1, "backward_weight": 1, "vocabulary": shards}))
+    stock = train("stock", UNTIED, gradients=True)
+    run = train("1f1b", UNTIED, "--pipemem-costs", str(costs), VOCABULARY, "1", gradients=True)
+    check(run, stock, tied=False)
 
 
 @pytest.mark.parametrize("name", CASES)
