@@ -28,6 +28,8 @@ from model_flags import (
 GRAPHS = ("--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1")
 EXPERT_PARTS = ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess")
 FOUR = ("--train-iters", "4")
+OVERLAPPED = "--moe-shared-expert-overlap"
+PARTS_AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "mlp")
 # Steps of 2, 2, 2, 4, 4, 4 and 4 microbatches, which are captured twice. The scale is first too large for fp16.
 LOSS_SCALE = (
     *("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1", "--tensorboard-dir", "unused"),
@@ -52,6 +54,11 @@ FURTHER = {
     "loss per token": ("v-half", (*LLAMA, "--calculate-per-token-loss", *FOUR), 3 * 2 * 3 * 4),
     "empty stages": ("zbv", (LAYOUT, "Et||tt|tL", *FOUR), 3 * 2 * 3 * 4),
     "experts on two ranks": ("v-half", (*ALL_TO_ALL, *SHARED_EXPERTS, *AUX_LOSS, *EXPERT_PARTS, *FOUR), 3 * 2 * 2 * 5),
+    "shared experts overlap, parts recomputed": (
+        "v-half",
+        (*ALL_TO_ALL, *SHARED_EXPERTS, OVERLAPPED, *PARTS_AGAIN, *EXPERT_PARTS, *FOUR),
+        3 * 2 * 2 * 5,
+    ),
     "distributed optimizer, experts": (
         "v-half",
         (*MOE, *DISTRIBUTED, *EXPERT_PARTS, *FOUR, "--bf16"),
