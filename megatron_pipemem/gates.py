@@ -103,6 +103,10 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
         refusals.GRAPHED_MODULES,
     ),
     (lambda question: question.request.graphs, refusals.GRAPHED_USER_BUFFERS),
+    (
+        lambda question: question.request.graphs and question.value_of("recompute_granularity"),
+        refusals.GRAPHED_RECOMPUTATION,
+    ),
     (lambda question: question.request.graphs and question.value_of("fp8"), refusals.GRAPHED_FP8),
     (lambda question: question.leaves_experts_out, refusals.EXPERT_MODULES),
     (lambda question: question.leaves_experts_out, refusals.GRAPHED_EXPERTS),

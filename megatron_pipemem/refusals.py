@@ -169,13 +169,12 @@ UNCAPTURED = Refusals(
     only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPH_OF_STEP)},
 )
 _ONE_SHAPE = "a graph holds one shape"
-_DRAWN = "captured random numbers are not proved to be those of training"
 _NOT_REPLAYED = "a replay does not make the calls that keep its values"
 _NOT_PROVED = "it is not proved in graphs"
 GRAPHED = Refusals(
     " with a CUDA graph per pass",
     {
-        "fp4": _DRAWN,
+        "fp4": _NOT_PROVED,
         "qk_clip": _NOT_REPLAYED,
         "log_max_attention_logit": _NOT_REPLAYED,
         "enable_autocast": _NOT_REPLAYED,
@@ -184,8 +183,6 @@ GRAPHED = Refusals(
         "save_dgrads_interval": _NOT_REPLAYED,
         "use_transformer_engine_op_fuser": _NOT_REPLAYED,
         "enable_hyper_connections": _NOT_REPLAYED,
-        "attention_dropout": f"{_DRAWN}; pass --attention-dropout 0",
-        "hidden_dropout": f"{_DRAWN}; pass --hidden-dropout 0",
         "variable_seq_lengths": _ONE_SHAPE,
         "sft": _ONE_SHAPE,
         "dataloader_inter_document_masking": _ONE_SHAPE,
@@ -203,6 +200,15 @@ GRAPHED_MODULES = Refusals(
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={"recompute_modules": lambda modules: not {*_listed(modules)} <= _PROVED_MODULES},
+)
+_DRAWN_AGAIN = "a layer that runs again would draw other numbers"
+GRAPHED_RECOMPUTATION = Refusals(
+    " with recomputation and a CUDA graph per pass",
+    {
+        "attention_dropout": f"{_DRAWN_AGAIN}; pass --attention-dropout 0",
+        "hidden_dropout": f"{_DRAWN_AGAIN}; pass --hidden-dropout 0",
+    },
+    _NO_GRAPHS.replace("; pass", ", or pass"),
 )
 _PROVED_RECIPES = ("tensorwise", "mxfp8")
 GRAPHED_FP8 = Refusals(
@@ -230,9 +236,7 @@ GRAPHED_EXPERTS = Refusals(
         "moe_expert_capacity_factor": _ON_HOST,
         "moe_router_padding_for_quantization": _ON_HOST,
         "moe_latent_size": _NOT_PROVED,
-        "moe_router_force_load_balancing": _DRAWN,
-        "moe_router_force_biased": _DRAWN,
-        "moe_input_jitter_eps": _DRAWN,
+        "moe_router_force_biased": _NOT_PROVED,
         "moe_router_load_balancing_type": f"{_NOT_PROVED}; pass "
         "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
         "moe_enable_routing_replay": _NOT_REPLAYED,

@@ -30,6 +30,7 @@ EXPERT_PARTS = ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess")
 FOUR = ("--train-iters", "4")
 OVERLAPPED = "--moe-shared-expert-overlap"
 PARTS_AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "mlp")
+RANDOM = ("--moe-router-force-load-balancing", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 # Steps of 2, 2, 2, 4, 4, 4 and 4 microbatches, which are captured twice. The scale is first too large for fp16.
 LOSS_SCALE = (
     *("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1", "--tensorboard-dir", "unused"),
@@ -64,6 +65,7 @@ FURTHER = {
         (*MOE, *DISTRIBUTED, *EXPERT_PARTS, *FOUR, "--bf16"),
         [3 * 2 * (5 + 5)] * 2 + [3 * 2 * (3 + 5)] * 2,
     ),
+    "random numbers": ("v-half", (*MOE, *RANDOM, *EXPERT_PARTS, *FOUR), [3 * 4 * (5 + 5), 3 * 4 * (3 + 5)]),
     "further tokens after experts": (
         "v-half",
         (*MULTI_TOKEN, *EXPERTS, *AUX_LOSS, *EXPERT_PARTS, *FOUR),

@@ -33,6 +33,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.features.graphs import runtime
 from megatron_pipemem.features.graphs.megatron import experts as room
+from megatron_pipemem.features.graphs.megatron import step as steps_room
 from megatron_pipemem.features.graphs.megatron.step import GraphedStage, GraphedSteps
 from megatron_pipemem.features.graphs.runtime import Gap, GapOfStep, GraphedWeights, GraphsOfStep, PassGraphs
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_embedding, split_linear
@@ -76,6 +77,8 @@ def again(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
 
 
+RANDOM = {"moe_router_force_load_balancing": True}
+DROPOUT = {"moe_input_jitter_eps": 0.1, "attention_dropout": 0.2, "hidden_dropout": 0.1}
 MODELS = {
     "zb-h1": ("zb-h1", LOSSES),
     "v-half, shared experts": ("v-half", SHARED | LOSSES),
@@ -94,6 +97,8 @@ MODELS = {
         for schedule in ("1f1b", "zb-h1", "v-half")
         for name, settings in DEPTHS.items()
     },
+    "random logits": ("v-half", RANDOM | SHARED | LOSSES),
+    "dropout": ("zb-h1", DROPOUT | SHARED),
 }
 
 
@@ -137,7 +142,7 @@ class World:
         self.graphs: list[GraphsOfStep] | None = None
 
     def _model(self, kinds: list[int], stage: int) -> DistributedDataParallel:
-        tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, use_cudagraphable_rng=True, force_reset_rng=True)
         config = make_config(**self.settings | {"num_layers": max(len(kinds), 1), "moe_layer_freq": kinds or 1})
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
         ends[TIED] = self._tied
@@ -161,7 +166,10 @@ class World:
     def step(self, number: int, in_graphs: bool) -> list[torch.Tensor]:
         """Run a step, and return its losses, gradients and sums. The first step in graphs captures."""
         if in_graphs and self.graphs is None:
-            self.graphs = [GraphsOfStep(()) for _ in range(RANKS)]
+            self.graphs = [GraphsOfStep((), steps_room._generators()) for _ in range(RANKS)]
+            _graphs.extend(self.graphs)
+        if in_graphs:
+            steps_room._draw_from(self.graphs[0].generators)
         buffers = [b for model in self.models for name, b in model.named_buffers() if "tokens_per_expert" in name]
         for tensor in (*self.gradients, *buffers):
             tensor.zero_()
@@ -228,8 +236,23 @@ def managers_on_one_rank() -> Iterator[None]:
         yield
 
 
+def random_states() -> dict[str | None, torch.Tensor]:
+    """The states of Megatron's random streams, and of the default generator, which has no name."""
+    streams = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {None: torch.cuda.get_rng_state()} | {name: stream.get_state() for name, stream in streams.items()}
+
+
+def set_random_states(states: dict[str | None, torch.Tensor]) -> None:
+    """Set the states of the default generator, and of new generators of Megatron's random streams."""
+    torch.cuda.set_rng_state(states[None])
+    streams = {name: torch.Generator() for name in states if name is not None}
+    for name, stream in streams.items():
+        stream.set_state(states[name])
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams)
+
+
 def differing(schedule: str, settings: dict[str, Any]) -> int | str:
-    """The results of three replayed steps that differ from those of the same steps without graphs, or an error's code.
+    """The results and random states of three replayed steps that differ from those without graphs, or an error's code.
 
     The steps without graphs recompute nothing.
     """
@@ -241,8 +264,12 @@ def differing(schedule: str, settings: dict[str, Any]) -> int | str:
     count, replays = 0, cuda_graphs.CUDAGraph.counts["replays"]
     try:
         for number in range(STEPS):
-            pairs = zip(plain.step(number, False), graphed.step(number, True), strict=True)
-            count += sum(not torch.equal(*pair) for pair in pairs)
+            states, results = random_states(), []
+            for world in (plain, graphed):
+                set_random_states(states)
+                in_graphs = world is graphed and number > 0  # the first step warms up
+                results.append([*world.step(number, in_graphs), *random_states().values()])
+            count += sum(not torch.equal(*pair) for pair in zip(*results, strict=True))
     except PipememError as error:
         return error.code
     assert cuda_graphs.CUDAGraph.counts["replays"] > replays
@@ -302,13 +329,22 @@ FAULTS: dict[str, tuple[dict[str, Any], Any, str, Callable]] = {
     "the manager keeps another map": (HYBRID_EP, room._Gap, "__call__", with_first_map),
     "depths are not handed over": (DEEP, room, "_depths_joined", nothing_done),
     "gradients of a weight are added one by one": (DEEP, runtime, "hooks_left_out", nothing_done),
+    "all numbers come from the default generator": (RANDOM, GraphsOfStep, "drawing_from", lambda *_: nullcontext()),
+    "no generator is registered": (RANDOM, cuda_graphs.CUDAGraph, "register_generator_state", lambda *_: None),
+    "random streams have no generators": (RANDOM, steps_room, "_generators", dict),
+    "random streams are left behind": (RANDOM, steps_room, "_draw_from", lambda generators: None),
 }
 
 
-def leave_random_streams() -> None:
-    """Leave the random streams of Megatron as they are in a capture, as ``GraphedSteps`` does in a run."""
+_graphs: list[GraphsOfStep] = []
+"""Those of all ranks."""
+
+
+def follow_random_streams() -> None:
+    """Let captures draw from the random streams of Megatron, as ``GraphedSteps`` does in a run."""
     steps = GraphedSteps()
-    GraphedSteps._is_capturing = property(lambda _: cuda_graphs.CUDAGraph.is_capturing)
+    capturing = property(lambda _: next((graphs for graphs in _graphs if graphs.is_capturing), None), lambda *_: None)
+    GraphedSteps._graphs = capturing
     fork = random.CudaRNGStatesTracker.fork
     random.CudaRNGStatesTracker.fork = lambda tracker, *names: steps._fork(partial(fork, tracker), *names)
     random._get_all_rng_states = partial(steps._get_states, random._get_all_rng_states)
@@ -330,7 +366,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     cuda_graphs.install()
-    leave_random_streams()
+    follow_random_streams()
     split_linears()
     names = [name for name in sys.argv[1:] if name in MODELS]
     shown: dict[str, Any] = {"models": {name: differing(*MODELS[name]) for name in names}, "faults": {}}

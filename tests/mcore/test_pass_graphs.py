@@ -211,27 +211,37 @@ def attend(x: torch.Tensor, dropout: float) -> torch.Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, query, query, dropout)[0]
 
 
-def test_attention_that_drops_nothing_draws_nothing():
-    GraphsOfStep(()).capture(lambda: attend(torch.ones(3), 0.0))
+QUERIES = {
+    "item": lambda x: x.sum().item(),
+    "nonzero": lambda x: x.nonzero(),
+    "equal": lambda x: bool(torch.equal(x, x)),
+}
+DRAWS = {
+    "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
+    "attention dropout": lambda x: attend(x, 0.5),
+    "randn": lambda x: torch.randn(3),
+}
 
 
-@pytest.mark.parametrize(
-    "operate",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x.nonzero(),
-        lambda x: bool(torch.equal(x, x)),
-        lambda x: torch.nn.functional.dropout(x, 0.5),
-        lambda x: attend(x, 0.5),
-        lambda x: torch.randn(3),
-    ],
-    ids=["item", "nonzero", "equal", "dropout", "attention dropout", "randn"],
-)
-def test_what_a_replay_would_not_repeat_is_refused_in_a_capture(operate):
+@pytest.mark.parametrize("name", QUERIES)
+def test_values_that_the_host_reads_are_refused_in_a_capture(name):
     graphs = GraphsOfStep(())
     with refused("graph-operator", "--cuda-graph-impl"):
-        graphs.capture(lambda: operate(torch.ones(3)))
+        graphs.capture(lambda: QUERIES[name](torch.ones(3)))
     assert not graphs.is_capturing
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_of_a_layer_that_runs_again_are_refused_in_a_capture(name):
+    graphs = GraphsOfStep(())
+
+    def run(operate) -> None:
+        graphs.refuse_draws()
+        operate(torch.ones(3))
+
+    graphs.capture(lambda: run(lambda x: attend(x, 0.0)))
+    with refused("graph-operator", "--cuda-graph-impl"):
+        graphs.capture(lambda: run(DRAWS[name]))
 
 
 @pytest.mark.parametrize(
@@ -336,28 +346,42 @@ def test_a_step_is_captured_after_the_steps_without_graphs_and_anew_if_it_is_ano
         begin(8)
 
 
-def test_random_streams_stay_as_they_are_in_a_capture():
+def test_a_captured_pass_draws_at_each_replay_what_it_would_draw_without_graphs():
+    graphs, values = GraphsOfStep(()), torch.empty(3)
+    torch.manual_seed(1)
+    graph = graphs.capture(lambda: values.normal_())
+    first = values.clone()
+    graph.replay()
+    torch.manual_seed(1)
+    assert torch.equal(first, torch.randn(3)) and torch.equal(values, torch.randn(3))
+
+
+def test_random_streams_are_those_of_the_graphs_in_a_capture():
     steps, tracker = GraphedSteps(), random.CudaRNGStatesTracker()
     make = mock.Mock()
     with mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", tracker):
         steps._make_tracker(make, True, force_reset=True)
         steps._make_tracker(make)
     assert make.call_args_list[0] == mock.call(True, force_reset=True)
+    assert random.is_graph_safe_cuda_rng_tracker(tracker)
     with pytest.raises(Exception, match="not added"), tracker.fork("none"):
         pass
-    steps._graphs = GraphsOfStep(())
-    with mock.patch.object(GraphsOfStep, "is_capturing", True):
-        with tracker.fork("none"):
-            pass
-        assert steps._get_states(lambda: (1, 2, 3)) == (None,) * 3
-        steps._set_states(mock.Mock(side_effect=AssertionError), None, None, None)
-        assert steps._get_state(mock.Mock(side_effect=AssertionError), graph_safe=False) is None
-        steps._set_state(mock.Mock(side_effect=AssertionError), None, graph_safe=False)
+    steps._graphs = mock.Mock(is_capturing=True)
+    tracker.fork("one")
+    tracker.fork()
+    names = ("one", random._MODEL_PARALLEL_RNG_TRACKER_NAME)
+    assert steps._graphs.drawing_from.mock_calls == [mock.call(name) for name in names]
+    assert steps._get_states(lambda: (1, 2, 3)) == (None,) * 3
+    steps._set_states(mock.Mock(side_effect=AssertionError), None, None, None)
+    assert steps._get_state(mock.Mock(side_effect=AssertionError), graph_safe=False) is None
+    steps._set_states(mock.Mock(side_effect=AssertionError), None, graph_safe=False)
+    assert steps._graphs.refuse_draws.mock_calls == [mock.call()] * 2
+    steps._graphs = None
     assert steps._get_states(lambda: (1, 2, 3)) == (1, 2, 3)
     assert steps._get_state(lambda graph_safe: graph_safe, graph_safe=False) is False
-    steps._set_state(make, 1, graph_safe=False)
+    steps._set_states(make, 1, graph_safe=False)
     make.assert_called_with(1, graph_safe=False)
     steps._set_states(make, 1, 2, 3)
     make.assert_called_with(1, 2, 3)
     steps.close(True)
-    assert "fork" not in vars(tracker)
+    assert "fork" not in vars(tracker) and not random.is_graph_safe_cuda_rng_tracker(tracker)

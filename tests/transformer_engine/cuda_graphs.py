@@ -4,6 +4,9 @@ A capture takes memory from its pool, and memory that is given back to the pool 
 replay overwrites the tensors of earlier graphs, and a wrong order of replays gives wrong values. Before a replay, the memory of
 its results is filled with NaN. The memory is restored at the end of a capture, because a GPU computes nothing while it
 captures. Reading a value on the host raises, as on a GPU.
+
+A replay draws random numbers from the states of the generator that were set at the capture, and advances them. A capture
+leaves them as they were. Drawing from a state that is neither the first one nor registered raises, as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import ctypes
 import itertools
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -110,10 +114,28 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 _RESIZE = torch.UntypedStorage.resize_
 
 
+def _generator_state() -> torch.Generator:
+    """Return the state that random numbers advance."""
+    generators = torch.cuda.default_generators  # none in a process without a CUDA in its place
+    return generators[0].graphsafe_get_state() if generators else torch.default_generator
+
+
+@contextmanager
+def _drawing_from(state: torch.Generator) -> Iterator[None]:
+    before = _generator_state()
+    if state is before:
+        yield
+        return
+    torch.cuda.default_generators[0].graphsafe_set_state(state)
+    yield
+    torch.cuda.default_generators[0].graphsafe_set_state(before)
+
+
 class _Capture(TorchDispatchMode):
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, registered: Sequence[torch.Generator]) -> None:
         super().__init__()
         self.pool = pool
+        self.generators = {state: state.get_state() for state in (_generator_state(), *registered)}
         self.calls: list[Callable[[], None]] = []
         self.results: list[torch.Tensor] = []
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -130,10 +152,16 @@ class _Capture(TorchDispatchMode):
         for tensor, before in self.before.values():
             tensor.copy_(before)
         self.before.clear()
+        for state, values in self.generators.items():
+            with _drawing_from(state):
+                torch.set_rng_state(values)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator in _ON_HOST:
             raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
+        state = _generator_state() if torch.Tag.nondeterministic_seeded in operator.tags else None
+        if state is not None and state not in self.generators:
+            raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
         arguments = (args, kwargs or {})
         given: list[torch.Tensor] = []
         tree_map_only(torch.Tensor, given.append, arguments)
@@ -155,7 +183,8 @@ class _Capture(TorchDispatchMode):
 
         result = tree_map_only(torch.Tensor, placed, result)
         if (new or communicates or operator._schema.is_mutable) and operator not in _EMPTY:
-            self.calls.append(partial(_again, operator, aliases, [alias for _, alias in new], storages))
+            again = partial(_again, operator, aliases, [alias for _, alias in new], storages)
+            self.calls.append(again if state is None else partial(_within, state, again))
         # Memory of an earlier graph that this one gives back, and takes again, has values that it reads before.
         self.results += [alias for _, alias in new if alias.untyped_storage().data_ptr() not in self._in_use]
         return result
@@ -186,6 +215,11 @@ def _again(operator: Any, aliases: tuple, results: list[torch.Tensor], known: se
         kept.copy_(tensor)
 
 
+def _within(state: torch.Generator, call: Callable[[], None]) -> None:
+    with _drawing_from(state):
+        call()
+
+
 def _finished(result: Any) -> Any:
     """Wait for the messages among the results of an operator, and return works that have ended in their place.
 
@@ -212,9 +246,10 @@ class CUDAGraph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._capture: _Capture | None = None
+        self._registered: list[torch.Generator] = []
 
     def capture_begin(self, pool: Any = None, **_: Any) -> None:
-        self._capture = _Capture(self.pools.setdefault(pool or next(_handles), Pool()))
+        self._capture = _Capture(self.pools.setdefault(pool or next(_handles), Pool()), self._registered)
         self._capture.__enter__()
         CUDAGraph.is_capturing = True
 
@@ -236,8 +271,9 @@ class CUDAGraph:
     def reset(self) -> None:
         self._capture = None
 
-    def register_generator_state(self, state: Any) -> None:
-        """Random numbers are drawn anew in every replay, from the generators of the CPU."""
+    def register_generator_state(self, state: torch.Generator) -> None:
+        """Let captures draw from a state."""
+        self._registered.append(state)
 
 
 def _as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -113,7 +113,7 @@ class World(graph_experts.World):
         return get_gpt_layer_with_transformer_engine_spec(self.config.num_moe_experts, self.config.moe_grouped_gemm)
 
     def _stage(self, stage: int) -> DistributedDataParallel:
-        tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, force_reset_rng=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, use_cudagraphable_rng=True, force_reset_rng=True)
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
         spec = self._layers()
         if self.config.mtp_num_layers and ends["post_process"]:
@@ -178,8 +178,6 @@ def differing(schedule: str, recipe: str, fault: Callable[[World], Any] = lambda
     ``fault`` returns a context for the steps in graphs.
     """
     plain, graphed = World(schedule, recipe, **settings), World(schedule, recipe, **settings)
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.fork = lambda *_: nullcontext()  # as in a capture of ``GraphedSteps``; nothing here is random
     count, replays = 0, cuda_graphs.CUDAGraph.counts["replays"]
     try:
         for number in range(STEPS):
@@ -256,6 +254,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = True, ""
+    graph_experts.follow_random_streams()
     graph_experts.split_linears()
     names = sys.argv[1:]
     shown: dict[str, Any] = {"models": {}, "faults": {}, "losses": {}}

@@ -77,9 +77,9 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     graph_fp8.quantization._FP8_SUPPORT = graph_fp8.quantization._MXFP8_SUPPORT = True, ""
-    graph_experts.leave_random_streams()
+    graph_experts.follow_random_streams()
     steps = GraphedSteps()
-    for name, method in (("_get_cuda_rng_state", steps._get_state), ("_set_cuda_rng_state", steps._set_state)):
+    for name, method in (("_get_cuda_rng_state", steps._get_state), ("_set_cuda_rng_state", steps._set_states)):
         setattr(te_distributed, name, partial(method, partial(uncaptured, getattr(te_distributed, name))))
     graph_experts.split_linears()
     names = sys.argv[1:]

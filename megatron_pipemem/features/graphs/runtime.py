@@ -23,8 +23,8 @@ has an autograd graph of its own in every step. Tensors cross its borders throug
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -52,16 +52,24 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the memory that captured operators read, and refuses those for which the host waits or that draw numbers."""
+    """Notes the memory that captured operators read, and refuses those for which the host waits.
+
+    It also refuses random numbers while ``may_draw`` is false.
+    """
 
     def __init__(self, storages: WeakSet[torch.UntypedStorage]):
         super().__init__()
         self._storages = storages
+        self.may_draw = True
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         reads = operator.overloadpacket in _HOST_QUERIES
-        if reads or _draws(operator, args, kwargs or {}):
-            cause = "the host reads a value of the device" if reads else "random numbers are drawn"
+        if reads or (not self.may_draw and _draws(operator, args, kwargs or {})):
+            cause = (
+                "the host reads a value of the device"
+                if reads
+                else "random numbers are drawn by a layer that runs again, or from a stream without a generator"
+            )
             raise UnsupportedError(
                 "graph-operator",
                 f"{cause} within a captured pass ({operator}), which a replay would not repeat; pass --cuda-graph-impl none",
@@ -243,7 +251,7 @@ class PassGraphs:
     def capture_forward(self, graphs: GraphsOfStep, run: Callable[[], None]) -> None:
         """Capture a forward, in which ``run`` may call ``cut``."""
         self.sections.append(Section(_REMEDY))
-        self.forward.append(graphs.capture(run))
+        self.forward.append(graphs.capture(run, is_forward=True))
         if self.sections[-1].ends:
             raise UnsupportedError(
                 "graph-model",
@@ -265,7 +273,7 @@ class PassGraphs:
         self.forward.append(graphs.end())
         self.gaps.append(gap)
         self.running.append(gap.forward(graphs))
-        graphs.begin()
+        graphs.begin(is_forward=True)
         assert gap.output is not None
         self.sections.append(Section(_REMEDY))
         return received(gap.output.clone(), border.output_gradients)
@@ -393,6 +401,8 @@ class GraphsOfStep:
     """
 
     order: tuple[Any, ...]
+    generators: Mapping[str, torch.Generator] = field(default_factory=dict)
+    """The random streams from which forwards may draw, besides the default generator. A replay draws as the forward would."""
     passes: dict[Key, PassGraphs] = field(default_factory=dict)
     weights: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """The tensors of each stage's quantised weights after its last capture. Compiled kernels read them unseen."""
@@ -447,12 +457,12 @@ class GraphsOfStep:
             tensor = tensor.detach()
             self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
-    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, run: Callable[[], None], is_forward: bool = False) -> torch.cuda.CUDAGraph:
         """Capture the kernels that ``run`` launches, replay them, and return the graph.
 
         ``run`` may end the capture, and begin another one. The graph is then the last one.
         """
-        self.begin()
+        self.begin(is_forward)
         try:
             run()
         except BaseException:
@@ -462,12 +472,34 @@ class GraphsOfStep:
             raise
         return self.end()
 
-    def begin(self) -> None:
-        """Begin to capture kernels."""
+    def begin(self, is_forward: bool = False) -> None:
+        """Begin to capture kernels. Those of a forward may draw from the random streams."""
         graph, reads = torch.cuda.CUDAGraph(), _Reads(self._read)
+        for generator in self.generators.values() if is_forward else ():
+            graph.register_generator_state(generator)
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         reads.__enter__()
         self._open = graph, reads
+
+    @contextmanager
+    def drawing_from(self, name: str) -> Iterator[None]:
+        """Let kernels captured within a ``with`` block draw from a random stream. Without its generator, they may not draw."""
+        assert self._open is not None
+        _, reads = self._open
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        state, may_draw = default.graphsafe_get_state(), reads.may_draw
+        default.graphsafe_set_state(self.generators.get(name, state))
+        reads.may_draw = may_draw and name in self.generators
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(state)
+            reads.may_draw = may_draw
+
+    def refuse_draws(self) -> None:
+        """Refuse random numbers until the capture ends, because a layer runs again and cannot repeat those of its first run."""
+        assert self._open is not None
+        self._open[1].may_draw = False
 
     def end(self) -> torch.cuda.CUDAGraph:
         """End the capture that has begun, replay its kernels, and return the graph."""

@@ -127,20 +127,25 @@ def _zero(*_: Any, **__: Any) -> int:
 
 
 class _GraphSafeGenerator:
-    """The CPU's generator, with the states that only generators of CUDA have. A state is a generator of its own."""
+    """The CPU's generator, with the states that only generators of CUDA have.
+
+    A state is a generator of its own. It advances with the numbers that are drawn while it is set, as on a GPU.
+    """
 
     def __init__(self, generator: torch.Generator):
         self._generator = generator
+        self._state = generator.clone_state()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
     def graphsafe_get_state(self) -> torch.Generator:
-        state = torch.Generator()
-        state.set_state(self._generator.get_state())
-        return state
+        self._state.set_state(self._generator.get_state())
+        return self._state
 
     def graphsafe_set_state(self, state: torch.Generator) -> None:
+        self._state.set_state(self._generator.get_state())
+        self._state = state
         self._generator.set_state(state.get_state())
 
 

@@ -42,6 +42,8 @@ from megatron_pipemem.runtime.weight_gradients import HOOKED, WeightGradientQueu
 from megatron_pipemem.schedule.action import Kind
 
 _PASSES = (Kind.F, Kind.I, Kind.B, Kind.W)
+_RANDOM = ("attention_dropout", "hidden_dropout", "moe_router_force_load_balancing", "moe_input_jitter_eps")
+"""The settings with which a forward draws random numbers."""
 _KNOWN_HOOKS = ("megatron.", "megatron_pipemem.", "transformer_engine.")
 """Beginnings of the names of modules whose forward hooks do nothing that a replay must repeat."""
 
@@ -70,8 +72,8 @@ class GraphedSteps(Extension):
         """The number of steps without graphs, of this kind."""
         self._stream: torch.cuda.Stream | None = None
         """The stream of the model, if it would have been the default one."""
-        self._trackers: list[Any] = []
-        """The trackers of random streams, whose forks do nothing in a capture."""
+        self._trackers: list[tuple[Any, bool]] = []
+        """The trackers of random streams, whose forks are those of the graphs in a capture, and whether they had generators."""
 
     def replacements(self) -> Replacements:
         return [
@@ -79,7 +81,7 @@ class GraphedSteps(Extension):
             (RNG_TRACKER, self._make_tracker),
             (GET_RNG_STATES, self._get_states),
             (SET_RNG_STATES, self._set_states),
-            *(zip(TE_RNG_STATE, (self._get_state, self._set_state), strict=True) if random.HAVE_TE else ()),
+            *(zip(TE_RNG_STATE, (self._get_state, self._set_states), strict=True) if random.HAVE_TE else ()),
         ]
 
     def _build(self, original: Callable, model: torch.nn.Module, config: Any, *args, **kwargs) -> None:
@@ -95,36 +97,46 @@ class GraphedSteps(Extension):
         original(model, config, *args, **kwargs)
 
     def _make_tracker(self, original: Callable, *args, **kwargs) -> None:
-        """Make the random streams of Megatron, which stay as they are in a capture.
+        """Make the random streams of Megatron with a generator each, which graphs can hold. A capture replaces their forks.
 
-        A capture cannot set the state of a generator, and needs none, because it refuses random numbers.
+        Within a capture, the state of the default generator can be exchanged for that of another one, but not read or set.
         """
         original(*args, **kwargs)
         tracker: Any = random._CUDA_RNG_STATE_TRACKER
         if "fork" not in vars(tracker):
+            has_generators = random.is_graph_safe_cuda_rng_tracker(tracker)
+            if not has_generators:
+                _hold_generators(tracker, True)
             tracker.fork = partial(self._fork, tracker.fork)
-            self._trackers.append(tracker)
+            self._trackers.append((tracker, has_generators))
 
     @property
     def _is_capturing(self) -> bool:
         return self._graphs is not None and self._graphs.is_capturing
 
-    def _fork(self, original: Callable[..., AbstractContextManager], *args, **kwargs) -> AbstractContextManager:
-        return nullcontext() if self._is_capturing else original(*args, **kwargs)
+    def _fork(
+        self, original: Callable[[str], AbstractContextManager], name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME
+    ) -> AbstractContextManager:
+        if self._graphs is None or not self._graphs.is_capturing:
+            return original(name)
+        return self._graphs.drawing_from(name)
 
     def _get_states(self, original: Callable[[], tuple]) -> tuple:
         return (None,) * 3 if self._is_capturing else original()
 
-    def _set_states(self, original: Callable[..., None], *states: Any) -> None:
-        if not self._is_capturing:
-            original(*states)
+    def _set_states(self, original: Callable[..., None], *states: Any, **named: Any) -> None:
+        if self._graphs is None or not self._graphs.is_capturing:
+            original(*states, **named)
+        else:
+            self._graphs.refuse_draws()
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         if step.observation.ledger is not None:
             return ()
         check_chunks_for_graphs(step.chunks)  # in every step, because a program may add a hook after the capture
         order = tuple(a for a in step.program.actions[step.pipeline.device] if a.kind in _PASSES)
-        kind = (order, step.message.shape, _addresses(step.chunks))
+        generators = _generators() if any(getattr(step.context.config, name, None) for name in _RANDOM) else {}
+        kind = (order, step.message.shape, _addresses(step.chunks), tuple(generators))
         if kind != self._kind or (self._graphs is not None and self._reads_replaced(self._graphs, step)):
             self._graphs, self._kind, self._steps = None, kind, 0
         if self._graphs is None:
@@ -132,7 +144,8 @@ class GraphedSteps(Extension):
             if self._steps <= step.context.config.cuda_graph_warmup_steps:
                 return ()
             torch.cuda.empty_cache()  # captures can take no memory that steps without graphs have cached
-            self._graphs, self._sums = GraphsOfStep(order), _sums_of_experts()
+            self._graphs, self._sums = GraphsOfStep(order, generators), _sums_of_experts()
+        _draw_from(self._graphs.generators)
         for stage, runner in step.stages.items():
             step.stages[stage] = runner.recast(GraphedStage, graphs=self._graphs, stage=stage)
         step.replays_passes = True
@@ -140,10 +153,6 @@ class GraphedSteps(Extension):
 
     def _get_state(self, original: Callable[..., Any], *args, **kwargs) -> Any:
         return None if self._is_capturing else original(*args, **kwargs)
-
-    def _set_state(self, original: Callable[..., None], *args, **kwargs) -> None:
-        if not self._is_capturing:
-            original(*args, **kwargs)
 
     def _reads_replaced(self, graphs: GraphsOfStep, step: Step) -> bool:
         """Return whether the graphs read memory that was replaced since, such as quantised copies of weights."""
@@ -165,12 +174,34 @@ class GraphedSteps(Extension):
 
     def close(self, orderly: bool) -> None:
         self._graphs, self._kind = None, None
-        for tracker in self._trackers:
+        for tracker, had_generators in self._trackers:
             del tracker.fork
+            if not had_generators:
+                _hold_generators(tracker, False)
         self._trackers.clear()
         if self._stream is not None and torch.cuda.current_stream() == self._stream:
             torch.cuda.default_stream().wait_stream(self._stream)
             torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+def _hold_generators(tracker: Any, holds: bool) -> None:
+    """Let a tracker of Megatron hold its random streams as generators, or as states of the default generator."""
+    tracker.use_cudagraphable_rng = holds
+    tracker.states_ = {name: random.convert_cuda_rng_state(state, holds) for name, state in tracker.states_.items()}
+
+
+def _generators() -> dict[str, torch.Generator]:
+    """Return the generators of Megatron's random streams, by name."""
+    tracker: Any = random._CUDA_RNG_STATE_TRACKER
+    return {} if tracker is None else tracker.get_states()
+
+
+def _draw_from(generators: Mapping[str, torch.Generator]) -> None:
+    """Let Megatron's random streams go on as the generators of graphs, because a program may have replaced theirs."""
+    tracker: Any = random._CUDA_RNG_STATE_TRACKER
+    for name, generator in generators.items():
+        generator.set_state(tracker.states_[name].get_state())
+        tracker.states_[name] = generator
 
 
 def _quantised_weights(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
