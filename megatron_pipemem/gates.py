@@ -102,7 +102,6 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
         lambda question: question.request.graphs and question.value_of("recompute_granularity") == "selective",
         refusals.GRAPHED_MODULES,
     ),
-    (lambda question: question.request.graphs, refusals.GRAPHED_USER_BUFFERS),
     (
         lambda question: question.request.graphs and question.value_of("recompute_granularity"),
         refusals.GRAPHED_RECOMPUTATION,

@@ -216,7 +216,6 @@ GRAPHED_FP8 = Refusals(
     {
         "fp8_recipe": "delayed scaling updates its scales by calls that a replay does not make, and other recipes are not "
         "proved in graphs; pass --fp8-recipe tensorwise or mxfp8",
-        "tensor_model_parallel_size": f"{_NOT_PROVED}; pass --tensor-model-parallel-size 1",
         "fp8_dot_product_attention": _NOT_PROVED,
         "fp8_multi_head_attention": _NOT_PROVED,
         "fp8_output_proj": _NOT_PROVED,
@@ -496,11 +495,6 @@ def _has_user_buffers(value_of: ValueOf) -> bool:
     return bool(value_of("tp_comm_overlap")) and (value_of("tensor_model_parallel_size") or 1) > 1
 
 
-GRAPHED_USER_BUFFERS = Rule(
-    _has_user_buffers,
-    "user buffers may be overwritten between two replays of CUDA graphs of passes; drop --tp-comm-overlap"
-    + _NO_GRAPHS.replace("; pass", ", or pass"),
-)
 PAIRED_USER_BUFFERS = Rule(
     _has_user_buffers,
     "user buffers are not proved where the layers of two microbatches alternate; drop --tp-comm-overlap, or "

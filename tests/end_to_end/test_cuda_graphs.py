@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from comparing import assert_same_training
 from lanes import nightly
-from model_flags import DISTRIBUTED, EVALUATION, FUSION
+from model_flags import DISTRIBUTED, EVALUATION, FUSION, TP_AND_SP
 
 FLAGS = (
     *("--no-gradient-accumulation-fusion", "--bf16", "--train-iters", "3", "--no-check-for-nan-in-loss-and-grad"),
@@ -104,3 +104,25 @@ def test_weights_in_8_bits_train_as_stock(train_with_transformer_engine, schedul
     run = train(schedule, *flags, *GRAPHS, *(PARTS if EXPERTS[0] in flags else ()), report=None)
     assert (run.weights, run.validation) == (plain.weights, plain.validation)
     assert run.replays == [3 * 4 * graphs] * 4
+
+
+LARGE = ("--hidden-size", "256", "--seq-length", "256", "--max-position-embeddings", "256")
+"""User buffers take MXFP8 in whole blocks of 128 rows and columns."""
+BUFFERS = (*TP_AND_SP, "--tp-comm-overlap", "--tp-comm-bootstrap-backend", "gloo", "--train-iters", "4")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("zb-h1", (*TENSORWISE, "--fp8-param-gather", *DISTRIBUTED[:-1])),
+        pytest.param("v-half", (), marks=INSTEAD),
+        pytest.param("v-half", (*MXFP8[:-1], *LARGE), marks=INSTEAD),
+    ],
+)
+def test_passes_with_user_buffers_train_as_without(train_with_transformer_engine, schedule, flags):
+    """All layers share the buffers, which are no memory of graphs."""
+    train = partial(train_with_transformer_engine, ranks=4)
+    flags = (*FLAGS, *BUFFERS, *flags)
+    plain, run = train(schedule, *flags, report=None), train(schedule, *flags, *GRAPHS, report=None)
+    assert run.weights == plain.weights
+    assert run.replays == [3 * 3 * 4 * (2 if schedule == "v-half" else 1)] * 4

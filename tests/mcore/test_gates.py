@@ -117,7 +117,6 @@ QUESTIONS = {
     ),
     "PAIRED_USER_BUFFERS": (Request("1f1b", pairs=True), Request("1f1b"), BUFFERS),
     "SLICED_USER_BUFFERS": (Request("seq1f1b"), Request("1f1b"), BUFFERS),
-    "GRAPHED_USER_BUFFERS": (Request("v-half", graphs=True), Request("v-half"), BUFFERS),
 }
 
 

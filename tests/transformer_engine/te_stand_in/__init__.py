@@ -49,3 +49,13 @@ class _Message:
 
 _exchange = torch.distributed.batch_isend_irecv
 torch.distributed.batch_isend_irecv = lambda messages: [_Message(work) for work in _exchange(messages)]
+
+_coalesced = torch.distributed._coalescing_manager
+
+
+def _coalesced_by_gloo(group=None, device=None, async_ops=False):
+    """Gloo coalesces collectives, and has nothing to begin on a device."""
+    return _coalesced(group, None, async_ops)
+
+
+torch.distributed._coalescing_manager = _coalesced_by_gloo
